@@ -79,6 +79,7 @@ page: ## Build the page from web/ with node and npm, into the control plane's pa
 docs: $(DEV_STAMP) ## Build the documentation and the API reference into build/docs; a warning is an error
 	@$(BIN)/python scripts/machine_docs.py
 	@$(BIN)/python scripts/option_docs.py
+	@$(BIN)/python scripts/attacks_page.py
 	@$(BIN)/python -m sphinx -W --keep-going -q -b html -d build/doctrees docs build/docs && echo build/docs/index.html
 
 clean: ## Remove what was built here (caches outside the tree stay)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from rollyard_testing.adversary.attacklab import Lab, a_lab
+from rollyard_testing.adversary.defences import defences
 from rollyard_testing.sandboxes.rootfolder import make_image, make_sif
 
 _PROGRAMS = ("chmod", "cp", "date", "ln", "mkfifo", "mv")
@@ -27,6 +28,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         here = item.path.is_relative_to(Path(__file__).parent)
         if here and item.get_closest_marker("apptainer") and not DAILY_ON_APPTAINER.search(item.name):
             item.add_marker(pytest.mark.nightly)
+
+
+@pytest.fixture(autouse=True)
+def _says_what_it_shows(request: pytest.FixtureRequest) -> None:
+    """Fail a test whose marks do not say which attack it tries, at which boundary, and what stops it."""
+    defences(request.node)
 
 
 @pytest.fixture(scope="session")

@@ -11,6 +11,9 @@ import pytest
 from rollyard_client import AnswerInvalid
 from rollyard_client.training.packed import ARRAYS, group_page, trajectories
 
+pytestmark = pytest.mark.attack(boundary="tenants", surface="pages with raw arrays")
+
+
 IDS = {"dtype": "<u2", "data": b"\1\0\2\0"}
 SEGMENT: dict[str, Any] = {
     "prompt_ids": IDS,
@@ -25,6 +28,14 @@ def page(**fields: Any) -> bytes:
     return bytes(msgpack.packb([{"id": "r", "segments": [SEGMENT | fields]}]))
 
 
+WRONG_ARRAYS = pytest.mark.attack(
+    "an array of another type or length than its segment, or of Python objects",
+    stopped_by="five types of numbers are taken, and all lists of a segment must be equally long; "
+    "`AnswerInvalid` names the field",
+)
+
+
+@WRONG_ARRAYS
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
@@ -50,6 +61,7 @@ def test_an_array_that_is_none_is_refused_by_its_name(fields: dict[str, Any], sa
         trajectories(page(**fields), ARRAYS)
 
 
+@WRONG_ARRAYS
 @pytest.mark.parametrize(
     "body", [b"", b"\x81", b"\xdd\xff\xff\xff\xff", b"\x05", b"\x91\x80", b"\x91" * 5000]
 )
@@ -61,6 +73,7 @@ def test_a_page_that_is_none_is_refused(body: bytes) -> None:
         trajectories(body, ARRAYS)
 
 
+@WRONG_ARRAYS
 @pytest.mark.parametrize(
     "group",
     [5, {}, {"trajectories": 5}, {"trajectories": [], "group_id": "g"}, {"trajectories": [{}], "x": 1}],
@@ -72,6 +85,7 @@ def test_a_group_that_is_none_is_refused(group: Any) -> None:
         call.parse(httpx.Response(200, headers=headers, content=bytes(msgpack.packb([group]))))
 
 
+@WRONG_ARRAYS
 @pytest.mark.parametrize(
     ("name", "values"),
     [

@@ -7,7 +7,14 @@ from pathlib import Path
 import pytest
 from rollyard_api.weights import checkpoints, verification
 
+pytestmark = pytest.mark.attack(boundary="trainers", surface="weight updates")
 
+
+@pytest.mark.attack(
+    "a checkpoint's `config.json` without end or depth is read for its data type",
+    stopped_by="at most 16 MiB are read, by a thread of its own with a time-out; what cannot be read "
+    "means bfloat16",
+)
 @pytest.mark.parametrize(
     "content",
     [

@@ -26,6 +26,9 @@ from rollyard_tasks.task_list import TaskListError, parse_lines
 from rollyard_testing.invariants import deserves_nothing
 from rollyard_testing.pace import patience
 
+pytestmark = pytest.mark.attack(boundary="evaluation", surface="handler `code`")
+
+
 SPEC = RolloutJobSpec.model_validate(
     {"tasks": {"stream": True}, "handler": "code", "agent": {"type": "oracle"}}
 )
@@ -172,6 +175,12 @@ async def reward(
     return (await evaluate(CodeHandler(), context, 45.0)).reward
 
 
+@pytest.mark.attack(
+    "a program exits early, kills its runner, patches builtins, forges verdicts or results, leaves a "
+    "daemon, looks for the tests, or returns objects that are equal to everything",
+    stopped_by="the policy's processes get inputs only; verdicts come from the worker, or from processes "
+    "that start after all of the policy's are killed and that load none of its code",
+)
 @pytest.mark.parametrize("name", ANSWERS)
 async def test_no_program_decides_its_own_score(sandbox: tuple[ExecClient, str], name: str) -> None:
     limit = 0.5 if name == "hangs" else 2.0  # It takes the whole limit of each test.
@@ -179,6 +188,12 @@ async def test_no_program_decides_its_own_score(sandbox: tuple[ExecClient, str],
         deserves_nothing(await reward(sandbox, ANSWERS[name], tests, limit))
 
 
+@pytest.mark.attack(
+    "a program forks without end, in sessions of its own, too, starts threads, fills memory or disk, "
+    "prints 100 MB or kills its parent, so that the evaluation fails and is tried again",
+    stopped_by="limits of the sandbox; commands have the lowest priority in its control group, so that "
+    "the exec server answers and ends the program in time: 0",
+)
 @pytest.mark.parametrize("name", BOMBS)
 async def test_no_program_keeps_its_sandbox_from_answering(
     sandbox: tuple[ExecClient, str], name: str
@@ -189,6 +204,10 @@ async def test_no_program_keeps_its_sandbox_from_answering(
         assert await reward(sandbox, RIGHT, tests) == 1.0
 
 
+@pytest.mark.attack(
+    "a function raises StopIteration, which ends an iterator of the test in silence",
+    stopped_by="it is raised as RuntimeError, as in generators (PEP 479)",
+)
 @pytest.mark.parametrize(
     "program",
     [
@@ -210,6 +229,10 @@ async def test_no_exception_ends_an_iterator_of_the_test_in_silence(
     assert await reward(sandbox, RIGHT, tests) == 1.0
 
 
+@pytest.mark.attack(
+    "a wrong answer leads a test to end Python, which reads as a pass, or as a failure that buys a new try",
+    stopped_by="a test that gives no verdict, or raises anything, has failed",
+)
 @pytest.mark.parametrize(
     "ends", ["sys.exit(0)", "raise KeyboardInterrupt", "os._exit(0)", "raise SystemExit", "exit()"]
 )
@@ -221,6 +244,10 @@ async def test_a_test_that_ends_python_has_not_passed(sandbox: tuple[ExecClient,
     assert await reward(sandbox, RIGHT, tests) == 1.0
 
 
+@pytest.mark.attack(
+    "results lead a test past some of its calls",
+    stopped_by="the calls to which the results lead are made, and a wrong result fails the test",
+)
 async def test_results_may_lead_past_a_call(sandbox: tuple[ExecClient, str]) -> None:
     """Which calls a test makes depends on the results, in tests that are right as well."""
     tests = {"entry_point": "f", "cases": [{"program": "assert not candidate(1) or candidate(2) == 4"}]}
@@ -229,6 +256,10 @@ async def test_results_may_lead_past_a_call(sandbox: tuple[ExecClient, str]) -> 
     deserves_nothing(await reward(sandbox, "def f(i): return i", tests))
 
 
+@pytest.mark.attack(
+    "what a test wrote when its calls were looked for is read by the program",
+    stopped_by="each side has a private place of its own, and that of the other one is removed",
+)
 async def test_nothing_that_a_test_wrote_is_there_for_the_program(sandbox: tuple[ExecClient, str]) -> None:
     """The first pass of a test, which finds out its calls, may write files with its answers."""
     wrote = """
@@ -251,6 +282,11 @@ def f(i):
     assert await reward(sandbox, RIGHT, tests) == 1.0
 
 
+@pytest.mark.attack(
+    "the arguments of a test are objects, so that calls are made from its text, which also says what is "
+    "expected",
+    stopped_by="the policy's process gets the expressions of the calls only",
+)
 async def test_calls_with_objects_show_no_result(sandbox: tuple[ExecClient, str]) -> None:
     """The policy's process gets the expressions of the calls, and nothing else of the test."""
     searches = """
@@ -275,6 +311,10 @@ def f(i):
     assert await reward(sandbox, searches, leaks) == 1.0
 
 
+@pytest.mark.attack(
+    "a forged result, such as one that nests deep, keeps the worker from a verdict",
+    stopped_by="what cannot be read or compared has failed: 0",
+)
 @pytest.mark.parametrize(
     "said",
     [
@@ -315,6 +355,10 @@ os._exit(0)
         sys.setrecursionlimit(usual)
 
 
+@pytest.mark.attack(
+    "modules, start-up files and programs such as `python3` are planted during Run",
+    stopped_by="Eval's environment and folders, into which Run could not write",
+)
 async def test_planted_programs_and_modules_are_not_used(sandbox: tuple[ExecClient, str]) -> None:
     planted = await sandbox[0].bash(PLANTED)
     assert planted.exit_code == 0, planted.text()
@@ -334,6 +378,16 @@ def packed(pickled: bytes) -> str:
     return base64.b64encode(zlib.compress(pickled)).decode()
 
 
+PICKLES = pytest.mark.attack(
+    "a row of LiveCodeBench holds a pickle that runs a program or takes gigabytes",
+    boundary="control plane",
+    surface="task files",
+    stopped_by="its instructions are listed and not carried out; only those of one text are taken, within "
+    "a bound",
+)
+
+
+@PICKLES
 @pytest.mark.parametrize(
     ("private", "problem"),
     [
@@ -353,6 +407,7 @@ def test_a_pickle_in_a_row_is_never_loaded(private: str, problem: str) -> None:
     assert not Path("/tmp/rollyard-pickle-was-loaded").exists()
 
 
+@PICKLES
 def test_the_pickled_text_of_a_row_is_read() -> None:
     cases = json.dumps([{"input": "1", "output": "2", "testtype": "stdin"}])
     for protocol in range(2, pickle.HIGHEST_PROTOCOL + 1):

@@ -8,6 +8,9 @@ import pytest
 from rollyard_testing.adversary.attacklab import Lab
 from rollyard_testing.manifests import job_manifest
 
+pytestmark = pytest.mark.attack(boundary="evaluation", surface="handler `code`")
+
+
 BOMB = "import os\nwhile True:\n    try: os.fork()\n    except OSError: pass"
 PROGRAMS = {
     "hangs": "while True: pass",
@@ -70,6 +73,12 @@ def played(lab: Lab, name: str, programs: dict[str, str], tests: dict[str, Any],
     return found
 
 
+@pytest.mark.attack(
+    "a program forks without end, in sessions of its own, too, starts threads, fills memory or disk, "
+    "prints 100 MB or kills its parent, so that the evaluation fails and is tried again",
+    stopped_by="limits of the sandbox; commands have the lowest priority in its control group, so that "
+    "the exec server answers and ends the program in time: 0",
+)
 def test_a_program_gets_one_evaluation(bubblewrap_lab: Lab) -> None:
     tests = {"cases": [{"input": "1", "output": "2"}], "time_limit_seconds": 2}
     found = played(bubblewrap_lab, "code-rollouts", PROGRAMS, tests)
@@ -77,6 +86,11 @@ def test_a_program_gets_one_evaluation(bubblewrap_lab: Lab) -> None:
     assert {"hangs", "fork-bomb"} <= timed_out
 
 
+@pytest.mark.attack(
+    "a program fills the disk, locks the folders or uses up the memory of a fresh sandbox of Eval, so "
+    "that the evaluation fails and is tried again",
+    stopped_by="what an answer does there is the policy's doing, too: 0",
+)
 @pytest.mark.parametrize("where", ["shared", "fresh"])
 def test_a_program_that_breaks_the_sandbox_gets_one_evaluation(bubblewrap_lab: Lab, where: str) -> None:
     """A fresh sandbox holds nothing of Run's, but the answer is the policy's there, too."""

@@ -17,6 +17,8 @@ from rollyard_pipeline.sandboxes.dockerfiles.recipe import make_recipe
 from rollyard_pipeline.sandboxes.errors import DockerfileRefused, ImageNotAllowed, ImageNotUsable
 from rollyard_pipeline.sandboxes.interface import BuildFolder, SandboxRequest
 
+pytestmark = pytest.mark.attack(boundary="node", surface="Dockerfiles")
+
 
 @pytest.fixture
 def context(tmp_path: Path) -> Path:
@@ -28,6 +30,13 @@ def context(tmp_path: Path) -> Path:
     return folder
 
 
+PATHS_OUT_OF_THE_FOLDER = pytest.mark.attack(
+    "a path, a substitution or a link of COPY leads out of its folder, or a file becomes a link in between",
+    stopped_by="files are listed and read through descriptors that follow no link; `..` is refused",
+)
+
+
+@PATHS_OUT_OF_THE_FOLDER
 @pytest.mark.parametrize(
     "source", ["../secret", "./../secret", "/../secret", "own/../../secret", "${UP}/secret", "$UP/secret"]
 )
@@ -36,6 +45,7 @@ def test_no_path_leads_out_of_the_folder(context: Path, source: str) -> None:
         make_recipe(f"FROM a:1\nARG UP=..\nCOPY {source} /x", FolderContext(context))
 
 
+@PATHS_OUT_OF_THE_FOLDER
 def test_an_absolute_source_is_below_the_folder(context: Path) -> None:
     """Docker takes it so, too."""
     with pytest.raises(DockerfileRefused, match="no such file beside the Dockerfile"):
@@ -44,6 +54,7 @@ def test_an_absolute_source_is_below_the_folder(context: Path) -> None:
     assert copy.files["own"].path == "own"
 
 
+@PATHS_OUT_OF_THE_FOLDER
 @pytest.mark.parametrize(
     ("source", "name"), [("link", "link"), (".", "link"), ("folder", "no such"), ("folder/secret", "no such")]
 )
@@ -56,6 +67,7 @@ def test_links_are_not_followed(context: Path, source: str, name: str) -> None:
         make_recipe(f"FROM a:1\nCOPY {source} /x", FolderContext(context))
 
 
+@PATHS_OUT_OF_THE_FOLDER
 def test_a_file_that_becomes_a_link_is_not_followed(context: Path, tmp_path: Path) -> None:
     (context / "sub").mkdir()
     (context / "sub/secret").write_text("own")
@@ -75,6 +87,10 @@ def test_a_file_that_becomes_a_link_is_not_followed(context: Path, tmp_path: Pat
         recipe.write(tmp_path / "second", Path("/base"))
 
 
+@pytest.mark.attack(
+    "pipes, enormous files or very many of them hold the build up",
+    stopped_by="they are refused within bounds before anything is built",
+)
 def test_pipes_and_endless_folders_hold_nobody_up(context: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     os.mkfifo(context / "pipe")
     with pytest.raises(DockerfileRefused, match="pipe: is no regular file"):
@@ -93,6 +109,14 @@ def test_pipes_and_endless_folders_hold_nobody_up(context: Path, monkeypatch: py
         make_recipe("FROM a:1\nCOPY own /x", FolderContext(context))
 
 
+SMUGGLED_SECTIONS = pytest.mark.attack(
+    "a section or command is smuggled into the definition file and runs outside of the image",
+    stopped_by="odd characters are refused, commands and values are quoted, and what spython makes is "
+    "compared",
+)
+
+
+@SMUGGLED_SECTIONS
 @pytest.mark.parametrize(
     "text",
     [
@@ -117,6 +141,7 @@ def test_no_section_command_or_base_is_smuggled_in(text: str) -> None:
         make_recipe(text, HeldContext({"own": (b"own", False)}))
 
 
+@SMUGGLED_SECTIONS
 def test_values_run_no_commands() -> None:
     recipe = make_recipe("FROM a:1\nENV A='$(reboot)`reboot`'\nARG B='$(reboot)`'\nRUN x", HeldContext({}))
     assert r'A="\$(reboot)\`reboot\`"' in recipe.body
@@ -125,6 +150,11 @@ def test_values_run_no_commands() -> None:
     assert "\n/bin/sh -c %setup\n" in make_recipe("FROM a:1\nRUN %setup", HeldContext({})).body
 
 
+@pytest.mark.attack(
+    "its commands run on a node as the worker's user",
+    stopped_by="workers build none unless the installer says `--build-dockerfiles`; `rollyard images "
+    "build` is called by hand. Both run them **as their user**, with a network",
+)
 async def test_workers_build_none_without_the_installer(tmp_path: Path) -> None:
     base = tmp_path / "base"
     for part in ("bin", "usr/bin", "etc"):
@@ -147,6 +177,10 @@ async def test_workers_build_none_without_the_installer(tmp_path: Path) -> None:
     assert await cache.ready(image, program, unpacked=False) == built
 
 
+@pytest.mark.attack(
+    "its commands read the environment of the worker",
+    stopped_by="the program that builds gets four variables of it",
+)
 async def test_a_build_sees_nothing_of_the_workers_environment(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -176,6 +210,10 @@ async def test_a_build_sees_nothing_of_the_workers_environment(
     assert sorted(path.suffix for path in (tmp_path / "cache").iterdir()) == [".json", ".sif"]
 
 
+@pytest.mark.attack(
+    "its FROM, or what the job has in its place, shows an image that the installer does not list",
+    stopped_by="`--allow-image` holds for the base, too",
+)
 async def test_a_dockerfile_is_built_over_allowed_images_only(tmp_path: Path) -> None:
     """Neither its FROM nor what the job has in its place shows an image that the installer does not list."""
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from rollyard_testing.adversary.attacklab import Lab
-from rollyard_testing.adversary.attacks import Attack
+from rollyard_testing.adversary.attacks import Attack, cases
 from rollyard_testing.adversary.policy_environment import (
     IN_BASH,
     IN_GIT,
@@ -17,20 +17,22 @@ from rollyard_testing.adversary.policy_environment import (
     IN_PYTHON,
 )
 
+pytestmark = pytest.mark.attack(boundary="evaluation")
 
-@pytest.mark.parametrize("attack", IN_BASH, ids=lambda attack: attack.name)
+
+@pytest.mark.parametrize("attack", cases(IN_BASH))
 def test_eval_starts_nothing_of_the_policy(lab: Lab, attack: Attack) -> None:
     assert lab.attack(attack).trajectory.reward_reason == ""
 
 
-@pytest.mark.parametrize("attack", IN_PYTHON, ids=lambda attack: attack.name)
+@pytest.mark.parametrize("attack", cases(IN_PYTHON))
 def test_eval_imports_nothing_of_the_policy(bubblewrap_lab: Lab, attack: Attack) -> None:
     if not Path("/usr/bin/python3").exists():
         pytest.skip("this machine has no /usr/bin/python3")
     bubblewrap_lab.attack(attack)
 
 
-@pytest.mark.parametrize("attack", [*IN_GIT, *IN_GIT_OF_INIT], ids=lambda attack: attack.name)
+@pytest.mark.parametrize("attack", cases([*IN_GIT, *IN_GIT_OF_INIT]))
 def test_git_in_eval_runs_nothing_of_the_policy(bubblewrap_lab: Lab, attack: Attack) -> None:
     if not Path("/usr/bin/git").exists():
         pytest.skip("this machine has no /usr/bin/git")
@@ -67,6 +69,11 @@ done
 )
 
 
+@pytest.mark.attack(
+    "an honest test configures repositories of its own, or relies on Init's",
+    surface="Eval's git",
+    stopped_by="it works",
+)
 def test_a_test_can_still_configure_git(bubblewrap_lab: Lab) -> None:
     if not Path("/usr/bin/git").exists():
         pytest.skip("this machine has no /usr/bin/git")
@@ -85,6 +92,11 @@ HONEST = Attack(
 )
 
 
+@pytest.mark.attack(
+    "an honest test asks for the policy's module",
+    surface="Eval's environment",
+    stopped_by="it is imported",
+)
 def test_a_test_can_still_ask_for_the_policys_module(bubblewrap_lab: Lab) -> None:
     if not Path("/usr/bin/python3").exists():
         pytest.skip("this machine has no /usr/bin/python3")

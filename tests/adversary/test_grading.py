@@ -17,6 +17,9 @@ from rollyard_testing.pace import patience
 from rollyard_testing.pipeline.installed import install_handler
 from rollyard_testing.waiting import eventually
 
+pytestmark = pytest.mark.attack(boundary="control plane", surface="`rollyard grade`")
+
+
 ESCAPES = "\x1b[2J\x1b]0;title\x07\x9b1A\u202e7\rreward 1"
 """Clears the screen, sets the title, moves the cursor, turns the text and writes over the line."""
 
@@ -25,6 +28,14 @@ def json_line(**fields: object) -> str:
     return f"{json.dumps(fields)}\n"
 
 
+TERMINAL = pytest.mark.attack(
+    "an answer, a key or a name in a file of pairs moves the cursor, sets the title, or forges a line "
+    "such as the reward",
+    stopped_by="it is escaped before it is printed, one line for each pair; lines of an answer are marked",
+)
+
+
+@TERMINAL
 @pytest.mark.parametrize("output", [[], ["-o", "json"]], ids=["text", "json"])
 def test_a_terminal_obeys_no_answer(
     capfd: pytest.CaptureFixture[str], tmp_path: Path, output: list[str]
@@ -39,6 +50,7 @@ def test_a_terminal_obeys_no_answer(
     assert not [line for line in shown.splitlines() if line.startswith("reward 1")]
 
 
+@TERMINAL
 def test_a_message_about_a_line_is_escaped(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     (tmp_path / "pairs.jsonl").write_text(json_line(answer="7", key="7", **{ESCAPES: 1}))
     assert main(["grade", "--handler", "math", "--file", str(tmp_path / "pairs.jsonl")]) == 1
@@ -47,6 +59,10 @@ def test_a_message_about_a_line_is_escaped(capfd: pytest.CaptureFixture[str], tm
     assert not {sign for sign in ESCAPES if not sign.isprintable()} & set(shown)
 
 
+@pytest.mark.attack(
+    "a file of pairs, which may be compressed, has a line without an end",
+    stopped_by="at most 8 MiB of a line are read, and 8 pairs at a time",
+)
 def test_a_line_without_an_end_is_refused(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """100 MB of it take 100 kB on the disk. No more than the limit of a line is read."""
     with gzip.open(tmp_path / "pairs.jsonl.gz", "wb", compresslevel=1) as file:
@@ -72,6 +88,10 @@ class Judge(Handler):
 """
 
 
+@pytest.mark.attack(
+    "an answer that takes for ever to compare, or whose comparison cannot be interrupted",
+    stopped_by="the limits of Eval; what compares it ends with the command",
+)
 async def test_an_answer_that_never_ends_can_be_interrupted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -16,6 +16,9 @@ from rollyard_testing.invariants import deserves_nothing
 from rollyard_testing.pipeline.stagelab import SMALL, StageLab, stage_lab
 from rollyard_testing.sandboxes.outside import HOST, PUBLIC, Outside
 
+pytestmark = pytest.mark.attack(boundary="evaluation", surface="handler `harbor`")
+
+
 TOML = '[environment]\nnetwork_mode = "no-network"\n[verifier]\ntimeout_sec = 10\n'
 TEST = """
 secret=$(cat /tests/expected.txt)
@@ -88,6 +91,12 @@ ATTACKS = {
 }
 
 
+@pytest.mark.attack(
+    "reward files, links, folders, tests, programs or start-up files are planted, a daemon writes "
+    "rewards, the tests are searched for, their folders are filled, locked or nested 5,000 deep",
+    stopped_by="every process of the policy is dead and the folders are emptied before the tests arrive; "
+    "Eval's environment",
+)
 @pytest.mark.parametrize("name", ATTACKS)
 async def test_nothing_but_the_answer_is_rewarded(lab: StageLab, name: str) -> None:
     """Each attack scores 0 at once: none is an infrastructure failure, which would be a new try."""
@@ -103,6 +112,10 @@ BREAKS = {
 }
 
 
+@pytest.mark.attack(
+    "a policy that would score 0 makes the tests end without a reward, for another try",
+    stopped_by="the tests run once more where no policy has been: if they give a reward there, 0",
+)
 @pytest.mark.parametrize("name", BREAKS)
 async def test_a_policy_cannot_trade_a_zero_for_a_failure(lab: StageLab, name: str) -> None:
     """The tests give a reward where no policy has been, so what is missing here is the policy's doing."""
@@ -142,6 +155,13 @@ REWARD_FILES = {
 }
 
 
+@pytest.mark.attack(
+    "a program of the policy's that the tests run writes a `reward.json` which is huge, deep, endless, a "
+    "pipe, a link, changes while it is read or holds what is no number, for another try or for more than "
+    "its due",
+    stopped_by="every process is killed before the files are read, within 64 KiB; only a finite number "
+    "within bounds is a reward; else 0",
+)
 @pytest.mark.parametrize("name", REWARD_FILES)
 async def test_a_reward_file_that_cannot_be_used_is_the_policys_doing(lab: StageLab, name: str) -> None:
     """The tests run a program of the policy's, which writes what no reader should take for a reward."""
@@ -159,6 +179,11 @@ INJECTED = {
 }
 
 
+@pytest.mark.attack(
+    "an answer that the tests paste into their `reward.json` adds a second reward",
+    stopped_by="a file with a key twice cannot be used; a key that the tests do not write themselves is "
+    "**not** recognized, unless the job names the key",
+)
 @pytest.mark.parametrize("name", INJECTED)
 async def test_a_diagnostic_adds_no_second_reward(lab: StageLab, name: str) -> None:
     """Tests that write the policy's answer into their JSON do not let it decide."""
@@ -177,6 +202,10 @@ STEPS = "".join(f'[[steps]]\nname = "{name}"\n' for name in "ab")
 INSTRUCTIONS = {f"steps/{name}/instruction.md": "Guess." for name in "ab"}
 
 
+@pytest.mark.attack(
+    "the tests of one step are read in the next one, by a process that waits for them",
+    stopped_by="every process is killed before the tests arrive; they are removed before the agent continues",
+)
 async def test_a_later_step_learns_nothing_of_earlier_tests(lab: StageLab) -> None:
     look = "ls -RA /tests /logs/verifier /solution; find / -name expected.txt -not -path '/proc/*'"
     daemon = "nohup setsid bash -c 'while :; do cp -r /tests /work/copy; done' > /dev/null 2>&1 &"
@@ -189,6 +218,10 @@ async def test_a_later_step_learns_nothing_of_earlier_tests(lab: StageLab) -> No
     assert not any(SECRET in text or "expected.txt" in text for text in lab.observed)
 
 
+@pytest.mark.attack(
+    "a link keeps the setup script of the next step, which is removed after its run",
+    stopped_by="what is at the path of a file is removed before the file is written",
+)
 async def test_a_later_step_keeps_no_setup_script(lab: StageLab) -> None:
     """A link at the path of the script, which is removed after its run, is not written through."""
     setup = {"steps/b/workdir/setup.sh": f"touch /work/ready # {SECRET}"}
@@ -206,6 +239,11 @@ LATER = {
 }
 
 
+@pytest.mark.attack(
+    "a bad score becomes a failure in a later step, which needs what the policy has left, so that it "
+    "cannot be repeated without the policy",
+    stopped_by="such a step is not repeated: 0",
+)
 @pytest.mark.parametrize("name", LATER)
 async def test_a_later_step_without_a_reward_is_the_policys_doing(lab: StageLab, name: str) -> None:
     """Its setup script needs what the policy left, so it cannot be repeated where no policy has been."""
@@ -224,6 +262,10 @@ async def test_a_later_step_without_a_reward_is_the_policys_doing(lab: StageLab,
     assert (found.reward, found.reward_reason) == (0.0, "RewardMissing")
 
 
+@pytest.mark.attack(
+    "a process that the tests of one step have started waits for the reward of the next one",
+    stopped_by="every process of a step's tests is killed before the next step",
+)
 async def test_what_the_tests_left_running_is_gone_in_the_next_step(lab: StageLab) -> None:
     """The policy's own code, which the tests start, cannot wait for a time at which its reward would stay."""
     test = f"bash /work/a.sh\n{TEST}"
@@ -253,6 +295,13 @@ echo $((1 - $?)) > /logs/verifier/reward.txt
 """
 
 
+ODD_ARTIFACTS = pytest.mark.attack(
+    "artifacts for a separate verifier are links, pipes, programs, too large or too many",
+    stopped_by="regular files are copied within bounds; what cannot be copied scores 0",
+)
+
+
+@ODD_ARTIFACTS
 @pytest.mark.parametrize("name", ARTIFACTS)
 async def test_artifacts_for_a_separate_verifier(
     lab: StageLab, name: str, monkeypatch: pytest.MonkeyPatch
@@ -262,6 +311,14 @@ async def test_artifacts_for_a_separate_verifier(
     deserves_nothing(found.reward)
 
 
+NAMES_OF_ARTIFACTS = pytest.mark.attack(
+    "names of artifacts fill the worker's memory, or fit into no answer, for another try",
+    stopped_by="paths count as content does, before they are made; a listing has 4 Mi characters of names "
+    "at most; more scores 0",
+)
+
+
+@NAMES_OF_ARTIFACTS
 async def test_paths_of_artifacts_count_as_their_content_does(
     lab: StageLab, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -282,6 +339,7 @@ print("made")
 END"""
 
 
+@NAMES_OF_ARTIFACTS
 async def test_a_folder_whose_names_fit_into_no_answer_is_the_policys_doing(lab: StageLab) -> None:
     """The listing would have more than 64 MiB: each byte that is no text takes six there."""
     large = {**SMALL["resources"], "memory": "1Gi", "disk": "256Mi"}
@@ -290,6 +348,7 @@ async def test_a_folder_whose_names_fit_into_no_answer_is_the_policys_doing(lab:
     deserves_nothing(found.reward)
 
 
+@ODD_ARTIFACTS
 async def test_an_honest_artifact_is_rewarded(lab: StageLab) -> None:
     found = await lab.play(task(MEETS, SEPARATE), [["echo done > /logs/artifacts/answer"]])
     assert found.reward == 1.0
@@ -302,6 +361,13 @@ AGENT = '[agent]\nnetwork_mode = "allowlist"\nallowed_hosts = ["{}"]\n'
 ASK = "for host in {} {}; do curl -sf --max-time 5 http://$host:{}/ && echo ' from' $host; done; true"
 
 
+@pytest.mark.attack(
+    "a task, or a task folder, reaches a host that its job does not have, or one that it does not state",
+    boundary="network",
+    surface="`sandbox.allowedHosts` of a task",
+    stopped_by="the worker takes from the job's list what the task names, and refuses the task if there "
+    "is another host; tests never have a network",
+)
 async def test_a_task_has_no_more_network_than_it_states(lab: StageLab, tmp_path: Path) -> None:
     """It reaches those hosts of its job that it names, and its tests reach none."""
     async with Outside().serving(tmp_path) as world:

@@ -15,6 +15,9 @@ from rollyard_pipeline.sandboxes.errors import ImageNotAllowed
 from rollyard_pipeline.sandboxes.interface import SandboxProvider, SandboxRequest
 from rollyard_testing.sandboxes.rootfolder import make_root
 
+pytestmark = pytest.mark.attack(boundary="slurm")
+
+
 LISTED = ("docker://registry.example.org/team/", "oras://hub/one", "docker://python")
 OWNER = LeaseRef(rollout="r", token=1)
 
@@ -43,6 +46,13 @@ async def provider(
     await found.aclose()
 
 
+@pytest.mark.attack(
+    "an author of a control plane that a bridge joins names a root folder or an image with files of the "
+    "bridge's user, directly, by `..` or by a link",
+    surface="`sandbox.image`",
+    stopped_by="`--allow-image`: none but the default image, unless the installer lists more; links are "
+    "followed first",
+)
 async def test_only_listed_root_folders_are_shown(provider: SandboxProvider, world: Path) -> None:
     for image in ("home", "images/link", "images/../home", "images-of-others", "missing", ""):
         request = SandboxRequest.of(SandboxSpec(image=f"{world}/{image}"))
@@ -66,6 +76,11 @@ async def test_only_listed_root_folders_are_shown(provider: SandboxProvider, wor
             await provider.release(sandbox.handle)
 
 
+@pytest.mark.attack(
+    "it makes a node contact any registry or an internal address, at once or ahead of the queue",
+    surface="`sandbox.image`",
+    stopped_by="`--allow-image`; references are compared by whole parts",
+)
 @pytest.mark.parametrize(
     "image",
     [
@@ -100,6 +115,14 @@ def test_references_beside_the_list(world: Path, image: str) -> None:
         AllowedImages([str(world / "images"), *LISTED]).check(image)
 
 
+ODD_ENTRIES = pytest.mark.attack(
+    "an entry that means something else than its author thinks",
+    surface="`--allow-image`",
+    stopped_by="it is refused when the worker or the bridge starts; what is listed works",
+)
+
+
+@ODD_ENTRIES
 @pytest.mark.parametrize(
     "image",
     [
@@ -123,6 +146,7 @@ def test_what_is_listed(world: Path, image: str | None) -> None:
             AllowedImages(["none"]).check(image)
 
 
+@ODD_ENTRIES
 @pytest.mark.parametrize(
     "entries", [["relative/path"], ["docker://"], ["docker://h/../x"], ["http://x/"], ["any", "/x"], [""]]
 )

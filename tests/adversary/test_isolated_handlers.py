@@ -20,6 +20,8 @@ from rollyard_testing.pipeline.installed import install_handler
 from rollyard_testing.pipeline.workerlab import Plane, lease, spec, working
 from rollyard_testing.waiting import eventually
 
+pytestmark = pytest.mark.attack(boundary="evaluation", surface="handlers of packages")
+
 
 class Touch:
     """An object that makes a file when it is unpickled."""
@@ -58,6 +60,12 @@ class Judge(Handler):
 """
 
 
+@pytest.mark.attack(
+    "a policy's text reaches the handler's process and comes back as what the worker obeys: a frame, an "
+    "outcome, a pickle, a log record",
+    stopped_by="what comes from that process is JSON in frames of known length, and checked as a whole; "
+    "only the worker pickles",
+)
 async def test_no_text_of_a_policy_is_obeyed_on_its_way(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -105,6 +113,12 @@ class Judge(Handler):
 NEXT: dict[str, Any] = {"op": "next", "id": 99}
 
 
+@pytest.mark.attack(
+    "a handler whose process a policy has taken over breaks the protocol, or keeps the sandbox of a "
+    "rollout for the next one",
+    stopped_by="the process ends, and its rollout fails with the handler's name; a request of a call that "
+    "has ended is refused. It runs **as the worker's user** all the same",
+)
 @pytest.mark.parametrize(
     "sent",
     [
@@ -148,6 +162,10 @@ async def test_a_process_that_was_taken_over_fails_one_rollout(
     assert after.reward == 0.5
 
 
+@pytest.mark.attack(
+    "a text makes the handler's code run for ever, so that the worker loses the leases of all its rollouts",
+    stopped_by="calls run in processes that end at the limit of the stage, with what they have started",
+)
 async def test_no_program_that_a_blocked_handler_has_started_is_left(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -14,6 +14,9 @@ from rollyard_pipeline.handlers.math import MathHandler
 from rollyard_pipeline.handlers.statements import statements
 from rollyard_testing.pace import patience
 
+pytestmark = pytest.mark.attack(boundary="evaluation", surface="handler `math`")
+
+
 shared = pytest.mark.asyncio(loop_scope="module")
 SPEC = RolloutJobSpec.model_validate(
     {"tasks": {"stream": True}, "handler": "math", "agent": {"type": "oracle"}}
@@ -34,6 +37,12 @@ def context(gold: str, said: str, seconds: float = 60.0) -> StageContext:
     return StageContext(task, SPEC, "rollout", 0, seconds, carry={ANSWER: said})
 
 
+@pytest.mark.attack(
+    "an answer lists guesses in boxes or a sentence, is an interval, a variable or an equation that holds "
+    "the right number, a loose approximation, or a letter that stands for a unit",
+    stopped_by="the place of an answer is chosen by its form; numbers are compared by value, lists "
+    "element by element, and nothing is left out but words and abbreviations of units",
+)
 @pytest.mark.parametrize(
     ("gold", "said"),
     [
@@ -106,6 +115,15 @@ MORE_BROKEN = (
 )  # fmt: skip
 
 
+ENDLESS_COMPARISON = pytest.mark.attack(
+    "an answer never ends its comparison, uses up its memory or breaks the parser, so that the evaluation "
+    "fails and begins again",
+    stopped_by="a child process with limits of time and memory; texts reach a parser of LaTeX only, never "
+    "`eval`; the expected answer compared with itself proves whose doing it is",
+)
+
+
+@ENDLESS_COMPARISON
 @pytest.mark.parametrize(
     "said",
     [
@@ -124,6 +142,7 @@ async def test_an_answer_that_breaks_its_comparison_scores_0(handler: MathHandle
     assert (await handler.eval(context("2", "2"))).reward == 1.0
 
 
+@ENDLESS_COMPARISON
 @pytest.mark.parametrize(
     "part",
     [
@@ -144,6 +163,10 @@ def test_where_an_answer_stands_is_found_in_little_time(part: str) -> None:
     assert time.monotonic() - began < LIMIT
 
 
+@pytest.mark.attack(
+    "an answer lists all answers that might be accepted",
+    stopped_by="each accepted answer is compared with the whole answer",
+)
 @pytest.mark.parametrize(
     "said",
     [
@@ -163,6 +186,10 @@ async def test_a_list_of_everything_is_none_of_the_accepted_answers(handler: Mat
     assert (await handler.eval(given)).reward == 1.0
 
 
+@pytest.mark.attack(
+    "an answer that is slow to compare holds a process of the worker for each accepted answer",
+    stopped_by="all comparisons of an answer share one time limit",
+)
 @shared
 async def test_many_accepted_answers_share_one_limit_of_time(handler: MathHandler) -> None:
     """Otherwise an answer that is slow to compare would hold a process of the worker for each of them."""

@@ -23,6 +23,9 @@ from rollyard_slurm.scripts.batch import batch_script
 from rollyard_slurm.scripts.site import Site
 from rollyard_testing.pace import patience
 
+pytestmark = pytest.mark.attack(boundary="node")
+
+
 INSTANCE = "abcd1234"
 OTHER = 54_321
 BASE = f"ry-{os.getuid()}-{INSTANCE}"
@@ -77,6 +80,11 @@ def node() -> Iterator[Node]:
         yield Node(tmp, secret)
 
 
+@pytest.mark.attack(
+    "an untouched node, or the site's own link on the way, is taken for an attack",
+    surface="run folder",
+    stopped_by="both work",
+)
 def test_an_untouched_node(node: Node) -> None:
     for _ in range(2):
         done = node.start()
@@ -111,6 +119,12 @@ def prepare_socket(node: Node) -> None:
         os.chown(folder, OTHER, OTHER)
 
 
+@pytest.mark.attack(
+    "another user makes the worker's run folder first, with links, sockets or locks in it",
+    surface="a node's shared `/tmp`",
+    stopped_by="the whole path must belong to root or to the user, sticky where others write; it is "
+    "opened by descriptor; nothing is truncated",
+)
 @as_root
 @pytest.mark.parametrize(
     "attack",
@@ -122,11 +136,21 @@ def test_what_another_user_prepared_is_not_used(node: Node, attack: Callable[[No
     node.refused()
 
 
+@pytest.mark.attack(
+    "another user renames the folder later",
+    surface="a node's shared `/tmp`",
+    stopped_by="a way that others can write to without a sticky bit is refused",
+)
 def test_a_run_dir_that_anybody_may_rename_is_refused(node: Node) -> None:
     node.tmp.chmod(0o777)
     node.refused()
 
 
+@pytest.mark.attack(
+    "a folder of the user that others may write to",
+    surface="a node's shared `/tmp`",
+    stopped_by="it is refused",
+)
 def test_an_own_folder_that_others_may_write_to_is_refused(node: Node) -> None:
     base = node.tmp / BASE
     base.mkdir()
@@ -134,6 +158,11 @@ def test_an_own_folder_that_others_may_write_to_is_refused(node: Node) -> None:
     assert node.start().returncode == 73
 
 
+@pytest.mark.attack(
+    "it is a link to a file of the victim",
+    surface="lock of the run folder",
+    stopped_by="it is opened to append and never truncated",
+)
 def test_a_lock_that_is_a_link_truncates_nothing(node: Node) -> None:
     """A leftover link costs nobody's data, even in the victim's own folder."""
     base = node.tmp / BASE
@@ -143,6 +172,11 @@ def test_a_lock_that_is_a_link_truncates_nothing(node: Node) -> None:
     assert node.secret.read_text() == "kept"
 
 
+@pytest.mark.attack(
+    "it holds a path or shell code",
+    surface="name of the node",
+    stopped_by="other characters than those of names become `_`",
+)
 @pytest.mark.parametrize("name", ["../../escape", "/etc", "..", "a b;touch x", "$(touch x)"])
 def test_a_nodes_name_is_no_path(node: Node, name: str) -> None:
     done = node.start(name)
@@ -153,6 +187,11 @@ def test_a_nodes_name_is_no_path(node: Node, name: str) -> None:
     assert os.listdir(node.tmp) == []
 
 
+@pytest.mark.attack(
+    "a link of the site on the way to it is taken for an attack",
+    surface="run folder",
+    stopped_by="it is followed once, before the checks",
+)
 def test_the_sites_own_link_on_the_way_is_followed(node: Node) -> None:
     real = node.tmp.parent / "local"
     real.mkdir(mode=0o755)

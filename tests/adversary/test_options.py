@@ -26,6 +26,26 @@ PASSWORD = "hunter-2-is-secret"
 URL = f"postgresql+psycopg://me:{PASSWORD}@127.0.0.1:1/none"
 SOMEBODY = 12345
 
+pytestmark = pytest.mark.attack(boundary="control plane", surface="options")
+
+WRITERS = pytest.mark.attack(
+    "another user can write or owns the file of `--config`, and chooses programs of the control plane",
+    stopped_by="it must be the caller's own or root's, and nobody else may write it",
+)
+READERS = pytest.mark.attack(
+    "others read a password in a file",
+    stopped_by="such a file is refused unless it is private; the group of a file of root may read it",
+)
+PASSWORDS = pytest.mark.attack(
+    "others read a password in a command line, a message, a log or the environment of a process",
+    stopped_by="URLs with a password are refused on command lines and never quoted; no child inherits "
+    "the variables; a driver writes a private file",
+)
+HOSTILE = pytest.mark.attack(
+    "the file is a pipe, a device, huge, or YAML that grows or makes objects",
+    stopped_by="regular files of at most 1 MiB; no aliases and no objects",
+)
+
 
 def read(file: Path | None = None, **given: Any) -> ControlPlaneOptions:
     return load(ControlPlaneOptions, {"state_dir": Path("s"), **given}, file, "rollyard control-plane")
@@ -38,6 +58,7 @@ def written(folder: Path, text: str, mode: int) -> Path:
     return file
 
 
+@WRITERS
 @pytest.mark.parametrize("mode", [0o620, 0o602, 0o666], ids=oct)
 def test_a_file_that_others_can_write_is_refused(mode: int, tmp_path: Path) -> None:
     with pytest.raises(OptionInvalid, match=r"other users can write it .*chmod go-w"):
@@ -45,6 +66,7 @@ def test_a_file_that_others_can_write_is_refused(mode: int, tmp_path: Path) -> N
     assert read(written(tmp_path, "verify-python: /tmp/mine", 0o644)).verify_python == "/tmp/mine"
 
 
+@WRITERS
 def test_a_file_of_another_user_is_refused(tmp_path: Path, missing: Any) -> None:
     if os.geteuid() != 0:
         missing("only root gives files to other users")
@@ -57,6 +79,7 @@ def test_a_file_of_another_user_is_refused(tmp_path: Path, missing: Any) -> None
             read(path)
 
 
+@READERS
 @pytest.mark.parametrize("key", ["db", "trajectories"])
 @pytest.mark.parametrize(
     "url", [URL, "s3://bucket/x?secret=" + PASSWORD, "ftp://u:" + PASSWORD + "@h/x", "http://[" + PASSWORD]
@@ -71,6 +94,7 @@ def test_a_password_that_others_can_read_is_refused_and_not_quoted(
     assert getattr(read(written(tmp_path, text, 0o600)), key) == url
 
 
+@READERS
 def test_the_group_reads_the_passwords_of_no_users_file(tmp_path: Path, missing: Any) -> None:
     """A mounted Secret is root's, and its group may read it; a user's file has no such reason."""
     if os.geteuid() != 0:
@@ -91,6 +115,7 @@ def test_the_group_reads_the_passwords_of_no_users_file(tmp_path: Path, missing:
         os.seteuid(0)
 
 
+@PASSWORDS
 @pytest.mark.parametrize("key", ["db", "trajectories"])
 def test_a_password_on_a_command_line_is_refused_and_not_quoted(key: str) -> None:
     with pytest.raises(
@@ -101,6 +126,7 @@ def test_a_password_on_a_command_line_is_refused_and_not_quoted(key: str) -> Non
     assert read(db="postgresql+psycopg://me@db.example.org/x?sslmode=require").db
 
 
+@PASSWORDS
 def test_no_message_and_no_form_of_the_settings_shows_a_password(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -124,6 +150,7 @@ def test_no_message_and_no_form_of_the_settings_shows_a_password(
         assert raised.value.__suppress_context__
 
 
+@HOSTILE
 def test_what_is_no_file_is_not_waited_for(tmp_path: Path) -> None:
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
@@ -134,6 +161,7 @@ def test_what_is_no_file_is_not_waited_for(tmp_path: Path) -> None:
     assert time.monotonic() - began < patience(5)
 
 
+@HOSTILE
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
@@ -162,6 +190,7 @@ class Starts:
         raise OSError("not started")
 
 
+@PASSWORDS
 async def test_a_driver_gives_its_control_plane_passwords_by_a_private_file(tmp_path: Path) -> None:
     home = Home(tmp_path / "h")
     home.make()
@@ -178,6 +207,7 @@ async def test_a_driver_gives_its_control_plane_passwords_by_a_private_file(tmp_
     assert json.loads(file.read_text())["db"] == URL
 
 
+@PASSWORDS
 def test_no_program_that_is_started_inherits_a_password(tmp_path: Path) -> None:
     """`rollyard up` reads it from a variable; no argument, variable or log of its processes has it."""
     home = tmp_path / "h"
@@ -221,6 +251,7 @@ def processes(mark: bytes) -> list[int]:
     return marked
 
 
+@PASSWORDS
 def test_a_database_that_does_not_answer_is_reported_without_its_password(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "rollyard", "control-plane", "--state-dir", str(tmp_path), "--port", "0"]
     env = {**os.environ, "ROLLYARD_CONTROL_PLANE_DB": URL}

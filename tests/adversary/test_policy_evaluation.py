@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import pytest
 from rollyard_testing.adversary.attacklab import Lab
-from rollyard_testing.adversary.attacks import Attack
+from rollyard_testing.adversary.attacks import Attack, cases
 from rollyard_testing.adversary.policy_evaluation import ATTACKS
 
+pytestmark = pytest.mark.attack(boundary="evaluation")
 
-@pytest.mark.parametrize("attack", ATTACKS, ids=lambda attack: attack.name)
+
+@pytest.mark.parametrize("attack", cases(ATTACKS))
 def test_only_the_hidden_test_decides(lab: Lab, attack: Attack) -> None:
     lab.attack(attack)
     assert not (lab.folder / "made").exists()

@@ -8,16 +8,24 @@ from pathlib import Path
 
 import pytest
 from rollyard_testing.adversary.attacklab import Lab, until
-from rollyard_testing.adversary.attacks import Attack, ipython, python
+from rollyard_testing.adversary.attacks import Attack, cases, ipython, python
 from rollyard_testing.adversary.policy_leftovers import ATTACKS, SEGMENTS
 from rollyard_testing.pace import patience
 
+pytestmark = pytest.mark.attack(boundary="sandbox")
 
-@pytest.mark.parametrize("attack", ATTACKS, ids=lambda attack: attack.name)
+
+@pytest.mark.parametrize("attack", cases(ATTACKS))
 def test_nothing_outlives_a_rollout(lab: Lab, attack: Attack) -> None:
     lab.attack(attack)
 
 
+@pytest.mark.attack(
+    "SIGTERM of the container's runtime",
+    boundary="exec server",
+    surface="server",
+    stopped_by="it ends the server",
+)
 def test_the_first_process_ends_by_a_signal_from_outside(lab: Lab) -> None:
     """The container's runtime can do what commands cannot."""
     attack = Attack(name="ended_from_outside", goal="None: it is the installer who ends it.", steps=())
@@ -30,6 +38,11 @@ def test_the_first_process_ends_by_a_signal_from_outside(lab: Lab) -> None:
         )
 
 
+@pytest.mark.attack(
+    "shared memory, semaphores, message queues",
+    surface="leftovers",
+    stopped_by="ipc namespace",
+)
 def test_segments_and_queues_stay_in_their_sandbox(lab: Lab) -> None:
     """Neither the host nor the next sandbox has shared memory, semaphores and message queues of this one."""
     before = _host_segments()
@@ -52,6 +65,11 @@ def test_segments_and_queues_stay_in_their_sandbox(lab: Lab) -> None:
     )
 
 
+@pytest.mark.attack(
+    "System V memory that Run made takes the memory of the hidden test",
+    surface="leftovers",
+    stopped_by="the exec server removes all objects of the IPC namespace before Eval",
+)
 def test_segments_of_run_are_gone_in_eval(lab: Lab) -> None:
     """They belong to no process, and would take the memory in which the hidden test runs."""
     lab.attack(
@@ -78,6 +96,11 @@ print("made", segment, libc.semget(1, 1, 0o1000), libc.msgget(1, 0o1666))
     )
 
 
+@pytest.mark.attack(
+    "files in every folder that can be written to",
+    surface="warm pool and caches",
+    stopped_by="each sandbox is used once and has its own file systems",
+)
 def test_nothing_written_is_seen_by_the_next_sandbox(lab: Lab) -> None:
     """Whatever can be written is the sandbox's own: caches of Python and pip, temporary folders, home."""
     lab.attack(

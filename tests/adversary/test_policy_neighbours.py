@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import pytest
 from rollyard_testing.adversary.attacklab import Lab
-from rollyard_testing.adversary.attacks import Attack, python
+from rollyard_testing.adversary.attacks import Attack, cases, python
+
+pytestmark = pytest.mark.attack(boundary="sandbox", surface="sandboxes side by side")
+
 
 VICTIM = Attack(
     name="victim",
@@ -34,6 +37,10 @@ ATTACKS = [
     Attack(
         name="neighbours_files",
         goal="Read the files, memory, environment or command lines of a sandbox beside it.",
+        mark=pytest.mark.attack(
+            "files, environments, command lines, sockets' names",
+            stopped_by="mount, pid and network namespaces",
+        ),
         steps=(
             "cat /work/secret /tmp/secret /dev/shm/secret",
             "cat /proc/[0-9]*/environ /proc/[0-9]*/cmdline > seen 2> /dev/null; grep -ac secret-of- seen",
@@ -45,6 +52,10 @@ ATTACKS = [
     Attack(
         name="neighbours_sockets",
         goal="Connect to an abstract socket, a path or a loopback port of a sandbox beside it.",
+        mark=pytest.mark.attack(
+            "abstract and named sockets, loopback ports",
+            stopped_by="network and mount namespaces",
+        ),
         steps=(
             python("""
 import socket
@@ -68,6 +79,7 @@ with socket.create_server(("127.0.0.1", 4747)), socket.socket(socket.AF_UNIX) as
     Attack(
         name="harm_to_neighbours",
         goal="Kill, stop, starve or fill a sandbox beside it.",
+        mark=pytest.mark.attack("kill, fill, starve", stopped_by="pid namespace and limits of each"),
         steps=(
             "kill -9 -1",
             python("""
@@ -88,7 +100,7 @@ for number in range(2, 70_000):
 ]
 
 
-@pytest.mark.parametrize("attack", ATTACKS, ids=lambda attack: attack.name)
+@pytest.mark.parametrize("attack", cases(ATTACKS))
 def test_a_neighbour_notices_nothing(lab: Lab, attack: Attack) -> None:
     with lab.dictated(VICTIM) as victim:
         assert "settled" in victim.bash(SETTLE)

@@ -7,7 +7,10 @@ from collections.abc import Iterator
 
 import pytest
 from rollyard_testing.adversary.attacklab import Lab
-from rollyard_testing.adversary.attacks import Attack, python
+from rollyard_testing.adversary.attacks import Attack, cases, python
+
+pytestmark = pytest.mark.attack(boundary="network")
+
 
 CONNECT = """
 import socket
@@ -28,6 +31,11 @@ ATTACKS = [
     Attack(
         name="control_plane",
         goal="Call the control plane on the host's loopback.",
+        mark=pytest.mark.attack(
+            "the control plane's port, IPv4 and IPv6",
+            surface="loopback of the host",
+            stopped_by="network namespace",
+        ),
         steps=(
             python(
                 CONNECT
@@ -46,6 +54,11 @@ attempt(socket.AF_INET, ("0.0.0.0", @API_PORT@))
     Attack(
         name="metadata_service",
         goal="Read the machine's credentials from its cloud's metadata service.",
+        mark=pytest.mark.attack(
+            "the cloud's metadata services",
+            surface="link-local addresses",
+            stopped_by="no interface but `lo`, no route",
+        ),
         steps=(
             python(
                 CONNECT
@@ -63,6 +76,11 @@ attempt(socket.AF_INET6, ("fe80::1", 80))
     Attack(
         name="names_and_datagrams",
         goal="Carry secrets out by DNS or by datagrams.",
+        mark=pytest.mark.attack(
+            "datagrams and look-ups",
+            surface="DNS, multicast, broadcast",
+            stopped_by="no interface but `lo`, no route",
+        ),
         steps=(
             python(
                 CONNECT
@@ -83,6 +101,11 @@ except OSError as error:
     Attack(
         name="interfaces",
         goal="Make an interface, or send raw packets.",
+        mark=pytest.mark.attack(
+            "raw and packet sockets, netlink",
+            surface="interfaces and raw packets",
+            stopped_by="no capability",
+        ),
         steps=(
             "tail -n +3 /proc/net/dev | cut -d: -f1",
             python("""
@@ -119,6 +142,11 @@ except OSError as error:
     Attack(
         name="other_families",
         goal="Reach the host or its hypervisor by a family of sockets that network namespaces do not cover.",
+        mark=pytest.mark.attack(
+            "vsock to the hypervisor, and other families",
+            surface="sockets without namespaces",
+            stopped_by="filter of system calls",
+        ),
         steps=(
             python("""
 import socket
@@ -145,6 +173,11 @@ for number, name in ((40, "vsock"), (30, "tipc"), (31, "bluetooth"), (21, "rds")
     Attack(
         name="named_sockets",
         goal="Talk to a service of the host by the path of its socket.",
+        mark=pytest.mark.attack(
+            "Docker's, D-Bus', any other",
+            surface="named sockets",
+            stopped_by="none is mounted",
+        ),
         steps=(
             "find / -xdev -type s 2>/dev/null | head; echo looked",
             "ls /run /var/run /tmp /run/docker.sock /run/dbus /run/user 2>/dev/null | grep -e sock -e dbus "
@@ -156,7 +189,7 @@ for number, name in ((40, "vsock"), (30, "tipc"), (31, "bluetooth"), (21, "rds")
 ]
 
 
-@pytest.mark.parametrize("attack", ATTACKS, ids=lambda attack: attack.name)
+@pytest.mark.parametrize("attack", cases(ATTACKS))
 def test_nothing_answers(lab: Lab, attack: Attack) -> None:
     lab.attack(attack)
 
@@ -175,6 +208,11 @@ def host_listeners() -> Iterator[tuple[int, int, str]]:
         yield loopback.getsockname()[1], everywhere.getsockname()[1], abstract
 
 
+@pytest.mark.attack(
+    "listeners on all addresses, abstract sockets",
+    surface="addresses of the host",
+    stopped_by="network namespace",
+)
 def test_listeners_of_the_host_are_out_of_reach(lab: Lab, host_listeners: tuple[int, int, str]) -> None:
     loopback, everywhere, abstract = host_listeners
     attempts = [f'attempt(socket.AF_INET, ("127.0.0.1", {loopback}))']

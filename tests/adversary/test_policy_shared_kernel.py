@@ -11,7 +11,10 @@ from rollyard_pipeline.sandboxes.host.cgroups import enforced, find_places
 from rollyard_pipeline.sandboxes.interface import SandboxRequest
 from rollyard_pipeline.sandboxes.provider import NodeProvider
 from rollyard_testing.adversary.attacklab import PYTHON, Lab
-from rollyard_testing.adversary.attacks import Attack, python
+from rollyard_testing.adversary.attacks import Attack, cases, python
+
+pytestmark = pytest.mark.attack(boundary="sandbox", surface="what a user shares")
+
 
 TAKING = """
 import ctypes, os, signal, sys, time
@@ -36,10 +39,20 @@ def locked():
 """
 """How to take one of each resource that is counted for the user of the machine and for the sandbox, too."""
 
+FILES_WITHOUT_CONTENT = pytest.mark.attack(
+    "files without content, whose number no size bounds",
+    surface="files",
+    stopped_by="one file for each page of a memory file system",
+)
+
 ATTACKS = [
     Attack(
         name="contexts_of_asynchronous_io",
         goal="Leave no context of asynchronous I/O to the machine (fs.aio-max-nr).",
+        mark=pytest.mark.attack(
+            "contexts of asynchronous I/O, which all processes of the machine share",
+            stopped_by="filter of system calls; `ENOSYS`, as in a kernel without them",
+        ),
         steps=(
             python("""
 import ctypes, os, platform
@@ -53,6 +66,10 @@ print("io_setup", libc.syscall(number, 65535, ctypes.byref(ctypes.c_ulong())), c
     Attack(
         name="posix_message_queues",
         goal="Take the message queues of the worker's user (RLIMIT_MSGQUEUE), by the call or by the folder.",
+        mark=pytest.mark.attack(
+            "POSIX message queues, by call or by folder",
+            stopped_by="`RLIMIT_MSGQUEUE` is 0",
+        ),
         steps=(
             python("""
 import ctypes, os
@@ -72,6 +89,11 @@ except OSError as error:
     Attack(
         name="descriptors_in_flight",
         goal="Have more descriptors in flight than the worker may, so that it can pass none.",
+        mark=pytest.mark.attack(
+            "more descriptors in flight on sockets than the worker may have",
+            stopped_by="`RLIMIT_NOFILE` is 4,096 in sandboxes, and as large as permitted in the worker; "
+            "other sandboxes are not protected",
+        ),
         steps=(
             python("""
 import os, socket
@@ -100,6 +122,7 @@ except OSError as error:
     Attack(
         name="files_without_content",
         goal="Take the memory of the kernel by millions of files that no size bounds.",
+        mark=FILES_WITHOUT_CONTENT,
         steps=(
             python("""
 import os
@@ -120,11 +143,15 @@ for folder in ("/work", "/tmp", "/dev/shm"):
 ]
 
 
-@pytest.mark.parametrize("attack", ATTACKS, ids=lambda attack: attack.name)
+@pytest.mark.parametrize("attack", cases(ATTACKS))
 def test_what_the_kernel_shares_is_refused_or_bounded(lab: Lab, attack: Attack) -> None:
     lab.attack(attack)
 
 
+@pytest.mark.attack(
+    "hold all inotify instances, queued signals and locked segments that there are",
+    stopped_by="bounds that hold in each user namespace; a neighbour gets its own",
+)
 def test_a_neighbour_has_its_share(lab: Lab) -> None:
     """A sandbox that holds all it can get leaves the same to the next one of the same user."""
     hog = Attack(
@@ -167,6 +194,11 @@ print("held", total >> 20, "MiB")
 """
 
 
+@pytest.mark.attack(
+    "48 connections that nobody reads, whose buffers are no process's memory",
+    surface="memory",
+    stopped_by="`memory.kmem.tcp` of the control group",
+)
 def test_buffers_of_sockets_are_bounded_by_control_groups(bubblewrap_lab: Lab) -> None:
     if "memory" not in enforced(find_places()):
         pytest.skip("no writable memory control group here")
@@ -181,6 +213,7 @@ def test_buffers_of_sockets_are_bounded_by_control_groups(bubblewrap_lab: Lab) -
     )
 
 
+@FILES_WITHOUT_CONTENT
 async def test_files_without_content_are_bounded_in_each_way_to_start(
     bubblewrap_works: None, tmp_path: Path
 ) -> None:

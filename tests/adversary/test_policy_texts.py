@@ -17,6 +17,14 @@ from rollyard_pipeline.sandboxes.egress.http_head import MAX_HEAD, BadHead, pars
 from rollyard_tasks.formats.swebench.diffs import changed_files
 from rollyard_testing.pace import patience
 
+pytestmark = pytest.mark.attack(
+    "a text makes a pattern look at it again and again, so that the worker stands still",
+    boundary="evaluation",
+    surface="texts of answers and logs",
+    stopped_by="every text is read in linear time",
+)
+
+
 MANY = 200_000
 """Characters. A pattern whose time grows with the square would need an hour."""
 BLANKS, LINES = " " * MANY, "\n" * MANY
@@ -47,6 +55,11 @@ def test_fenced_blocks_of_blanks() -> None:
     assert program_of(f"{some}```{some}py\na()\n{some}```").text == "a()\n"
 
 
+@pytest.mark.attack(
+    "an answer of fences, lists, quotations or strings without end takes minutes to read",
+    surface="handlers `code`, `swe`",
+    stopped_by="its last 131,072 characters are read, in linear time and beside the worker's other work",
+)
 @pytest.mark.parametrize(
     "lines",
     [

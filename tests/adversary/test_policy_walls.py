@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import pytest
 from rollyard_testing.adversary.attacklab import Lab
-from rollyard_testing.adversary.attacks import Attack
+from rollyard_testing.adversary.attacks import Attack, cases
 from rollyard_testing.adversary.policy_walls import ATTACKS
 
+pytestmark = pytest.mark.attack(boundary="sandbox")
 
-@pytest.mark.parametrize("attack", ATTACKS, ids=lambda attack: attack.name)
+
+@pytest.mark.parametrize("attack", cases(ATTACKS))
 def test_the_walls_hold(lab: Lab, attack: Attack) -> None:
     lab.attack(attack)

@@ -24,6 +24,9 @@ from rollyard_testing.inference.scripted import VllmShaped
 from rollyard_testing.manifests import job_manifest
 from rollyard_testing.pace import patience
 
+pytestmark = pytest.mark.attack(boundary="prorl")
+
+
 RARELY = 3600.0
 ROW = {
     "data_source": "deepscaler",
@@ -103,6 +106,11 @@ async def submitted(door: Door, name: str, namespace: str) -> None:
     assert (await door.admin.post("/v1/rolloutjobs", json=manifest)).status_code == 201
 
 
+@pytest.mark.attack(
+    "a web page calls it from a browser, or by a name that resolves to this machine (DNS rebinding)",
+    surface="the listener",
+    stopped_by="requests with headers of browsers, and other Host headers, are refused",
+)
 async def test_a_web_page_reaches_nothing_by_a_name_of_its_own_or_from_a_browser(door: Door) -> None:
     hosts = (
         "attacker.example",
@@ -136,6 +144,11 @@ async def test_a_web_page_reaches_nothing_by_a_name_of_its_own_or_from_a_browser
         assert (await door.client.get("/status", headers={"Host": host})).status_code == 200, host
 
 
+@pytest.mark.attack(
+    "it is used for REST, metrics or leases without a token",
+    surface="the listener",
+    stopped_by="its application has the seven calls alone",
+)
 async def test_no_other_call_is_behind_this_port(door: Door) -> None:
     await submitted(door, "theirs", "default")
     paths = (
@@ -162,6 +175,11 @@ async def test_no_other_call_is_behind_this_port(door: Door) -> None:
         assert (await door.client.request(method, path)).status_code == 405
 
 
+@pytest.mark.attack(
+    "they end rollouts of other jobs, by names of jobs, rollouts or tasks",
+    surface="`/cancel`, `/stop`",
+    stopped_by="only jobs and calls that it made itself are looked at",
+)
 async def test_jobs_of_others_are_not_reached(door: Door) -> None:
     for name, namespace in (("theirs", "default"), ("prorl-0-0", "default"), ("theirs", "elsewhere")):
         await submitted(door, name, namespace)
@@ -176,6 +194,11 @@ async def test_jobs_of_others_are_not_reached(door: Door) -> None:
         assert found.json()["status"]["counts"]["cancelled"] == 0
 
 
+@pytest.mark.attack(
+    "the control plane and workers are made to ask the metadata address or an internal host",
+    surface="`/add_llm_server`",
+    stopped_by="loopback, or what the setting `servers` names; names are never resolved to decide",
+)
 async def test_no_address_makes_the_control_plane_ask_another_host(
     tmp_path: Path, server: VllmShaped
 ) -> None:
@@ -218,6 +241,11 @@ async def test_no_address_makes_the_control_plane_ask_another_host(
         assert "no more may be" in full.json()["detail"]
 
 
+@pytest.mark.attack(
+    "too long, too deep, compressed, endless, or announced and never sent",
+    surface="bodies",
+    stopped_by="bounds on size, time and all bodies together",
+)
 async def test_bodies_are_bounded_in_size_depth_and_time(door: Door, monkeypatch: pytest.MonkeyPatch) -> None:
     length = f"POST /process HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: {17 << 20}\r\n\r\n"
     assert (await door.raw(length.encode())).startswith(b"HTTP/1.1 413")
@@ -264,6 +292,11 @@ async def test_bodies_are_bounded_in_size_depth_and_time(door: Door, monkeypatch
     assert (await door.counts())["pending_jobs"] == 0
 
 
+@pytest.mark.attack(
+    "a length is written in digits of another script",
+    surface="bodies",
+    stopped_by="it counts as too large: 413",
+)
 async def test_a_length_of_other_digits_is_too_large_whatever_parses_the_request() -> None:
     answers: list[Any] = []
 
@@ -279,6 +312,11 @@ async def test_a_length_of_other_digits_is_too_large_whatever_parses_the_request
     assert answers[0]["status"] == 413
 
 
+@pytest.mark.attack(
+    "calls without end, or the same one many times at once",
+    surface="`/process`",
+    stopped_by="a bound on open calls; one rollout for a job_id",
+)
 async def test_open_calls_are_bounded_and_repeats_start_nothing(tmp_path: Path) -> None:
     async with a_door(tmp_path, maxCalls=20) as door:
         calls = [asyncio.create_task(door.client.post("/process", json=CALL)) for _ in range(25)]
@@ -300,6 +338,11 @@ async def test_open_calls_are_bounded_and_repeats_start_nothing(tmp_path: Path) 
         assert len({answer.json()["rollout"] for answer in answers if answer.status_code == 200}) == 1
 
 
+@pytest.mark.attack(
+    "shell code, paths, control characters",
+    surface="`job_id`",
+    stopped_by="it is hashed before it is used",
+)
 async def test_odd_names_are_data(door: Door) -> None:
     for name in ("'; DROP TABLE jobs; --", "../../etc", "a\nb", "\x00", "é" * 100, "{{x}}", "%s"):
         call = asyncio.create_task(door.client.post("/process", json=CALL | {"job_id": name}))

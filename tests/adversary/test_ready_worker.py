@@ -22,6 +22,9 @@ from rollyard_drivers.reconcile.plan import Launch, Owner, Workload
 from rollyard_testing.pace import patience
 from rollyard_testing.waiting import eventually
 
+pytestmark = pytest.mark.attack(boundary="worker", surface="ready worker")
+
+
 SECRET = "ry-worker-the-token-of-all-workers"
 
 
@@ -70,6 +73,13 @@ def _reached(pid: int) -> list[str]:
     return found
 
 
+LOOKING_IN = pytest.mark.attack(
+    "whoever looks into a process that stands ready finds a token, or a connection",
+    stopped_by="it has none until it gets the arguments of one job, whose token serves that job alone",
+)
+
+
+@LOOKING_IN
 async def test_a_ready_worker_holds_no_token_and_no_connection(ready: tuple[Home, Child]) -> None:
     home, child = ready
     here = Path(f"/proc/{child.pid}")
@@ -84,6 +94,14 @@ async def test_a_ready_worker_holds_no_token_and_no_connection(ready: tuple[Home
     assert not (home.run / "sandboxes").exists() or not list((home.run / "sandboxes").glob("[!.]*"))
 
 
+TEMPLATE = pytest.mark.attack(
+    "its template of sandboxes shows a sandbox a secret, or outlives the worker",
+    stopped_by="the template is started like every other one, before any token is there, and ends with "
+    "its worker",
+)
+
+
+@TEMPLATE
 async def test_the_template_of_a_ready_worker_ends_with_it(ready: tuple[Home, Child]) -> None:
     """No process of a sandbox stays behind when somebody kills a ready worker."""
     _, child = ready
@@ -93,6 +111,7 @@ async def test_the_template_of_a_ready_worker_ends_with_it(ready: tuple[Home, Ch
     await eventually(lambda: not any(one is not None and is_alive(one) for one in templates), patience(10))
 
 
+@TEMPLATE
 async def test_a_template_sees_no_token_and_nothing_of_the_home(ready: tuple[Home, Child]) -> None:
     home, child = ready
     processes = _templates(child.pid)
@@ -108,6 +127,10 @@ async def test_a_template_sees_no_token_and_nothing_of_the_home(ready: tuple[Hom
         assert not Path(f"/proc/{pid}/root{home.state}").exists()
 
 
+@pytest.mark.attack(
+    "another process hands it a job, or hands it a second one",
+    stopped_by="it reads one line from a pipe that only the supervisor holds, and ends with its program",
+)
 async def test_a_policy_cannot_hand_a_job_to_a_ready_worker(ready: tuple[Home, Child]) -> None:
     """Its input is a pipe of the supervisor's alone; there is no socket, file or address to reach it by."""
     _, child = ready
@@ -127,6 +150,7 @@ async def test_a_policy_cannot_hand_a_job_to_a_ready_worker(ready: tuple[Home, C
     assert holders == {child.pid, os.getpid()}, "the supervisor and the ready worker"
 
 
+@LOOKING_IN
 async def test_a_worker_is_handed_the_token_of_its_job_and_no_other(tmp_path: Path) -> None:
     home = Home(tmp_path / "h")
     home.make()

@@ -20,6 +20,9 @@ from rollyard_pipeline.trajectories.episode import clean_turn
 from rollyard_testing.pace import patience
 from rollyard_testing.pipeline.call_suite import byte_folder, byte_tokenizer
 
+pytestmark = pytest.mark.attack(boundary="evaluation", surface="handlers, with the parser `renderers`")
+
+
 LS = ParsedCall("bash", {"command": "ls"})
 MINIMAX = ("minimax-m2", "MiniMaxAI/MiniMax-M2", "<minimax:tool_call>{}</minimax:tool_call>",
            '<invoke name="bash"><parameter name="command">ls</parameter></invoke>')  # fmt: skip
@@ -42,6 +45,11 @@ async def parser_of(readers: Readers, kind: tuple[str, str, str, str], folder: P
     return (await RenderersParser().for_model(model, {"bash": {"properties": {}}}, readers))[1]
 
 
+@pytest.mark.attack(
+    "a turn that the library's patterns read for hours, so that the worker stands still",
+    stopped_by="the library works in a process of its own, which is ended after ten seconds; the turn is "
+    "a malformed call",
+)
 async def test_a_turn_that_takes_for_ever_is_one_malformed_call(readers: Readers, tmp_path: Path) -> None:
     readers.seconds = patience(1.0)
     parser, encode = await parser_of(readers, MINIMAX, tmp_path), byte_tokenizer(MINIMAX[0]).encode
@@ -60,6 +68,12 @@ async def test_a_turn_that_takes_for_ever_is_one_malformed_call(readers: Readers
     assert honest.calls == (LS,)
 
 
+@pytest.mark.attack(
+    "a turn that breaks the library, or from which it returns something else than calls: deep JSON, "
+    "unknown ids, names and arguments of other types, thousands of calls",
+    stopped_by="whatever it raises is a malformed call; types, names and sizes of what it returns are "
+    "checked",
+)
 async def test_a_hostile_turn_has_no_call_that_runs(readers: Readers, tmp_path: Path) -> None:
     parser, encode = await parser_of(readers, INKLING, tmp_path), byte_tokenizer(INKLING[0]).encode
     deep = '{"name": "bash", "args": ' + '{"a":' * 20_000
@@ -84,6 +98,10 @@ async def test_a_hostile_turn_has_no_call_that_runs(readers: Readers, tmp_path: 
     assert clean_turn(beyond).calls == (ParsedCall("bash", {"a": "nan"}),)
 
 
+@pytest.mark.attack(
+    "a call lacks a part of its format, which the library drops in silence",
+    stopped_by="it is a malformed call",
+)
 @pytest.mark.parametrize(
     ("kind", "cuts"),
     [
@@ -113,6 +131,10 @@ async def test_a_call_of_which_the_library_loses_a_part_is_malformed(
     assert honest.calls == (LS, LS)
 
 
+@pytest.mark.attack(
+    "an argument in JSON holds the marks of a call",
+    stopped_by="they are text of the argument",
+)
 async def test_marks_in_the_json_of_a_call_are_text(readers: Readers, tmp_path: Path) -> None:
     parser, encode = await parser_of(readers, INKLING, tmp_path), byte_tokenizer(INKLING[0]).encode
     command = "<parameter name=a> <function=f> <arg_key>"
@@ -121,6 +143,10 @@ async def test_marks_in_the_json_of_a_call_are_text(readers: Readers, tmp_path: 
     assert found.calls == (ParsedCall("bash", {"command": command}),)
 
 
+@pytest.mark.attack(
+    "a call whose marks ordinary tokens spell, or that stands in a thought which the prompt has opened",
+    stopped_by="marks are looked for by their ids; the end of the prompt is read with the turn",
+)
 async def test_marks_of_ordinary_tokens_and_calls_in_a_thought_are_text(
     readers: Readers, tmp_path: Path
 ) -> None:
@@ -130,6 +156,10 @@ async def test_marks_of_ordinary_tokens_and_calls_in_a_thought_are_text(
     assert await parser.parse_ids(encode(f"{call}</think>no"), encode("]~b]ai\n<think>\n")) is None
 
 
+@pytest.mark.attack(
+    "the process that reads turns is killed",
+    stopped_by="the turn is read by a new one",
+)
 async def test_a_turn_is_read_although_its_process_was_killed(readers: Readers, tmp_path: Path) -> None:
     parser, encode = await parser_of(readers, MINIMAX, tmp_path), byte_tokenizer(MINIMAX[0]).encode
     children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()

@@ -14,6 +14,9 @@ from rollyard_crds import RolloutJobSpec, Task, Trajectory
 from rollyard_pipeline.sandboxes import open_provider
 from rollyard_pipeline.stages.rescoring import Rescorer, submitted
 
+pytestmark = pytest.mark.attack(boundary="control plane", surface="`rollyard rescore`")
+
+
 SPEC = {
     "tasks": {"stream": True}, "handler": "math", "agent": {"type": "oracle"},
     "sandbox": {"warm": 0, "resources": {"memory": "256Mi", "disk": "16Mi", "processes": 64}},
@@ -47,6 +50,10 @@ def call(name: str = "submit", error: str | None = None, **arguments: Any) -> di
     return {"name": name, "arguments": arguments, "error": error}
 
 
+@pytest.mark.attack(
+    "malformed or later calls of `submit` replace the answer that was scored",
+    stopped_by="the last call that the tool accepted decides",
+)
 @pytest.mark.parametrize(
     ("turns", "answer"),
     [
@@ -87,6 +94,14 @@ async def rescorer(bubblewrap_works: None, tmp_path_factory: pytest.TempPathFact
     assert list((folder / "sandboxes").glob("[!.]*")) == [], "a sandbox is left"
 
 
+KEPT_ANSWERS = pytest.mark.attack(
+    "a program in a kept answer reaches the admin's network, files or token, breaks its sandbox to escape "
+    "its score, or meets another one's files",
+    stopped_by="a sandbox for each trajectory, without a network, as Eval's own ones",
+)
+
+
+@KEPT_ANSWERS
 async def test_each_program_is_scored_in_a_sandbox_of_its_own(rescorer: Any) -> None:
     pairs = [(kept(name, program), task(name)) for name, (program, _) in PROGRAMS.items()]
     found = await (await rescorer("code")).rescored(pairs, datetime.now(UTC))
@@ -94,6 +109,7 @@ async def test_each_program_is_scored_in_a_sandbox_of_its_own(rescorer: Any) -> 
     assert seen == {name: ("succeeded", reward, "") for name, (_, reward) in PROGRAMS.items()}
 
 
+@KEPT_ANSWERS
 async def test_it_reaches_nothing_of_the_machine(
     rescorer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -113,6 +129,10 @@ async def test_it_reaches_nothing_of_the_machine(
     assert (one.status, one.reward) == ("succeeded", 1.0), "it has reached something"
 
 
+@pytest.mark.attack(
+    "a task whose reward depends on files of Run is scored without them",
+    stopped_by="such a trajectory is `failed` (`RescoreRefused`), and has no reward",
+)
 async def test_what_run_left_is_not_made_up(rescorer: Any) -> None:
     """Tasks that are judged by files of Run's sandbox fail, beside others that are evaluated."""
     script = {"id": "b", "prompt": "?", "test_script": "exit 0"}

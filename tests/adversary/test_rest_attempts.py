@@ -14,6 +14,9 @@ from rollyard.render.trajectory import TrajectoryView
 from rollyard_crds.trajectory import MAX_ATTEMPT_MESSAGE, MAX_ATTEMPTS, Trajectory
 from rollyard_testing.adversary.restplane import Yard, control_plane, result
 
+pytestmark = pytest.mark.attack(boundary="control plane", surface="attempts of a trajectory")
+
+
 HOSTILE = "x\n2030-01-01 all is well\r\n\x1b[2K\x1b]0;title\x07\x9b31m\u202e"
 CONTROLS = set("\n\r\x1b\x07\x9b\u202e")
 
@@ -31,6 +34,11 @@ async def _fail(http: httpx.AsyncClient, lease: dict[str, Any], **fields: Any) -
     assert answer.json()["outcomes"][0]["outcome"] == "accepted"
 
 
+@pytest.mark.attack(
+    "messages and reasons of failures flood the record, or move the cursor of whoever reads it",
+    stopped_by="at most 16 of 512 characters, with controls escaped before they are stored; those that "
+    "counted stay longest",
+)
 async def test_hostile_messages_without_end_are_bounded_and_escaped(yard: Yard) -> None:
     """A worker hands one rollout over again and again, each time with the longest message there may be."""
     await yard.submit("mine")
@@ -57,6 +65,10 @@ async def test_hostile_messages_without_end_are_bounded_and_escaped(yard: Yard) 
     assert "\n2030" not in out.getvalue()
 
 
+@pytest.mark.attack(
+    "a worker says without end that there was no backend, so that nothing counts",
+    stopped_by="outages excuse 20 attempts of a rollout; after that they count",
+)
 async def test_no_claim_of_an_outage_keeps_a_rollout_for_ever(yard: Yard) -> None:
     """A worker says each time that there was no backend, so that a failure would never count."""
     await yard.submit("mine", agent={"type": "oracle"})

@@ -12,6 +12,9 @@ from rollyard_api.backends.circuit_breaker import THRESHOLD
 from rollyard_testing.adversary.restplane import Yard, control_plane, result
 from rollyard_testing.manifests import pool_manifest
 
+pytestmark = pytest.mark.attack(boundary="worker", surface="`/v1/leases/route`")
+
+
 MINE, THEIRS, SHARED = "http://mine", "http://theirs", "http://shared"
 OFTEN = 3 * THRESHOLD
 
@@ -52,6 +55,10 @@ async def blame(http: httpx.AsyncClient, lease: dict[str, Any], url: str) -> Non
     assert answer.status_code == 200, answer.text
 
 
+@pytest.mark.attack(
+    "a lease's holder opens the circuit of another pool's backend by naming its URL",
+    stopped_by="only the backend that the control plane assigned is blamed",
+)
 @pytest.mark.parametrize("holder", ["job", "worker"])
 async def test_a_lease_blames_no_backend_of_others(yard: Yard, holder: str) -> None:
     http = yard.client(yard.job_token("mine") if holder == "job" else yard.plane.tokens.current("worker"))
@@ -62,6 +69,10 @@ async def test_a_lease_blames_no_backend_of_others(yard: Yard, holder: str) -> N
     assert set((await circuits(yard, "mine")).values()) == {"Closed"}
 
 
+@pytest.mark.attack(
+    "each lease of a job blames a backend on which it has never been",
+    stopped_by="only the backend that was assigned to the lease is blamed",
+)
 async def test_a_lease_blames_no_backend_but_its_own(yard: Yard) -> None:
     """Each rollout blames the other backend of its pool, on which it has never been."""
     http = yard.client(yard.job_token("mine"))
@@ -70,6 +81,10 @@ async def test_a_lease_blames_no_backend_but_its_own(yard: Yard) -> None:
     assert set((await circuits(yard, "mine")).values()) == {"Closed"}
 
 
+@pytest.mark.attack(
+    "an author names another tenant's server in their own pool, and blames it there",
+    stopped_by="failures and successes count in the job's own pool alone",
+)
 async def test_a_backend_that_two_pools_name_is_blamed_in_the_rollouts_own(yard: Yard) -> None:
     http = yard.client(yard.job_token("mine"))
     for lease in await running(yard, http, 4 * THRESHOLD):
@@ -79,6 +94,13 @@ async def test_a_backend_that_two_pools_name_is_blamed_in_the_rollouts_own(yard:
     assert set((await circuits(yard, "other")).values()) == {"Closed"}
 
 
+REPEATED_BLAME = pytest.mark.attack(
+    "one lease blames its backend again and again, also in turn with another",
+    stopped_by="a backend is blamed once under each fencing token",
+)
+
+
+@REPEATED_BLAME
 async def test_the_same_blame_again_changes_nothing(yard: Yard) -> None:
     http = yard.client(yard.job_token("mine"))
     (lease,) = await running(yard, http, 1)
@@ -89,6 +111,7 @@ async def test_the_same_blame_again_changes_nothing(yard: Yard) -> None:
     assert set((await circuits(yard, "mine")).values()) == {"Closed"}
 
 
+@REPEATED_BLAME
 async def test_an_earlier_token_blames_nobody(yard: Yard) -> None:
     http = yard.client(yard.job_token("mine"))
     leases = await running(yard, http, OFTEN)

@@ -13,6 +13,9 @@ from rollyard_crds.reading import vocabulary
 from rollyard_testing.adversary.restplane import Yard, control_plane
 from rollyard_testing.pace import patience
 
+pytestmark = pytest.mark.attack(boundary="trainers", surface="acknowledged cursors")
+
+
 HUGE = 10**17
 
 
@@ -35,6 +38,10 @@ async def kept(yard: Yard, name: str) -> list[dict[str, Any]]:
     return found
 
 
+@pytest.mark.attack(
+    "a worker, or a guessed token, moves a trainer's cursor, so that results are skipped",
+    stopped_by="the calls are the admin's alone",
+)
 async def test_no_token_of_workers_moves_or_reads_a_cursor(yard: Yard) -> None:
     path, cursor = "/v1/rolloutjobs/mine/cursors/trainer", await cursor_of(yard, "mine")
     for token in (
@@ -55,6 +62,10 @@ async def test_no_token_of_workers_moves_or_reads_a_cursor(yard: Yard) -> None:
     assert await kept(yard, "mine") == []
 
 
+@pytest.mark.attack(
+    "a cursor of another job, or one beyond the end, is kept",
+    stopped_by="a cursor holds its job's uid, and is compared with what the job has",
+)
 async def test_a_cursor_of_another_job_or_beyond_the_end_is_not_kept(yard: Yard) -> None:
     path, cursor = "/v1/rolloutjobs/mine/cursors/trainer", await cursor_of(yard, "mine")
     foreign = await yard.admin.put(path, json={"cursor": await cursor_of(yard, "other")})
@@ -68,6 +79,10 @@ async def test_a_cursor_of_another_job_or_beyond_the_end_is_not_kept(yard: Yard)
     assert await kept(yard, "mine") == []
 
 
+@pytest.mark.attack(
+    "odd names, long bodies, numbers in other scripts",
+    stopped_by="names and cursors have one form; the body has at most 1 MiB",
+)
 async def test_odd_names_and_bodies_keep_nothing(yard: Yard) -> None:
     cursor = await cursor_of(yard, "mine")
     for name in ("a" * 64, "%2e%2e%2fother", "a%00b", "a%0ab", "a;DROP", "é", "-a"):
@@ -81,6 +96,10 @@ async def test_odd_names_and_bodies_keep_nothing(yard: Yard) -> None:
     assert await kept(yard, "mine") == []
 
 
+@pytest.mark.attack(
+    "names without end fill the database",
+    stopped_by="at most 64 of a job, counted while its row is locked; they go with the job",
+)
 async def test_many_names_at_once_do_not_pass_the_bound(yard: Yard) -> None:
     cursor = await cursor_of(yard, "mine")
     answers = await asyncio.gather(
@@ -90,6 +109,13 @@ async def test_many_names_at_once_do_not_pass_the_bound(yard: Yard) -> None:
     assert len(await kept(yard, "mine")) == 64
 
 
+@pytest.mark.attack(
+    "a pool's author names a pipe, a device, or a file of another kind, to hang the control plane or to "
+    "read the file",
+    surface="a pool's tokenizer",
+    stopped_by="regular files named tokenizer.json only, at most 64 MiB, by a thread with a time-out; the "
+    "answer has a hash, or no more than the kind of the fault",
+)
 @pytest.mark.parametrize("content", ["missing", "pipe", "device", "deep", "large", "lists", "negative"])
 async def test_a_tokenizer_that_is_no_tokenizer_shows_and_holds_up_nothing(
     yard: Yard, tmp_path: Path, content: str, monkeypatch: pytest.MonkeyPatch

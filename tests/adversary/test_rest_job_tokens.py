@@ -23,6 +23,9 @@ from rollyard_testing.pace import patience
 from rollyard_testing.waiting import eventually
 from sqlalchemy.engine import Connection
 
+pytestmark = pytest.mark.attack(boundary="worker", surface="job token")
+
+
 SHAPE = SandboxShape(cpu=1, memory_bytes=1 << 30, disk_bytes=1 << 30, processes=64).model_dump()
 
 
@@ -43,6 +46,10 @@ def token_without_uid(worker_token: str, namespace: str, name: str) -> str:
 # The token itself.
 
 
+@pytest.mark.attack(
+    "it is changed to name another job or uid",
+    stopped_by="an HMAC under the worker token over all of it",
+)
 def test_a_token_is_of_one_life_of_one_job() -> None:
     token = job_token("secret", "default", "a", "u-1")
     found = job_of(token, "secret")
@@ -55,6 +62,10 @@ def test_a_token_is_of_one_life_of_one_job() -> None:
         assert job_of(text, "secret") is None
 
 
+@pytest.mark.attack(
+    "a name with a dot makes a token of other parts",
+    stopped_by="tokens are made of DNS labels and uids only",
+)
 @pytest.mark.parametrize(
     "parts", [("", "a", "u"), ("n", "a.b", "u"), ("n", "a", ""), ("n", "a", "u.v"), ("n/", "a", "u")]
 )
@@ -66,6 +77,13 @@ def test_a_token_is_made_of_names_only(parts: tuple[str, str, str]) -> None:
 # A later life of the job's name.
 
 
+TOKEN_OF_A_DELETED_JOB = pytest.mark.attack(
+    "the token of a deleted job is used for a new job of its name",
+    stopped_by="tokens carry the job's uid",
+)
+
+
+@TOKEN_OF_A_DELETED_JOB
 async def test_the_token_of_a_deleted_job_is_worth_nothing_to_its_successor(yard: Yard) -> None:
     http = yard.client(yard.job_token("mine"))
     (lease, *_) = await yard.lease(http, "mine", init=1)
@@ -86,6 +104,13 @@ async def test_the_token_of_a_deleted_job_is_worth_nothing_to_its_successor(yard
     assert [(await one.get(claim)).status_code for one in (fresh, http, yard.worker)] == [403, 403, 200]
 
 
+DELETION_MEANWHILE = pytest.mark.attack(
+    "it is used at the moment in which its job is deleted",
+    stopped_by="what is remembered of a job holds until any commit changes a job, which triggers notice",
+)
+
+
+@DELETION_MEANWHILE
 async def test_a_remembered_token_is_refused_as_soon_as_its_job_is_gone(
     yard: Yard, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -122,6 +147,10 @@ async def test_a_remembered_token_is_refused_as_soon_as_its_job_is_gone(
     assert looks == ["mine"] * 4
 
 
+@pytest.mark.attack(
+    "requests with a token make the control plane read large jobs again and again",
+    stopped_by="checking a token reads no column that may be large",
+)
 async def test_a_look_reads_nothing_of_a_job_that_may_be_large(yard: Yard) -> None:
     """Where other replicas write, each request of a worker is a look."""
     texts: list[str] = []
@@ -137,6 +166,7 @@ async def test_a_look_reads_nothing_of_a_job_that_may_be_large(yard: Yard) -> No
     assert not [column for column in ("spec", "metadata", "status", "limits") if f"jobs.{column}" in look]
 
 
+@DELETION_MEANWHILE
 async def test_a_look_that_a_deletion_overtakes_is_not_remembered(
     yard: Yard, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -159,6 +189,10 @@ async def test_a_look_that_a_deletion_overtakes_is_not_remembered(
     assert again.json()["reason"] == "JobEnded"
 
 
+@pytest.mark.attack(
+    "a long poll begins before the job is replaced, and is answered with its successor's rollouts",
+    stopped_by="leases are found by the job's row, not by its name",
+)
 async def test_a_long_poll_of_the_old_token_gets_nothing_of_the_successor(yard: Yard) -> None:
     """The poll began before the job was replaced, so what it finds later has another uid."""
     http = yard.client(yard.job_token("mine"))
@@ -172,6 +206,10 @@ async def test_a_long_poll_of_the_old_token_gets_nothing_of_the_successor(yard: 
     assert answer.json() == {"leases": [], "draining": True}
 
 
+@pytest.mark.attack(
+    "it is used after its job has ended",
+    stopped_by="it only reports leases, and learns that it may stop",
+)
 async def test_the_token_of_a_finished_job_reports_and_learns_that_it_may_stop(yard: Yard) -> None:
     http = yard.client(yard.job_token("mine"))
     leases = await yard.lease(http, "mine", init=3)
@@ -196,6 +234,7 @@ async def test_the_token_of_a_finished_job_reports_and_learns_that_it_may_stop(y
         assert "has ended" in refused.json()["detail"]
 
 
+@TOKEN_OF_A_DELETED_JOB
 async def test_a_job_of_an_object_is_known_by_the_object_s_uid_too(yard: Yard) -> None:
     """The operator knows the uid of the object, and makes tokens before it has read the job."""
     driver = yard.client(yard.plane.tokens.current("driver"))
@@ -210,6 +249,10 @@ async def test_a_job_of_an_object_is_known_by_the_object_s_uid_too(yard: Yard) -
     assert (await yard.client(yard.job_token("kube", "another")).get("/v1/leases/job")).status_code == 403
 
 
+@pytest.mark.attack(
+    "it is used for a job of the same name in another namespace",
+    stopped_by="tokens carry the namespace and the uid",
+)
 async def test_a_job_of_the_same_name_in_another_namespace_is_another_job(yard: Yard) -> None:
     made = await yard.admin.get("/v1/rolloutjobs/mine")
     twin = {key: made.json()[key] for key in ("apiVersion", "kind", "spec")} | {"metadata": {"name": "mine"}}
@@ -231,6 +274,10 @@ async def test_a_job_of_the_same_name_in_another_namespace_is_another_job(yard: 
     assert (await forged.get("/v1/leases/job", params={"name": "mine"})).status_code == 403
 
 
+@pytest.mark.attack(
+    "one without a uid is made, so that it outlives the job",
+    stopped_by="it is no job token, whatever its HMAC",
+)
 async def test_a_token_without_a_uid_is_refused(yard: Yard) -> None:
     http = yard.client(token_without_uid(yard.plane.tokens.current("worker"), "default", "mine"))
     answer = await http.get("/v1/leases/job", params={"name": "mine"})
@@ -245,6 +292,11 @@ async def _claim(http: httpx.AsyncClient, lease: dict[str, Any]) -> httpx.Respon
     return await http.post("/v1/claims", json=asked)
 
 
+@pytest.mark.attack(
+    "a worker reads, releases or fulfils the claims of another job, or lists them",
+    surface="`/v1/claims`",
+    stopped_by="claims are compared with the token's job",
+)
 async def test_a_job_token_files_reads_and_releases_claims_of_its_job_only(yard: Yard) -> None:
     mine, other = yard.client(yard.job_token("mine")), yard.client(yard.job_token("other"))
     (lease,) = await yard.lease(mine, "mine", init=1)
@@ -260,6 +312,11 @@ async def test_a_job_token_files_reads_and_releases_claims_of_its_job_only(yard:
     assert (await mine.get(path)).json()["state"] == "Released"
 
 
+@pytest.mark.attack(
+    "a worker hides another job's rollout among many of its own",
+    surface="every call of a worker",
+    stopped_by="every name is compared, in whatever number of queries",
+)
 async def test_a_rollout_of_another_job_is_found_among_many(
     yard: Yard, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -275,6 +332,11 @@ async def test_a_rollout_of_another_job_is_found_among_many(
         assert (await mine.post("/v1/leases/heartbeat", json=beat)).status_code == status
 
 
+@pytest.mark.attack(
+    "a worker names rollouts, sandboxes or claims of another job, or asks which images its tasks need",
+    surface="every call of a worker",
+    stopped_by="each is compared with the token's job before anything changes",
+)
 async def test_every_worker_call_is_refused_for_another_job(yard: Yard) -> None:
     """There is one attack for each call that a job token may make.
 
@@ -345,11 +407,21 @@ def _routes(yard: Yard) -> set[tuple[str, str]]:
     return found
 
 
+@pytest.mark.attack(
+    "a route that is added later is open",
+    surface="REST",
+    stopped_by="a route without a rule is the admin's alone, and a test fails",
+)
 async def test_every_route_says_who_may_call_it(yard: Yard) -> None:
     served = {("GET" if method == "HEAD" else method, path) for method, path in _routes(yard)}
     assert served == set(permissions.RULES), "each route of the application has a rule, and each rule a route"
 
 
+@pytest.mark.attack(
+    "a role may make more calls than docs/drivers.md says",
+    surface="REST",
+    stopped_by="the table of rules is compared with what is promised",
+)
 def test_each_role_may_make_the_calls_that_are_promised_and_no_others() -> None:
     """The table of roles in docs/drivers.md, and what a job's token may still do once the job has ended."""
     rules = permissions.RULES
@@ -389,6 +461,11 @@ def test_each_role_may_make_the_calls_that_are_promised_and_no_others() -> None:
     assert opened == {("GET", "/healthz"), ("GET", "/readyz"), ("POST", "/v1/session")}
 
 
+@pytest.mark.attack(
+    "no token, a guessed one, or one of another role is tried on every route",
+    surface="REST",
+    stopped_by="one table of rules decides before any route",
+)
 async def test_no_route_answers_a_caller_whom_its_rule_does_not_name(yard: Yard) -> None:
     callers = {
         "nobody": None,
@@ -412,6 +489,12 @@ async def test_no_route_answers_a_caller_whom_its_rule_does_not_name(yard: Yard)
     assert wrong == []
 
 
+@pytest.mark.attack(
+    "a network peer learns namespaces, jobs, pools and load, or the list of calls",
+    boundary="control plane",
+    surface="`/metrics`, `/docs`",
+    stopped_by="they need a token unless the installer opens them",
+)
 async def test_metrics_and_documentation_are_closed_unless_they_are_opened(
     yard: Yard, tmp_path: Path
 ) -> None:

@@ -19,6 +19,9 @@ from rollyard_testing.adversary.restplane import Yard, control_plane
 from rollyard_testing.pace import patience
 from rollyard_testing.waiting import eventually
 
+pytestmark = pytest.mark.attack(boundary="worker", surface="ready token")
+
+
 OFFERS, ASSIGNMENT = "/v1/workers/offers", "/v1/workers/assignment"
 
 
@@ -52,6 +55,13 @@ async def ask(http: httpx.AsyncClient, worker: str = "w-1", **changes: Any) -> h
 # The token itself.
 
 
+CHANGED_TOKEN = pytest.mark.attack(
+    "it is changed to name another ready worker or namespace, or is used as the token of a job",
+    stopped_by="an HMAC under the worker token over all of it, with a word of its own",
+)
+
+
+@CHANGED_TOKEN
 def test_a_token_is_of_one_ready_worker() -> None:
     token = ready_token("secret", "team", "w-1")
     found = ready_worker_of(token, "secret")
@@ -64,6 +74,7 @@ def test_a_token_is_of_one_ready_worker() -> None:
         assert ready_worker_of(text, "secret") is None
 
 
+@CHANGED_TOKEN
 def test_neither_kind_of_token_is_taken_for_the_other() -> None:
     assert job_of(ready_token("secret", "team", "w-1"), "secret") is None
     assert job_of(ready_token("secret", "team", "w-1").replace("ry-ready", "ry-job"), "secret") is None
@@ -71,6 +82,7 @@ def test_neither_kind_of_token_is_taken_for_the_other() -> None:
     assert ready_worker_of(made.replace("ry-job", "ry-ready").replace(".u.", "."), "secret") is None
 
 
+@CHANGED_TOKEN
 @pytest.mark.parametrize("parts", [("", "a"), ("n", "a.b"), ("n", ""), ("n/", "a")])
 def test_a_token_is_made_of_names_only(parts: tuple[str, str]) -> None:
     with pytest.raises(ValueError, match="is not a DNS label"):
@@ -80,6 +92,13 @@ def test_a_token_is_made_of_names_only(parts: tuple[str, str]) -> None:
 # What the token reaches.
 
 
+OTHER_CALLS = pytest.mark.attack(
+    "its holder reads jobs, leases rollouts, reports or offers anything",
+    stopped_by="one rule permits one call, which asks for an assignment",
+)
+
+
+@OTHER_CALLS
 async def test_a_ready_token_makes_no_other_call(yard: Yard) -> None:
     """It reads no job, leases nothing and reports nothing, before and after its assignment."""
     await offer(yard)
@@ -96,6 +115,14 @@ async def test_a_ready_token_makes_no_other_call(yard: Yard) -> None:
             assert "ready" in answer.json()["detail"]
 
 
+JOB_OF_ANOTHER_WORKER = pytest.mark.attack(
+    "a ready worker, or the worker of a job, asks for the job of another one or of another namespace",
+    surface="`/v1/workers/assignment`",
+    stopped_by="the request must name the worker of its token, and jobs are offered within their namespace",
+)
+
+
+@JOB_OF_ANOTHER_WORKER
 async def test_only_a_ready_token_asks_for_an_assignment(yard: Yard) -> None:
     await offer(yard)
     tokens = yard.plane.tokens
@@ -106,6 +133,7 @@ async def test_only_a_ready_token_asks_for_an_assignment(yard: Yard) -> None:
     assert (await ask(ready(yard))).status_code == 200, "nobody has taken it before"
 
 
+@OTHER_CALLS
 @pytest.mark.parametrize("role", ["worker", "metrics", "job", "ready"])
 async def test_only_a_driver_offers_a_job(yard: Yard, role: str) -> None:
     tokens = yard.plane.tokens
@@ -120,6 +148,7 @@ async def test_only_a_driver_offers_a_job(yard: Yard, role: str) -> None:
     assert (await ask(ready(yard))).status_code == 204
 
 
+@JOB_OF_ANOTHER_WORKER
 async def test_a_ready_worker_cannot_take_the_job_of_another_one(yard: Yard) -> None:
     """Neither by the other's name, nor by its namespace, nor by a name that its own token does not have."""
     await offer(yard, worker="w-2")
@@ -129,6 +158,7 @@ async def test_a_ready_worker_cannot_take_the_job_of_another_one(yard: Yard) -> 
     assert (await ask(ready(yard, "w-2"), worker="w-2")).status_code == 200
 
 
+@JOB_OF_ANOTHER_WORKER
 async def test_a_job_of_another_namespace_is_not_offered(yard: Yard) -> None:
     answer = await offer(yard, namespace="team")
     assert (answer.status_code, answer.json()["reason"]) == (404, "JobNotFound")
@@ -138,6 +168,14 @@ async def test_a_job_of_another_namespace_is_not_offered(yard: Yard) -> None:
 # One job, once.
 
 
+HOSTILE_OFFER = pytest.mark.attack(
+    "an offer with endless arguments, or with a token of its own",
+    surface="`/v1/workers/offers`",
+    stopped_by="sizes and fields are checked, and the token is made when the assignment is handed out",
+)
+
+
+@HOSTILE_OFFER
 async def test_the_answer_brings_the_token_of_that_job_alone(yard: Yard) -> None:
     assert (await offer(yard)).json() == {"taken": False}
     answer = await ask(ready(yard))
@@ -154,6 +192,13 @@ async def test_the_answer_brings_the_token_of_that_job_alone(yard: Yard) -> None
     assert refused.status_code == 403
 
 
+SECOND_ASSIGNMENT = pytest.mark.attack(
+    "it takes a second assignment, or one answer is taken many times",
+    stopped_by="an offer is handed out in one transaction, and its row shows that the token is spent",
+)
+
+
+@SECOND_ASSIGNMENT
 async def test_a_second_assignment_is_refused(yard: Yard) -> None:
     await offer(yard)
     http = ready(yard)
@@ -167,6 +212,7 @@ async def test_a_second_assignment_is_refused(yard: Yard) -> None:
     assert (await ask(http)).status_code == 409
 
 
+@SECOND_ASSIGNMENT
 async def test_of_many_requests_at_once_one_is_answered(yard: Yard) -> None:
     http = ready(yard)
     asking = [asyncio.create_task(ask(http, wait=30)) for _ in range(8)]
@@ -178,6 +224,13 @@ async def test_of_many_requests_at_once_one_is_answered(yard: Yard) -> None:
     assert sorted(one.status_code for one in answers) == [200] + [409] * 7
 
 
+SUCCESSOR_OF_A_JOB = pytest.mark.attack(
+    "it is used after its job was deleted, to get the job that follows under the name",
+    stopped_by="the offer names the row of the job, and outlives it",
+)
+
+
+@SUCCESSOR_OF_A_JOB
 @pytest.mark.parametrize("how", ["deleted", "replaced", "finished"])
 async def test_a_job_that_is_over_withdraws_its_offer(yard: Yard, how: str) -> None:
     await offer(yard)
@@ -197,6 +250,7 @@ async def test_a_job_that_is_over_withdraws_its_offer(yard: Yard, how: str) -> N
     assert late.status_code == 404
 
 
+@SUCCESSOR_OF_A_JOB
 async def test_an_offer_is_kept_while_its_token_could_be_used_again(yard: Yard) -> None:
     """The rows of a deleted job are removed, but not what shows that the ready token is spent."""
     await offer(yard)
@@ -210,6 +264,7 @@ async def test_an_offer_is_kept_while_its_token_could_be_used_again(yard: Yard) 
     assert (await ask(ready(yard))).status_code == 409
 
 
+@SUCCESSOR_OF_A_JOB
 async def test_an_old_offer_of_a_deleted_job_is_removed(yard: Yard, monkeypatch: pytest.MonkeyPatch) -> None:
     await offer(yard)
     await yard.admin.delete("/v1/rolloutjobs/mine")
@@ -223,6 +278,11 @@ async def test_an_old_offer_of_a_deleted_job_is_removed(yard: Yard, monkeypatch:
     assert not await yard.plane.database.read(is_offered)
 
 
+@pytest.mark.attack(
+    "many requests wait and hold the control plane",
+    surface="`/v1/workers/assignment`",
+    stopped_by="they count among the long polls of workers of their namespace",
+)
 async def test_a_namespace_holds_a_bounded_number_of_waits(tmp_path: Path) -> None:
     async with control_plane(tmp_path, max_worker_polls_per_namespace=1) as yard:
         first = asyncio.create_task(ask(ready(yard), wait=30))
@@ -232,6 +292,7 @@ async def test_a_namespace_holds_a_bounded_number_of_waits(tmp_path: Path) -> No
         assert (await first).status_code == 204
 
 
+@HOSTILE_OFFER
 @pytest.mark.parametrize(
     ("changes", "field"),
     [

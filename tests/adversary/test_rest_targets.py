@@ -10,6 +10,9 @@ from typing import Any
 import pytest
 from rollyard_testing.adversary.restplane import Yard, control_plane, result
 
+pytestmark = pytest.mark.attack(boundary="trainers", surface="targets of dynamic sampling")
+
+
 HUGE = 10**30
 
 
@@ -32,6 +35,10 @@ async def target_of(yard: Yard, name: str) -> int:
     return found
 
 
+@pytest.mark.attack(
+    "a worker, or a guessed token, opens a step and makes the job work longer",
+    stopped_by="the call is the admin's alone",
+)
 async def test_no_token_of_workers_opens_a_step(yard: Yard) -> None:
     uid = (await yard.admin.get("/v1/rolloutjobs/steps")).json()["metadata"]["uid"]
     tokens = (
@@ -47,6 +54,10 @@ async def test_no_token_of_workers_opens_a_step(yard: Yard) -> None:
     assert await target_of(yard, "steps") == 0
 
 
+@pytest.mark.attack(
+    "a step reaches a job of the same name in another namespace",
+    stopped_by="the job is found by its namespace",
+)
 async def test_a_step_does_not_reach_the_same_name_in_another_namespace(yard: Yard) -> None:
     path = "/v1/rolloutjobs/steps/targets"
     refused = await yard.admin.post(path, params={"namespace": "elsewhere"}, json={"id": "a"})
@@ -54,6 +65,10 @@ async def test_a_step_does_not_reach_the_same_name_in_another_namespace(yard: Ya
     assert await target_of(yard, "steps") == 0
 
 
+@pytest.mark.attack(
+    "huge, negative and odd numbers, long or odd ids",
+    stopped_by="both are bounded and refused by field; the body has at most 1 MiB",
+)
 async def test_huge_and_odd_numbers_open_nothing(yard: Yard) -> None:
     path = "/v1/rolloutjobs/steps/targets"
     for groups in (HUGE, -HUGE, -1, 0, 1e300, "9" * 4000, [1], {"a": 1}):
@@ -67,6 +82,10 @@ async def test_huge_and_odd_numbers_open_nothing(yard: Yard) -> None:
     assert await target_of(yard, "steps") == 0
 
 
+@pytest.mark.attack(
+    "a step is sent again and again",
+    stopped_by="a step is a row of its id, made in the transaction that raises the target",
+)
 async def test_a_replayed_step_adds_nothing(yard: Yard) -> None:
     path = "/v1/rolloutjobs/steps/targets"
     body = {"id": "a", "groups": 5}
@@ -76,6 +95,12 @@ async def test_a_replayed_step_adds_nothing(yard: Yard) -> None:
     assert await target_of(yard, "steps") == 5
 
 
+@pytest.mark.attack(
+    "a job keeps so many rollouts in flight that ending them holds the others up",
+    surface="`spec.dynamicSampling`",
+    stopped_by="groups in flight times samples are bounded, and at most 2,000 rollouts end in one "
+    "transaction",
+)
 async def test_a_spec_cannot_ask_for_more_rollouts_at_once_than_are_allowed(yard: Yard) -> None:
     manifest = (await yard.admin.get("/v1/rolloutjobs/mine")).json()
     manifest.pop("status")
@@ -94,6 +119,11 @@ async def test_a_spec_cannot_ask_for_more_rollouts_at_once_than_are_allowed(yard
         assert "dynamicSampling" in refused.text, sampling
 
 
+@pytest.mark.attack(
+    "a worker reports rewards for another job's groups, or for rollouts that were cancelled",
+    surface="`spec.dynamicSampling`",
+    stopped_by="fencing tokens, and the job of the worker's token",
+)
 async def test_a_worker_cannot_meet_another_jobs_target_nor_undo_its_own(yard: Yard) -> None:
     http = yard.client(yard.job_token("mine"))
     # Both jobs are at Eval, with one group in flight each.

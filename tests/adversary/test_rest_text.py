@@ -27,6 +27,9 @@ from rollyard_testing.adversary.restplane import Yard, control_plane, result
 from rollyard_testing.api.control_plane import a_control_plane
 from rollyard_testing.pace import patience
 
+pytestmark = pytest.mark.attack(boundary="control plane")
+
+
 FORGED = "2030-01-01 00:00:00,000 INFO rollyard.api: all is well"
 HOSTILE = f"x\n{FORGED}\r\n\x1b[2K\x1b]0;title\x07\x9b31m"
 MARKUP = "[/blue] :smile: [bold]x[/bold], [file_text]"
@@ -59,6 +62,12 @@ def _lease(http: httpx.Client, stage: str) -> list[dict[str, Any]]:
     return leases
 
 
+@pytest.mark.attack(
+    "a message, URL or name with a newline forges a log line, or an escape sequence hides one",
+    surface="logs of control plane, operator, workers and engine",
+    stopped_by="one formatter escapes control characters; lines of a traceback are marked; with "
+    "`--log-format json` each record is one line of ASCII",
+)
 def test_no_text_of_a_request_begins_a_line_of_the_log(tmp_path: Path) -> None:
     tasks = {"inline": [{"id": f"t{i}", "prompt": "p"} for i in range(4)]}
     spec = {"tasks": tasks, "handler": "shell", "agent": {"type": "tools"}, "backendRef": {"name": "pool"}}
@@ -84,6 +93,11 @@ def test_no_text_of_a_request_begins_a_line_of_the_log(tmp_path: Path) -> None:
     assert not set(said) & set("\r\x1b\x07\x9b")
 
 
+@pytest.mark.attack(
+    "text of a rollout or a server moves the cursor, sets the title or forges a line",
+    surface="`rollyard view`, `describe`, `get`, `watch`",
+    stopped_by="it is escaped before it is printed",
+)
 def test_no_text_of_a_server_moves_the_cursor_of_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     out = io.StringIO()
     screen = terminal.console(file=out, width=200, color_system=None, force_terminal=True)
@@ -111,6 +125,11 @@ LAUGHS = "a: &a [x,x,x,x,x,x,x,x,x]\n" + "".join(
 )
 
 
+@pytest.mark.attack(
+    "aliases that stand for billions of values, depth, numbers to the base 60",
+    surface="manifests in YAML",
+    stopped_by="refused before anything is built; at most 4 MiB, in a thread",
+)
 @pytest.mark.parametrize(
     ("text", "why"),
     [(LAUGHS, "the alias"), ("[" * 100_000, "nested"), ("a: " + "1:" * 500_000, "a number has more")],
@@ -134,6 +153,11 @@ def _manifest(nested: str) -> bytes:
     ).encode()
 
 
+@pytest.mark.attack(
+    "a job that nests so deep that it cannot be written again breaks the list of all jobs",
+    surface="bodies in JSON",
+    stopped_by="128 levels at most, else 400",
+)
 @pytest.mark.parametrize("depth", [90, 200, 245, 300, 900, 5_000, 1_000_000])
 async def test_what_nests_too_deep_is_refused_and_the_rest_can_be_listed(yard: Yard, depth: int) -> None:
     await yard.submit("other")
@@ -146,6 +170,11 @@ async def test_what_nests_too_deep_is_refused_and_the_rest_can_be_listed(yard: Y
     assert len(leases) == 1
 
 
+@pytest.mark.attack(
+    "a task that nests so deep that no trajectory of it can be written",
+    surface="tasks",
+    stopped_by="100 levels at most, refused by line",
+)
 @pytest.mark.parametrize("depth", [90, 200, 300, 900, 5_000, 1_000_000])
 async def test_a_pushed_task_that_nests_too_deep_is_refused_by_line(yard: Yard, depth: int) -> None:
     manifest = orjson.loads(_manifest("1"))
@@ -162,6 +191,12 @@ async def test_a_pushed_task_that_nests_too_deep_is_refused_by_line(yard: Yard, 
 HALF = "holds half of a character"
 
 
+@pytest.mark.attack(
+    'a text with half of a character (`"\\ud800"`) cannot be written again, so that the call or every '
+    "reader of the job fails",
+    surface="bodies in JSON, tasks",
+    stopped_by="refused by line and field, wherever tasks enter",
+)
 async def test_half_a_character_is_refused_by_field(yard: Yard) -> None:
     """It could be stored nowhere, and a job with it could not be written again."""
     half = '["\\ud800"]'
@@ -182,6 +217,11 @@ async def test_half_a_character_is_refused_by_field(yard: Yard) -> None:
         assert answer.json()["detail"].startswith(f"{where}: {HALF}")
 
 
+@pytest.mark.attack(
+    "values that JSON does not have are an error of the server, which workers ask again for ever",
+    surface="results of a worker",
+    stopped_by="they are refused with 400",
+)
 async def test_no_result_of_a_worker_is_an_error_of_the_server(yard: Yard) -> None:
     """A worker would repeat an answer of 500 for ever, as if the control plane were away."""
     await yard.submit("mine")
@@ -201,6 +241,11 @@ async def test_no_result_of_a_worker_is_an_error_of_the_server(yard: Yard) -> No
     assert fine.json()["outcomes"][0]["outcome"] == "accepted"
 
 
+@pytest.mark.attack(
+    "a body of brackets takes thirty times its size in memory",
+    surface="calls of a worker",
+    stopped_by="small calls take small bodies, counted as they come",
+)
 async def test_bodies_of_small_calls_are_small(yard: Yard) -> None:
     """A megabyte of brackets takes thirty when it is decoded."""
     await yard.submit("mine")
@@ -216,6 +261,11 @@ async def test_bodies_of_small_calls_are_small(yard: Yard) -> None:
         assert (await http.post(path, content=chunks())).status_code == 413
 
 
+@pytest.mark.attack(
+    "a pool's author names a server whose packed answer fills the memory",
+    surface="answers of backends",
+    stopped_by="nothing packed is asked for or unpacked",
+)
 @pytest.mark.parametrize("client", ["httpx", "aiohttp"])
 async def test_a_packed_answer_of_a_backend_is_not_unpacked(client: str) -> None:
     """An author names the servers of a pool. Half a megabyte would become half a gigabyte."""

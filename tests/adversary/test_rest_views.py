@@ -19,6 +19,9 @@ from rollyard_testing.adversary.restplane import Yard, control_plane, result
 from rollyard_testing.crds.segments import reported
 from rollyard_testing.pace import patience
 
+pytestmark = pytest.mark.attack(boundary="viewers")
+
+
 METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE")
 HOSTILE = "<script>alert(1)</script>\u202e\u0007\x1b[2J\x1b]0;owned\x07%s%n' OR 1=1 --"
 
@@ -51,6 +54,13 @@ def _dump(conn: Any) -> list[Any]:
     return [tuple(row) for table in tables for row in conn.exec_driver_sql(f"SELECT * FROM {table}").all()]
 
 
+@pytest.mark.attack(
+    "its holder changes something, or reads tasks (with answers and hidden tests), uploads, claims or "
+    "cursors, by any route and method",
+    surface="role `viewer`",
+    stopped_by="one rule for each route; a route without one is the admin's. Records say what their "
+    "evaluation compared and printed (`reward_output`), and viewers read records",
+)
 async def test_a_viewer_reads_and_changes_nothing(yard: Yard) -> None:
     """Every route is tried with every method, and the tables are the same afterwards."""
     http = viewer(yard)
@@ -86,6 +96,11 @@ async def test_a_viewer_reads_and_changes_nothing(yard: Yard) -> None:
         assert not any(word in path for _, path in reading), word
 
 
+@pytest.mark.attack(
+    "an id of another job or namespace, or one that is a path, shows what is not the job's",
+    surface="rollouts by id",
+    stopped_by="rows are found by job and id",
+)
 async def test_a_viewer_reaches_a_rollout_by_its_own_job_only(yard: Yard) -> None:
     (lease,) = await yard.lease(yard.worker, "other", init=1)
     failure = {k: lease[k] for k in ("rollout", "token", "stage")} | {"reason": "Broken", "retryable": False}
@@ -103,6 +118,11 @@ async def test_a_viewer_reaches_a_rollout_by_its_own_job_only(yard: Yard) -> Non
             assert (await http.get(path)).status_code in (403, 404), path[:80]
 
 
+@pytest.mark.attack(
+    "a pattern takes for ever, or means something to the database",
+    surface="search and filters",
+    stopped_by="texts are compared as texts; the time of a search is bounded",
+)
 async def test_searches_and_filters_are_no_patterns(yard: Yard) -> None:
     """What would blow up a regular expression, or mean something to SQL, is a text like others."""
     http = viewer(yard)
@@ -124,6 +144,11 @@ async def test_searches_and_filters_are_no_patterns(yard: Yard) -> None:
     assert (await http.get("/v1/rolloutjobs/mine/grid", params={"search": "%"})).json()["items"] == []
 
 
+@pytest.mark.attack(
+    "its text holds control characters, or fills the overview",
+    surface="last error of a worker",
+    stopped_by="it is escaped and cut when it is written",
+)
 async def test_a_worker_s_texts_reach_the_overview_escaped_and_short(yard: Yard) -> None:
     (lease,) = await yard.lease(yard.worker, "mine", init=1)
     failure = {k: lease[k] for k in ("rollout", "token", "stage")}
@@ -140,6 +165,11 @@ async def test_a_worker_s_texts_reach_the_overview_escaped_and_short(yard: Yard)
     assert len(error["reason"]) <= 128
 
 
+@pytest.mark.attack(
+    "a token that may lease names a new worker with each request",
+    surface="names of workers",
+    stopped_by="they are bounded in memory and in answers, and forgotten after an hour",
+)
 async def test_a_flood_of_workers_is_bounded(yard: Yard) -> None:
     """A token that may lease names a new worker with each request."""
     plane = yard.plane
@@ -151,6 +181,11 @@ async def test_a_flood_of_workers_is_bounded(yard: Yard) -> None:
     assert len(answer.content) < 2 << 20
 
 
+@pytest.mark.attack(
+    "the worker of one job sends turns of another job's rollout, or under an older lease",
+    surface="running rollouts",
+    stopped_by="turns count for leases that the heartbeat renews, and a token reaches its own job",
+)
 async def test_a_job_s_worker_sends_turns_of_its_own_rollouts_only(yard: Yard) -> None:
     (victim,) = await yard.lease(yard.worker, "other", init=1)
     http = yard.client(yard.job_token("mine"))
@@ -168,6 +203,14 @@ async def test_a_job_s_worker_sends_turns_of_its_own_rollouts_only(yard: Yard) -
     assert (await watcher.get(path)).json()["turns"] == []
 
 
+TURNS_WITHOUT_END = pytest.mark.attack(
+    "a worker sends turns without end, or a viewer watches everything",
+    surface="running rollouts",
+    stopped_by="texts, turns, bytes and watched rollouts are bounded",
+)
+
+
+@TURNS_WITHOUT_END
 async def test_a_worker_cannot_fill_memory_with_turns(yard: Yard, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(live, "WATCH_SECONDS", 3600.0)
     (lease,) = await yard.lease(yard.worker, "mine", init=1)
@@ -196,6 +239,7 @@ async def test_a_worker_cannot_fill_memory_with_turns(yard: Yard, monkeypatch: p
     assert answer.json()["turns"][-1]["no"] == 20 * MAX_LIVE_TURNS - 1
 
 
+@TURNS_WITHOUT_END
 async def test_a_viewer_watches_a_bounded_number_of_rollouts(
     yard: Yard, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -213,6 +257,12 @@ async def test_a_viewer_watches_a_bounded_number_of_rollouts(
     assert set(told) == {200, 429}
 
 
+@pytest.mark.attack(
+    "a tokenizer.json is huge, deep or no tokenizer, or its tokens are no text",
+    surface="texts of tokens",
+    stopped_by="it is read up to 64 MiB in a thread, as data; pieces are cut, and bytes that are no text "
+    "are escaped",
+)
 async def test_hostile_tokenizers_are_refused_or_shown_as_they_are(tmp_path: Path) -> None:
     path = tmp_path / "tokenizer.json"
     hostile: list[Any] = [
@@ -238,6 +288,14 @@ async def test_hostile_tokenizers_are_refused_or_shown_as_they_are(tmp_path: Pat
     assert found == ["<script>", "\u202e", "x" * texts.MAX_PIECE_BYTES, "<?>", "<?>"]
 
 
+ODD_NUMBERS = pytest.mark.attack(
+    "numbers that no tokenizer has, or of any size, break the views of others",
+    surface="token ids and rewards",
+    stopped_by="they are clamped; a histogram has bounded room",
+)
+
+
+@ODD_NUMBERS
 def test_rewards_of_any_size_take_bounded_room() -> None:
     sketch = Sketch()
     for number in range(20_000):
@@ -248,6 +306,7 @@ def test_rewards_of_any_size_take_bounded_room() -> None:
     assert sum(sketch.histogram()["bins"]) == 20_000
 
 
+@ODD_NUMBERS
 async def test_ids_that_no_tokenizer_has_do_no_harm(yard: Yard) -> None:
     """A worker may report any whole number as a token."""
     (lease,) = await yard.lease(yard.worker, "mine", init=1)

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 from rollyard_testing.adversary.restplane import Yard, control_plane, result
 
+pytestmark = pytest.mark.attack(boundary="worker", surface="`/v1/workers/died`")
+
 
 @pytest.fixture
 async def yard(tmp_path: Path) -> AsyncIterator[Yard]:
@@ -17,6 +19,10 @@ async def yard(tmp_path: Path) -> AsyncIterator[Yard]:
         yield made
 
 
+@pytest.mark.attack(
+    "a worker, or whoever has its token, reports a living worker as dead to take its rollouts",
+    stopped_by="only a driver may report",
+)
 @pytest.mark.parametrize("who", ["job of its own", "job of another", "worker", "metrics", "nobody"])
 async def test_a_lease_is_not_taken_away_by_a_false_report(yard: Yard, who: str) -> None:
     (lease, *_) = await yard.lease(yard.client(yard.job_token("other")), "other", init=2)
@@ -37,6 +43,10 @@ async def test_a_lease_is_not_taken_away_by_a_false_report(yard: Yard, who: str)
     assert done.json()["outcomes"][0]["outcome"] == "accepted"
 
 
+@pytest.mark.attack(
+    "one job's workers take the name of another job's worker, so that its leases go with theirs",
+    stopped_by="the report names the job, and no other job's leases are looked at",
+)
 async def test_a_worker_cannot_end_the_leases_of_another_job_by_taking_its_name(yard: Yard) -> None:
     """Workers choose their names. A job whose workers take another job's names gains nothing."""
     (lease, *_) = await yard.lease(yard.client(yard.job_token("other")), "other", init=2)

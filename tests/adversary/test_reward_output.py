@@ -17,6 +17,9 @@ from rollyard_pipeline.handlers.base import StageContext
 from rollyard_pipeline.handlers.code import shown as code_shown
 from rollyard_testing.page.attacks import TEXTS
 
+pytestmark = pytest.mark.attack(boundary="evaluation", surface="`reward_output`")
+
+
 HUGE = "x" * (10 << 20)
 
 
@@ -32,6 +35,15 @@ def context() -> StageContext:
     return StageContext(task=Task(id="t", prompt="p"), spec=spec, rollout="r", sample_index=0, timeout=60.0)
 
 
+PRINTED = pytest.mark.attack(
+    "a program of the policy prints ten megabytes, NUL, half characters or control characters, to lose "
+    "its result, to command a terminal, or to look like a line of ours",
+    stopped_by="cleaned, and cut to its last 4,096 characters; it decides nothing; `rollyard view` marks "
+    "each line of it",
+)
+
+
+@PRINTED
 @pytest.mark.parametrize("text", [*TEXTS.values(), HUGE, "\0" * 5000, "\ud800\udc00\ud800" * 3000])
 def test_no_output_is_too_long_or_too_odd_for_a_result(text: str) -> None:
     """Neither does it cost the rollout its reward, which would buy a policy further tries."""
@@ -44,6 +56,7 @@ def test_no_output_is_too_long_or_too_odd_for_a_result(text: str) -> None:
     assert json.loads(result.model_dump_json())["reward_output"] == result.reward_output
 
 
+@PRINTED
 def test_the_end_of_an_output_is_kept() -> None:
     shown = context()
     shown.show(HUGE)
@@ -52,6 +65,7 @@ def test_the_end_of_an_output_is_kept() -> None:
     assert shown.shown.endswith("x\nthe last line")
 
 
+@PRINTED
 @pytest.mark.parametrize("kind", list(TEXTS))
 def test_a_terminal_obeys_no_output(kind: str) -> None:
     """Neither can a line of it be taken for one of the view's own."""
@@ -80,6 +94,11 @@ def deep(levels: int) -> Any:
     return value
 
 
+@pytest.mark.attack(
+    "what the function of the policy returned is endless, nested without end, or hashes slowly, to hold "
+    "up the worker that shows it",
+    stopped_by="the first parts of it are shown as text; no value is made of it",
+)
 @pytest.mark.parametrize(
     "value",
     [

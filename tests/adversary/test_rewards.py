@@ -19,6 +19,9 @@ from rollyard_pipeline.rewards.format_checks import FormatChecks, has_tags
 from rollyard_testing.adversary.restplane import Yard, control_plane, result
 from rollyard_testing.api.reward_service import SECRET, ScriptedRewardService
 
+pytestmark = pytest.mark.attack(boundary="control plane")
+
+
 SECONDS = 0.5
 """The limit of a search in these tests."""
 
@@ -32,6 +35,12 @@ async def checks() -> AsyncIterator[FormatChecks]:
     await made.close()
 
 
+@pytest.mark.attack(
+    "a text makes the search for a pattern run for ever, and the worker with it",
+    boundary="evaluation",
+    surface="`reward.format`",
+    stopped_by="the search has a process of its own and 10 seconds; what is not decided counts as not kept",
+)
 @pytest.mark.parametrize(
     ("pattern", "text"),
     [
@@ -62,6 +71,12 @@ async def test_a_text_that_makes_a_pattern_run_for_ever_scores_0(
     assert await checks.kept(FormatCheck(name="x", pattern="done"), ["done"]) == (True, True)
 
 
+@pytest.mark.attack(
+    "a text of a megabyte of tags takes the worker long",
+    boundary="evaluation",
+    surface="`reward.format`",
+    stopped_by="tags are counted in linear time",
+)
 def test_a_text_of_a_megabyte_of_tags_is_judged_at_once() -> None:
     begun = time.process_time()
     assert not has_tags("<think>" * 150_000, ["think"] * 16)
@@ -69,6 +84,11 @@ def test_a_text_of_a_megabyte_of_tags_is_judged_at_once() -> None:
     assert time.process_time() - begun < 30.0
 
 
+@pytest.mark.attack(
+    "an author's pattern holds the control plane up while it is compiled",
+    surface="`reward.format`",
+    stopped_by="at most 512 characters and no flags, so it compiles at once or is refused",
+)
 @pytest.mark.parametrize(
     "pattern",
     ["(?i)[\\x00-\\U0010ffff]" * 20, "(?s:(?i:a))", "(?-i:a)", "(" * 400, "a{99999999999999999999}",
@@ -101,6 +121,11 @@ async def ask(services: RewardServices, url: str) -> dict[str, Any]:
     return await services.ask(ServiceCall(1, "default", spec), {}, Free)
 
 
+@pytest.mark.attack(
+    "a service redirects the control plane",
+    surface="`reward.service`",
+    stopped_by="redirects are not followed",
+)
 @pytest.mark.parametrize("where", ["/score", "/redirect", "//evil.example/", "http://169.254.169.254/"])
 async def test_a_service_redirects_the_control_plane_nowhere(
     service: ScriptedRewardService, where: str
@@ -112,6 +137,11 @@ async def test_a_service_redirects_the_control_plane_nowhere(
     services.close()
 
 
+@pytest.mark.attack(
+    "a listed name leads to loopback, a private address or metadata, at once or later",
+    surface="`reward.service`",
+    stopped_by="each address is checked before it is connected to, and resolved once for each request",
+)
 async def test_a_name_that_leads_to_a_private_address_is_not_asked(
     service: ScriptedRewardService, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -141,6 +171,11 @@ async def test_a_name_that_leads_to_a_private_address_is_not_asked(
     services.close()
 
 
+@pytest.mark.attack(
+    "`..`, encoded slashes and fragments lead out of a listed path",
+    surface="`reward.service`",
+    stopped_by="such URLs are refused",
+)
 @pytest.mark.parametrize("path", ["../admin", "..%2fadmin", "./score", "//score", "score#x", "score\\x"])
 async def test_a_url_does_not_leave_the_listed_folder(service: ScriptedRewardService, path: str) -> None:
     services = RewardServices(ServiceAllowList.of([f"{service.url}rewards/"]))
@@ -176,6 +211,12 @@ async def eval_lease(yard: Yard, job: str) -> dict[str, Any]:
     return lease
 
 
+@pytest.mark.attack(
+    "a worker asks for another job's rollout",
+    boundary="worker",
+    surface="`/v1/leases/reward`",
+    stopped_by="the job of the worker's token, and the fencing token of its Eval lease",
+)
 async def test_a_worker_asks_for_its_own_rollouts_only(yard: Yard, service: ScriptedRewardService) -> None:
     lease = await eval_lease(yard, "other")
     body = {"rollout": lease["rollout"], "token": lease["token"], "episode": {}}
@@ -187,6 +228,12 @@ async def test_a_worker_asks_for_its_own_rollouts_only(yard: Yard, service: Scri
     assert own.json()["reward"] == 1
 
 
+@pytest.mark.attack(
+    "a request names a URL of its own, or is very large",
+    boundary="worker",
+    surface="`/v1/leases/reward`",
+    stopped_by="the URL is the job's; the body has at most 32 MiB",
+)
 async def test_no_request_names_a_url_or_is_of_any_size(yard: Yard, service: ScriptedRewardService) -> None:
     lease = await eval_lease(yard, "mine")
     http = yard.client(yard.job_token("mine"))
@@ -198,6 +245,11 @@ async def test_no_request_names_a_url_or_is_of_any_size(yard: Yard, service: Scr
     assert not service.paths
 
 
+@pytest.mark.attack(
+    "an answer or an error shows what an internal server holds; it is endless or deep",
+    surface="`reward.service`",
+    stopped_by="numbers only; 256 KiB; no text of it is quoted",
+)
 async def test_an_answer_reaches_the_author_as_numbers_only(
     yard: Yard, service: ScriptedRewardService
 ) -> None:

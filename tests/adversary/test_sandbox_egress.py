@@ -34,6 +34,9 @@ from rollyard_testing.sandboxes.outside import (
 )
 from rollyard_testing.sandboxes.rootfolder import make_image, make_sif
 
+pytestmark = pytest.mark.attack(boundary="network")
+
+
 LIMIT_SECONDS = patience(20.0)
 
 
@@ -105,6 +108,14 @@ def lend(provider: SandboxProvider, outside: Outside) -> Lend:
     return lent
 
 
+HONEST_TRAFFIC = pytest.mark.attack(
+    "what is allowed is refused, or TLS is changed on its way",
+    surface="judgement",
+    stopped_by="both are reached, and the certificate is the server's own",
+)
+
+
+@HONEST_TRAFFIC
 async def test_what_is_allowed_is_reached(lend: Lend, outside: Outside) -> None:
     outside.body = b"x" * 1_000_000
     async with lend() as program:
@@ -120,6 +131,7 @@ async def test_what_is_allowed_is_reached(lend: Lend, outside: Outside) -> None:
         assert outside.resolved == [HOST, HOST], "each connection resolves its name once"
 
 
+@HONEST_TRAFFIC
 async def test_tls_goes_through_unchanged(lend: Lend, outside: Outside, provider: SandboxProvider) -> None:
     async with lend() as program:
         # The server waits for more after its first messages.
@@ -143,6 +155,11 @@ NOT_ALLOWED = (
 )  # fmt: skip
 
 
+@pytest.mark.attack(
+    "other hosts and ports, names that look alike, addresses in any spelling",
+    surface="proxy",
+    stopped_by="names are compared as a whole, and addresses are refused before anything is resolved",
+)
 async def test_other_hosts_and_ports_and_addresses_are_not_reached(lend: Lend, outside: Outside) -> None:
     async with lend() as program:
         for host in NOT_ALLOWED:
@@ -164,6 +181,11 @@ INNER = (
 )  # fmt: skip
 
 
+@pytest.mark.attack(
+    "an allowed name leads to loopback, an inner network or metadata, also as an IPv4 address in IPv6",
+    surface="proxy",
+    stopped_by="every address of the name must be public; the answer does not show it",
+)
 async def test_names_that_lead_inside_are_refused(
     lend: Lend, outside: Outside, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -180,6 +202,11 @@ async def test_names_that_lead_inside_are_refused(
     assert f"h1.example.net:{outside.port} has the address 10.0.0.5, which is private" in caplog.text
 
 
+@pytest.mark.attack(
+    "a name changes its address after it was allowed (DNS rebinding)",
+    surface="proxy",
+    stopped_by="one resolution for each connection, and what was checked is connected to",
+)
 async def test_a_name_that_turns_inside_after_it_was_allowed_is_refused(lend: Lend, outside: Outside) -> None:
     outside.names[HOST] = [[PUBLIC], ["127.0.0.1"]]
     async with lend() as program:
@@ -192,6 +219,11 @@ async def test_a_name_that_turns_inside_after_it_was_allowed_is_refused(lend: Le
     )
 
 
+@pytest.mark.attack(
+    "the control plane or a backend at a public address, under whatever name",
+    surface="proxy",
+    stopped_by="their names and addresses are refused",
+)
 async def test_the_installation_is_not_reached_even_at_public_addresses(
     lend: Lend, outside: Outside, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -209,6 +241,12 @@ async def test_the_installation_is_not_reached_even_at_public_addresses(
     assert "is the control plane or a backend" in caplog.text
 
 
+@pytest.mark.attack(
+    "a tunnel to another site of the same server, or of another protocol",
+    surface="`CONNECT`",
+    stopped_by="TLS must follow, and its server name must be that of CONNECT, in the clear; what a "
+    "request inside of TLS names is not seen",
+)
 async def test_connect_is_no_way_to_another_name(lend: Lend, outside: Outside) -> None:
     hello = client_hello(HOST)
     tries = {
@@ -231,6 +269,11 @@ async def test_connect_is_no_way_to_another_name(lend: Lend, outside: Outside) -
         assert len(outside.received) == 1, "no byte of it has left"
 
 
+@pytest.mark.attack(
+    "a second request, another `Host`, or a body of two readings reaches another site",
+    surface="plain HTTP",
+    stopped_by="one request for each connection, which the proxy writes again",
+)
 async def test_one_request_is_no_way_to_a_second_one(lend: Lend, outside: Outside) -> None:
     outside.pause = 0.3  # The second request is there before the first one is answered.
     first = f"GET http://{HOST}:{outside.port}/a HTTP/1.1\r\n"
@@ -253,6 +296,11 @@ async def test_one_request_is_no_way_to_a_second_one(lend: Lend, outside: Outsid
     assert not any(b"other.example.org" in each or b"h2c" in each for each in outside.received)
 
 
+@pytest.mark.attack(
+    "a test, or what Run left, reaches a host during the evaluation",
+    surface="Eval",
+    stopped_by="the exec server closes port and connections before it begins, and takes no other ones",
+)
 async def test_an_evaluation_closes_the_network_for_good(lend: Lend, outside: Outside) -> None:
     outside.pause = 30.0
     async with lend() as program:
@@ -272,6 +320,11 @@ async def test_an_evaluation_closes_the_network_for_good(lend: Lend, outside: Ou
         assert refused.value.reason == "TunnelRefused"
 
 
+@pytest.mark.attack(
+    "what runs on after a stage uses the network",
+    surface="sandbox between stages",
+    stopped_by="it is there only while a worker lends it",
+)
 async def test_nothing_is_reached_when_no_worker_lends(
     lend: Lend, outside: Outside, provider: SandboxProvider
 ) -> None:
@@ -283,6 +336,14 @@ async def test_nothing_is_reached_when_no_worker_lends(
     assert len(outside.received) == 1
 
 
+CONNECTIONS = pytest.mark.attack(
+    "connections without number or end, silent ones, bytes without end",
+    surface="worker",
+    stopped_by="bounds for each sandbox and for the worker",
+)
+
+
+@CONNECTIONS
 async def test_connections_are_bounded(lend: Lend, outside: Outside) -> None:
     outside.pause = 0.1
     limits = EgressLimits(connections=3, waiting=2, per_second=100.0, head_seconds=2.5)
@@ -295,6 +356,11 @@ async def test_connections_are_bounded(lend: Lend, outside: Outside) -> None:
     assert outside.most_at_once <= 3
 
 
+@pytest.mark.attack(
+    "a few sandboxes hold all connections that the worker serves",
+    surface="worker",
+    stopped_by="each sandbox has 8 that others cannot take",
+)
 async def test_connections_held_by_one_sandbox_leave_others_theirs(lend: Lend, outside: Outside) -> None:
     """One sandbox has all connections that the worker serves, and another one still has its own."""
     limits = EgressLimits(connections=4, waiting=2, per_second=100.0, reserved=1, worker_connections=4)
@@ -339,6 +405,11 @@ async def slow_names(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[SlowNames
     names.go.set()
 
 
+@pytest.mark.attack(
+    "names whose servers do not answer keep other sandboxes' names from being resolved",
+    surface="worker",
+    stopped_by="the threads that resolve names are each sandbox's own, two at most",
+)
 async def test_slow_names_of_one_sandbox_do_not_stop_others(
     lend: Lend, outside: Outside, slow_names: SlowNames
 ) -> None:
@@ -355,6 +426,11 @@ async def test_slow_names_of_one_sandbox_do_not_stop_others(
         assert all(" 502 " in answer for answer in await asyncio.gather(*asking))
 
 
+@pytest.mark.attack(
+    "the control plane's name cannot be resolved, so that its address passes for any other",
+    surface="proxy",
+    stopped_by="nothing is reached until it has been resolved once, or has no address for certain",
+)
 async def test_an_installation_whose_address_is_unknown_is_not_reached(
     lend: Lend, outside: Outside, slow_names: SlowNames
 ) -> None:
@@ -373,6 +449,7 @@ async def test_an_installation_whose_address_is_unknown_is_not_reached(
     assert len(outside.received) == 1
 
 
+@CONNECTIONS
 async def test_bytes_are_bounded(lend: Lend, outside: Outside, caplog: pytest.LogCaptureFixture) -> None:
     outside.body = b"x" * 1_000_000
     async with lend(outside.egress(limits=EgressLimits(total_bytes=400_000))) as program:
@@ -381,6 +458,11 @@ async def test_bytes_are_bounded(lend: Lend, outside: Outside, caplog: pytest.Lo
     assert "the limit of 400000 bytes is reached" in caplog.text
 
 
+@pytest.mark.attack(
+    "refusals flood it, or forge lines",
+    surface="worker's log",
+    stopped_by="20 lines of bounded length for each sandbox, once for each host",
+)
 async def test_refusals_do_not_flood_or_forge_the_log(
     lend: Lend, outside: Outside, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -394,6 +476,11 @@ async def test_refusals_do_not_flood_or_forge_the_log(
     assert not any("\n" in line for line in lines)
 
 
+@pytest.mark.attack(
+    "a list of hosts is taken for a limit where there is none",
+    surface="`--sandbox process`",
+    stopped_by="such rollouts fail",
+)
 async def test_bare_processes_get_no_list_of_hosts(
     tmp_path_factory: pytest.TempPathFactory, outside: Outside
 ) -> None:

@@ -22,6 +22,9 @@ from rollyard_pipeline.sandboxes.starters.runtime import PYTHON
 from rollyard_sandbox.errors import SandboxSabotaged
 from rollyard_testing.pace import patience
 
+pytestmark = pytest.mark.attack(boundary="exec server", surface="template of sandboxes")
+
+
 MARK = "the-secret-of-the-first-sandbox"
 NAMESPACES = ("user", "mnt", "pid", "ipc", "net", "uts")
 # The program looks for the template and the neighbour in everything that a command can reach.
@@ -129,6 +132,12 @@ def memory_holds(pid: int, text: bytes) -> bool:
     return False
 
 
+@pytest.mark.attack(
+    "a server that was forked from it holds a secret, a variable, a descriptor or memory of another "
+    "sandbox or of the worker",
+    stopped_by="a template runs no command and reads no secret; a forked process keeps only its own "
+    "descriptors, which came with its request, and reads its own secret",
+)
 @pytest.mark.skipif(
     os.geteuid() != 0, reason="only root may read the memory of a process that is not dumpable"
 )
@@ -153,6 +162,10 @@ async def test_a_forked_server_holds_nothing_of_another_one(provider: NodeProvid
             assert len(set().union(*seen)) == sum(len(each) for each in seen)
 
 
+@pytest.mark.attack(
+    "sandboxes of one template share a namespace, or a server proves to know another one's secret",
+    stopped_by="each forked process makes every namespace itself, a user namespace among them",
+)
 async def test_forked_sandboxes_share_no_namespace(provider: NodeProvider) -> None:
     async with await acquire(provider, "r-1") as first, await acquire(provider, "r-2") as second:
         processes = (server(first), server(second), template(first), os.getpid())
@@ -164,6 +177,11 @@ async def test_forked_sandboxes_share_no_namespace(provider: NodeProvider) -> No
             await connect(second.handle.address, 10, secret=secret_of(first))
 
 
+@pytest.mark.attack(
+    "find it or a neighbour by /proc, pseudo-terminals, memory file systems or below mounts",
+    stopped_by="/proc, /dev/pts and all that can be written are mounted afresh, and the template's own "
+    "/proc belongs to a pid namespace that has ended",
+)
 async def test_a_command_finds_neither_the_template_nor_its_neighbour(provider: NodeProvider) -> None:
     async with await acquire(provider, "r-1", MARKED=MARK) as first:
         await first.client.bash("echo $MARKED | tee /work/left /tmp/left /dev/shm/left")
@@ -175,6 +193,10 @@ async def test_a_command_finds_neither_the_template_nor_its_neighbour(provider: 
             assert "WON" not in said
 
 
+@pytest.mark.attack(
+    "its end takes sandboxes away from their evaluation",
+    stopped_by="no sandbox lies below it in any namespace but the user's",
+)
 async def test_the_end_of_a_template_harms_no_sandbox(provider: NodeProvider) -> None:
     async with await acquire(provider, "r-1") as first:
         ended = template(first)
@@ -201,6 +223,18 @@ def layout(pid: int) -> str:
     return Path(f"/proc/{pid}/maps").read_text().splitlines()[0].split()[0]
 
 
+WHAT_SERVERS_SHARE = pytest.mark.attack(
+    "learn in one sandbox the address layout or the hash seed of its exec server, which all servers of "
+    "one template share, and use it in another one",
+    stopped_by="nothing inside can read a server, and commands and notebook kernels are programs that are "
+    "started afresh; what a policy learned would only help it against its own server, and a command that "
+    "needs a neighbour's must first leave its sandbox. Python cannot change the seed of a process that "
+    "runs; `--no-sandbox-templates` of the worker, `rollyard up` and `rollyard slurm-bridge up` starts "
+    "each server with its own",
+)
+
+
+@WHAT_SERVERS_SHARE
 async def test_what_is_learned_of_one_server_does_not_hold_for_commands(provider: NodeProvider) -> None:
     """Servers of one template have one address layout and one hash seed. No command has theirs."""
     first, second = [await acquire(provider, f"r-{number}") for number in (1, 2)]
@@ -219,6 +253,7 @@ async def test_what_is_learned_of_one_server_does_not_hold_for_commands(provider
         await sandbox.close()
 
 
+@WHAT_SERVERS_SHARE
 async def test_without_templates_no_two_servers_are_alike(bubblewrap_works: None) -> None:
     async with started(templates=False) as provider:
         first, second = [await acquire(provider, f"r-{number}") for number in (1, 2)]

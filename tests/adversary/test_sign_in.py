@@ -19,6 +19,9 @@ from rollyard_testing.adversary.restplane import Yard, control_plane
 from rollyard_testing.api.browser import HOST, TestBrowser
 from rollyard_testing.pace import patience
 
+pytestmark = pytest.mark.attack(boundary="viewers")
+
+
 SECRET = "A" * 43
 
 
@@ -65,6 +68,14 @@ FOREIGN_HOSTS = [
 ]  # fmt: skip
 
 
+DNS_REBINDING = pytest.mark.attack(
+    "a name of the attacker leads to the control plane (DNS rebinding)",
+    surface="everything without a token",
+    stopped_by="the Host header must be a known name or a fitting address",
+)
+
+
+@DNS_REBINDING
 async def test_under_a_foreign_name_nothing_answers_without_a_token(yard: Yard) -> None:
     browser, code = await signed_in(yard), await code_of(yard)
     for host in FOREIGN_HOSTS:
@@ -77,12 +88,22 @@ async def test_under_a_foreign_name_nothing_answers_without_a_token(yard: Yard) 
     assert (await browser_of(yard).sign_in(code)).status_code == 204, "the code was not spent"
 
 
+HONEST_NAMES = pytest.mark.attack(
+    "the check locks out its own names, or the probes of a load balancer",
+    surface="everything without a token",
+    stopped_by="its names, loopback addresses and `--allowed-host`; `/healthz` and `/readyz` say nothing "
+    "and answer always",
+)
+
+
+@HONEST_NAMES
 async def test_its_own_names_are_accepted(yard: Yard) -> None:
     for host in ("127.0.0.1:8765", "localhost", "LOCALHOST:1", "[::1]:80", "127.9.9.9", "test", "localhost."):
         answer = await browser_of(yard).fetch("GET", "/", headers={"Host": host})
         assert answer.status_code == 200, host
 
 
+@DNS_REBINDING
 def test_a_listener_on_all_addresses_takes_addresses_and_its_names_only() -> None:
     check = HostCheck("0.0.0.0", ("rollyard.example.org",))
     assert all(check(one) for one in ("10.0.0.7:80", "[2001:db8::1]:80", "rollyard.example.org", "localhost"))
@@ -91,6 +112,7 @@ def test_a_listener_on_all_addresses_takes_addresses_and_its_names_only() -> Non
     )
 
 
+@HONEST_NAMES
 async def test_probes_answer_under_every_name(yard: Yard) -> None:
     for path in ("/healthz", "/readyz"):
         answer = await browser_of(yard).fetch("GET", path, headers={"Host": "probe.example"})
@@ -117,6 +139,12 @@ FOREIGN: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.attack(
+    "a page of another origin, or of another port of the host, reads or changes something with the user's "
+    "cookie, or signs the user in to a session of its choice",
+    surface="sessions",
+    stopped_by="SameSite=Strict, Origin and Sec-Fetch-Site",
+)
 async def test_a_page_of_another_origin_uses_no_session(yard: Yard) -> None:
     browser, code = await signed_in(yard, "admin"), await code_of(yard)
     for headers in FOREIGN:
@@ -145,6 +173,14 @@ NOT_OF_THE_PAGE: list[dict[str, Any]] = [
 ]
 
 
+CHANGE_FROM_ELSEWHERE = pytest.mark.attack(
+    "a form, or a request without headers of a browser, makes a change",
+    surface="sessions",
+    stopped_by="the header `Rollyard-Page`, which needs a permission that is never given, and an Origin",
+)
+
+
+@CHANGE_FROM_ELSEWHERE
 async def test_a_change_must_come_from_the_page(yard: Yard) -> None:
     browser, code = await signed_in(yard, "admin"), await code_of(yard)
     for headers in NOT_OF_THE_PAGE:
@@ -154,6 +190,7 @@ async def test_a_change_must_come_from_the_page(yard: Yard) -> None:
         assert refused(login, "ForeignOrigin"), headers
 
 
+@CHANGE_FROM_ELSEWHERE
 async def test_nobody_is_permitted_to_ask_from_elsewhere(yard: Yard) -> None:
     """A preflight request is never answered with a permission, so no page can add a header or a token."""
     headers = {"Origin": "https://evil.example", "Access-Control-Request-Headers": "rollyard-page"}
@@ -163,6 +200,11 @@ async def test_nobody_is_permitted_to_ask_from_elsewhere(yard: Yard) -> None:
         assert not any(name.startswith("access-control") for name in answer.headers)
 
 
+@pytest.mark.attack(
+    "a cookie is sent beside a token, to lend its rights or to hide an origin",
+    surface="sessions",
+    stopped_by="a token is judged alone, and not with a foreign Origin",
+)
 async def test_a_bearer_token_beside_a_cookie_does_not_come_from_elsewhere(yard: Yard) -> None:
     browser = await signed_in(yard)
     bearer = {"Authorization": f"Bearer {yard.plane.tokens.current('admin')}"}
@@ -178,6 +220,11 @@ async def test_a_bearer_token_beside_a_cookie_does_not_come_from_elsewhere(yard:
         assert answer.status_code == 401, "a wrong token is not passed over in favour of the cookie"
 
 
+@pytest.mark.attack(
+    "a header is sent twice, so that two readers see different ones",
+    surface="sessions",
+    stopped_by="such a request is refused",
+)
 async def test_a_header_that_is_sent_twice_is_refused(yard: Yard) -> None:
     browser = await signed_in(yard)
     ((name, secret),) = browser.cookies.items()
@@ -195,6 +242,14 @@ async def test_a_header_that_is_sent_twice_is_refused(yard: Yard) -> None:
 # One-time codes.
 
 
+GUESSED_CODES = pytest.mark.attack(
+    "guesses",
+    surface="one-time codes",
+    stopped_by="256 random bits; ten wrong codes of an address at once, and ten a minute after that",
+)
+
+
+@GUESSED_CODES
 async def test_guesses_are_refused_and_then_not_even_looked_up(
     yard: Yard, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -226,6 +281,7 @@ async def test_guesses_are_refused_and_then_not_even_looked_up(
     assert (await browser.sign_in(code)).status_code == 204, "the code is still good after the pause"
 
 
+@GUESSED_CODES
 def test_a_guesser_with_many_addresses_fills_no_memory() -> None:
     made = sessions.WrongCodes()
     for number in range(sessions.REMEMBERED + 100):
@@ -245,6 +301,14 @@ BROKEN = [
 ]  # fmt: skip
 
 
+BROKEN_BODIES = pytest.mark.attack(
+    "broken and huge bodies",
+    surface="`/v1/session`",
+    stopped_by="fields by name; at most 4 KiB",
+)
+
+
+@BROKEN_BODIES
 async def test_broken_sign_ins(yard: Yard) -> None:
     for body in BROKEN:
         headers = {"Content-Type": "application/json"}
@@ -253,6 +317,7 @@ async def test_broken_sign_ins(yard: Yard) -> None:
         assert answer.headers["content-type"] == "application/problem+json"
 
 
+@BROKEN_BODIES
 async def test_a_large_sign_in_is_refused_unread(yard: Yard) -> None:
     answer = await browser_of(yard).fetch("POST", "/v1/session", content=b"x" * 5000)
     assert answer.status_code == 413
@@ -263,6 +328,14 @@ async def test_a_large_sign_in_is_refused_unread(yard: Yard) -> None:
 SESSION_READS = {key for key, rule in permissions.RULES.items() if key[0] == "GET" and "viewer" in rule.roles}
 
 
+STOLEN_SESSION = pytest.mark.attack(
+    "a stolen or shared session tries every call",
+    surface="sessions",
+    stopped_by="it makes the calls of a viewer that change nothing; the role `admin` adds cancelling",
+)
+
+
+@STOLEN_SESSION
 @pytest.mark.parametrize("role", ["viewer", "admin"])
 async def test_a_session_that_tries_every_call(yard: Yard, role: str) -> None:
     browser = await signed_in(yard, role)
@@ -298,6 +371,7 @@ ODD = [
 ]
 
 
+@STOLEN_SESSION
 async def test_odd_paths_and_methods_of_a_session(yard: Yard) -> None:
     browser = await signed_in(yard, "admin")
     for method, path in ODD:
@@ -305,6 +379,15 @@ async def test_odd_paths_and_methods_of_a_session(yard: Yard) -> None:
         assert answer.status_code in (403, 404, 405), (method, path, answer.text)
 
 
+COOKIE_TOSSING = pytest.mark.attack(
+    "another page of the host sets cookies of its own (cookie tossing)",
+    surface="cookies",
+    stopped_by="each candidate is looked up, at most four; over HTTPS those with `__Host-` or `__Secure-` "
+    "only",
+)
+
+
+@COOKIE_TOSSING
 async def test_cookies_of_others_do_not_matter(yard: Yard) -> None:
     """Another page on the same host, at another port, sets cookies of its own choice (cookie tossing)."""
     browser = await signed_in(yard)
@@ -324,6 +407,7 @@ async def test_cookies_of_others_do_not_matter(yard: Yard) -> None:
     assert (await browser.fetch("GET", "/v1/session", headers={"Cookie": huge})).status_code == 401
 
 
+@COOKIE_TOSSING
 def test_over_https_only_a_cookie_that_came_over_it_counts() -> None:
     header = f"rollyard-i={SECRET}; __Host-rollyard-i={'B' * 43}"
     assert door.secrets_in(header, "i", https=True) == ["B" * 43]
@@ -331,6 +415,11 @@ def test_over_https_only_a_cookie_that_came_over_it_counts() -> None:
     assert door.secrets_in(header, "j", https=False) == []
 
 
+@pytest.mark.attack(
+    "two control planes on one host replace each other's cookie",
+    surface="cookies",
+    stopped_by="its name ends in a name of the installation",
+)
 async def test_two_control_planes_on_one_host_keep_their_sessions_apart(yard: Yard, tmp_path: Path) -> None:
     async with control_plane(tmp_path / "other") as other:
         here, there = await signed_in(yard), await signed_in(other)
@@ -354,6 +443,11 @@ TRAVERSALS = [
 ]  # fmt: skip
 
 
+@pytest.mark.attack(
+    "a path leads out of its folder, however it is encoded",
+    surface="files of the page",
+    stopped_by="files are read once, without links, and found by their whole names",
+)
 async def test_no_path_leads_out_of_the_page(yard: Yard, tmp_path: Path) -> None:
     (tmp_path / "page" / "secret").write_text("secret")
     (tmp_path / "secret").write_text("secret")
@@ -391,6 +485,14 @@ async def raw_get(yard: Yard, path: str) -> tuple[int, bytes]:
     return sent[0]["status"], b"".join(message.get("body", b"") for message in sent)
 
 
+HOSTILE_OPTIONS = pytest.mark.attack(
+    "they put a header, a script or another path into an answer",
+    surface="`--path-prefix`, `--allowed-host`",
+    stopped_by="one form of each; the start is refused",
+)
+
+
+@HOSTILE_OPTIONS
 @pytest.mark.parametrize(
     "prefix",
     [
@@ -407,6 +509,7 @@ def test_no_prefix_injects_anything(prefix: str) -> None:
         path_prefix(prefix)
 
 
+@HOSTILE_OPTIONS
 def test_a_refused_option_ends_the_start_with_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -417,6 +520,7 @@ def test_a_refused_option_ends_the_start_with_one_line(
         assert option.partition("=")[0] in said
 
 
+@DNS_REBINDING
 def test_a_real_listener_refuses_a_foreign_host(tmp_path: Path) -> None:
     from rollyard_testing.api.control_plane import a_control_plane
 

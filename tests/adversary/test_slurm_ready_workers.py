@@ -14,6 +14,9 @@ from rollyard_drivers.reconcile.plan import Owner
 from rollyard_slurm.bridge import token_maker
 from rollyard_testing.slurm_bridge.bench import Bench, job
 
+pytestmark = pytest.mark.attack(boundary="worker", surface="ready batch job on Slurm")
+
+
 SECRET = "ry-worker-the-token-of-all-workers"
 
 
@@ -38,6 +41,11 @@ def asked(bench: Bench, namespace: str, name: str = "qs") -> None:
     bench.store.listed.append(made)
 
 
+@pytest.mark.attack(
+    "another user reads its token in the script, the comment or the environment",
+    stopped_by="the token is in a file of mode 0600, of which the script has the path; it opens one "
+    "assignment",
+)
 async def test_its_token_is_in_a_file_of_the_user_alone_and_opens_one_assignment(bench: Bench) -> None:
     (file,) = bench.site.tokens.iterdir()
     assert file.stat().st_mode & 0o777 == 0o600
@@ -55,6 +63,10 @@ async def test_its_token_is_in_a_file_of_the_user_alone_and_opens_one_assignment
     assert token.rpartition(".")[2] not in records
 
 
+@pytest.mark.attack(
+    "a job of one namespace runs in the allocation that another namespace holds ready",
+    stopped_by="its token names its namespace, and only jobs of this namespace take it",
+)
 async def test_a_job_of_another_namespace_does_not_get_it(bench: Bench) -> None:
     """A worker that served several namespaces would bring one tenant's work into another one's place."""
     asked(bench, "team-b")
@@ -67,6 +79,10 @@ async def test_a_job_of_another_namespace_does_not_get_it(bench: Bench) -> None:
     assert (offer.namespace, offer.job) == ("team-a", "mine")
 
 
+@pytest.mark.attack(
+    "a job runs in an allocation that another account, partition or profile pays for",
+    stopped_by="a worker that was submitted with other settings is replaced and never taken",
+)
 async def test_a_job_is_not_charged_to_the_account_of_an_earlier_profile(bench: Bench) -> None:
     bench.profile(workers={"ready": 1}, account="of-team-b")
     bench.begin(("team-a",))
@@ -76,6 +92,13 @@ async def test_a_job_is_not_charged_to_the_account_of_an_earlier_profile(bench: 
     assert "#SBATCH --account=of-team-b" in bench.slurm.scripts[102]
 
 
+TWO_JOBS_FOR_ONE_WORKER = pytest.mark.attack(
+    "a kill of the bridge, or a restored home, gives one worker to two jobs",
+    stopped_by="one write of its record precedes the offer, and the control plane refuses a second offer",
+)
+
+
+@TWO_JOBS_FOR_ONE_WORKER
 async def test_of_two_jobs_in_any_order_one_gets_it(bench: Bench) -> None:
     for name in ("a", "b"):
         asked(bench, "team-a", name)
@@ -85,6 +108,7 @@ async def test_of_two_jobs_in_any_order_one_gets_it(bench: Bench) -> None:
     assert len({(one.worker, one.job, tuple(one.arguments)) for one in bench.store.offers}) == 1
 
 
+@TWO_JOBS_FOR_ONE_WORKER
 async def test_a_record_of_an_earlier_state_of_the_home_gives_it_to_nobody(bench: Bench) -> None:
     """The control plane knows that the worker was offered a job, whatever a restored home says."""
     (record,) = (bench.site.home / "submissions").iterdir()

@@ -11,6 +11,9 @@ from rollyard_pipeline.handlers.base import ANSWER, StageContext
 from rollyard_pipeline.handlers.stem import StemHandler
 from rollyard_testing.pace import patience
 
+pytestmark = pytest.mark.attack(boundary="evaluation", surface="handler `stem`")
+
+
 CHOICES: dict[str, Any] = {"answer": "B", "choices": ["iron", "gold", "tin", "zinc"]}
 NUMBER: dict[str, Any] = {"answer": "5", "numeric": {"unit": "m", "relative": 0.01}}
 LETTERS: dict[str, Any] = {**CHOICES, "answer": None, "answers": ["A", "B"]}
@@ -30,6 +33,15 @@ async def score(said: str, task: dict[str, Any]) -> float:
     return (await StemHandler().eval(context)).reward
 
 
+GUESSES = pytest.mark.attack(
+    "an answer names several choices or values, side by side or in several boxes, a range or a bound; "
+    "states infinity, a power that overflows or a unit that changes the number; or takes the scorer long",
+    stopped_by="one stated letter or one finite number in a unit of the same kind, with bounded powers, "
+    "from a text of bounded length",
+)
+
+
+@GUESSES
 @pytest.mark.parametrize(
     ("said", "task"),
     [
@@ -66,6 +78,7 @@ async def test_answers_that_score_nothing(said: str, task: dict[str, Any]) -> No
     assert await score(said, task) == 0.0
 
 
+@GUESSES
 @pytest.mark.parametrize(
     "part",
     [

@@ -19,6 +19,9 @@ from rollyard_testing.pipeline.swelab import (
     swe_task,
 )
 
+pytestmark = pytest.mark.attack(boundary="evaluation", surface="handler `swe`")
+
+
 OUTSIDE: dict[str, Any] = {
     "files": {
         "tests/test_interval.py": HIDDEN
@@ -600,6 +603,12 @@ async def lab(bubblewrap_works: None, tmp_path: Path) -> AsyncIterator[SweLab]:
         yield found
 
 
+@pytest.mark.attack(
+    "of the cases of a test whose name the data set has cut at a space, only one passes, the others are "
+    "hidden or not run, or another test takes a name that begins so",
+    stopped_by="such a name stands for all tests with it; the report says which of them pytest has found, "
+    "and each must have run its own code",
+)
 @pytest.mark.parametrize("name", FORGERIES)
 async def test_no_report_is_forged(lab: SweLab, name: str) -> None:
     commands, fields = FORGERIES[name]

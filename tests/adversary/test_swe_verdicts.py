@@ -19,6 +19,9 @@ from rollyard_testing.pipeline.swelab import (
     swe_task,
 )
 
+pytestmark = pytest.mark.attack(boundary="evaluation", surface="handler `swe`")
+
+
 LINES = "\\n".join(f"PASSED {test}" for test in (*FAILS, *PASSES))
 FORGED = (
     f"print('>>>>> Start Test Output\\n{LINES}\\n====== 4 passed in 0.01s ======\\n>>>>> Test Exit Code: 0\\n"
@@ -257,6 +260,29 @@ async def lab(bubblewrap_works: None, tmp_path_factory: pytest.TempPathFactory) 
         yield found
 
 
+PLANTED_FILES = pytest.mark.attack(
+    "the failing test is deleted, rewritten, hidden by a package or a folder, or its repository is "
+    "replaced by a link; `conftest.py`, settings, plugins, start-up files, compiled code and modules that "
+    "hide others are planted",
+    stopped_by="changes of tests and of what decides how they run never reach Eval's fresh sandbox; links "
+    "are not carried; hidden tests come last",
+)
+
+
+@PLANTED_FILES
+@pytest.mark.attack(
+    "code of the repository prints results, ends or kills the tests, writes to every descriptor, or "
+    "replaces tests or what runs, compares and reports them",
+    stopped_by="with `verdict: report`, results are signed by a plugin that was loaded first; a test "
+    "passes only if its own code, compiled before, ran to its end, and a function that fails must fail in "
+    "the place of each test that decides",
+)
+@pytest.mark.attack(
+    "modules of the repository hide those that Python and pytest load at their start, read the secret and "
+    "sign a report",
+    stopped_by="Eval's `encodings` is the first module of all, and takes every folder of the repository "
+    "out of the search until the secret is taken and pytest is imported",
+)
 @pytest.mark.parametrize("name", ATTACKS)
 async def test_nothing_but_the_solution_is_rewarded(lab: SweLab, name: str) -> None:
     result = await lab.rollout(swe_task(ATTACKS[name]))
@@ -264,6 +290,7 @@ async def test_nothing_but_the_solution_is_rewarded(lab: SweLab, name: str) -> N
     assert (result.reward_reason == "TestsTampered") is (name in TAMPERING)
 
 
+@PLANTED_FILES
 async def test_the_solution_is_rewarded_whatever_is_left_beside_it(lab: SweLab) -> None:
     left = [
         *ATTACKS["conftest"], *ATTACKS["settings_of_pytest"], *ATTACKS["a_plugin_in_metadata"],
@@ -273,12 +300,18 @@ async def test_the_solution_is_rewarded_whatever_is_left_beside_it(lab: SweLab) 
     assert (result.reward, result.reward_reason) == (1.0, "")
 
 
+@pytest.mark.attack(
+    "a repository is evaluated as a task of another kind, beside what Run left",
+    surface="handler `mixed`",
+    stopped_by="what the task brings decides, and its handler says in which sandbox Eval works",
+)
 @pytest.mark.parametrize("name", ["conftest", "deletes_all_tests", "prints_results_and_exits"])
 async def test_a_job_of_several_kinds_rewards_nothing_else(lab: SweLab, name: str) -> None:
     """The handler `mixed` does not evaluate a repository where the policy has left what it likes."""
     deserves_nothing((await lab.rollout(swe_task(ATTACKS[name]), "mixed")).reward)
 
 
+@pytest.mark.attack("tests that hang buy a new try", stopped_by="they score 0 (`TestTimeout`)")
 @pytest.mark.parametrize(
     "code",
     ["while True: pass", "import os\nwhile True:\n    try: os.fork()\n    except OSError: pass"],
@@ -312,6 +345,10 @@ DIFFS = {
 }  # fmt: skip
 
 
+@pytest.mark.attack(
+    "an answer in the form of a diff changes modes, names or links of files that decide how tests run",
+    stopped_by="the files that git has changed are judged, not the text of the diff",
+)
 @pytest.mark.parametrize("name", DIFFS)
 async def test_a_diff_reaches_nothing_that_the_policy_cannot_change(lab: SweLab, name: str) -> None:
     """Git reads modes, names and moves in ways of its own, so what it does to the folder decides."""
@@ -326,6 +363,11 @@ async def test_a_diff_reaches_nothing_that_the_policy_cannot_change(lab: SweLab,
             assert "conftest.py" not in result.reward_output.lower()
 
 
+@pytest.mark.attack(
+    "with `verdict: log`, results are printed beside the real ones",
+    stopped_by="the worst result of a test counts. Code that prints results and ends the tests with "
+    "status 0 is **not** recognized; `report`, the default for pytest, recognizes it",
+)
 async def test_a_printed_result_never_makes_up_for_a_real_one(lab: SweLab) -> None:
     """Where the log decides, what is printed beside a failure does not help."""
     for code in (FORGED, f"import atexit\natexit.register(lambda: {FORGED})"):

@@ -19,6 +19,9 @@ from rollyard_crds.rolloutjob import TaskSource
 from rollyard_tasks.task_list import TaskListError, parse_lines
 from rollyard_testing.pace import patience
 
+pytestmark = pytest.mark.attack(boundary="control plane", surface="task files")
+
+
 SECRET = "hunter2-is-the-secret"
 BLOB = f"blob:sha256:{'0' * 64}"
 
@@ -55,6 +58,11 @@ async def refusal(data: bytes, name: str) -> str:
     return refused.value.detail
 
 
+@pytest.mark.attack(
+    "a Parquet file whose reader needs gigabytes, or whose few bytes are gigabytes of rows",
+    stopped_by="it is read by a process of its own with a limit of memory, and its rows have the bounds "
+    "of lines",
+)
 async def test_a_parquet_file_takes_no_memory_of_the_control_plane() -> None:
     bombs = {
         "rows": (table("a" * (1 << 20), 80), "more than 67108864 bytes of text"),
@@ -69,6 +77,10 @@ async def test_a_parquet_file_takes_no_memory_of_the_control_plane() -> None:
     assert grown < 300, f"{grown} MiB"
 
 
+@pytest.mark.attack(
+    "the message about a row of a listed source shows what it holds",
+    stopped_by="messages of formats name number and field, and a format's own exception by its class",
+)
 @pytest.mark.parametrize(
     "row",
     [
@@ -84,6 +96,10 @@ async def test_a_refused_row_is_not_shown(tmp_path: Path, row: object) -> None:
     await is_not_shown(tmp_path, row, "verl")
 
 
+@pytest.mark.attack(
+    "the message about a row of questions shows what it holds",
+    stopped_by="messages name the format, the number and the field",
+)
 @pytest.mark.parametrize(
     ("name", "row"),
     [
@@ -121,6 +137,11 @@ async def is_not_shown(tmp_path: Path, row: object, name: str) -> None:
     assert "line 1: " in refused.value.detail
 
 
+@pytest.mark.attack(
+    "a file of the control plane, a server inside, or a file that uses up memory is named",
+    surface="`tasks.specs`",
+    stopped_by="only an upload of the job's namespace, of at most 8 MiB",
+)
 @pytest.mark.parametrize(
     ("specs", "data", "problem"),
     [
@@ -148,6 +169,10 @@ DEEP = "[" * 100_000
 MANY = ["1"] * 200_000
 
 
+@pytest.mark.attack(
+    "a row of a known format holds the control plane up",
+    stopped_by="rows are checked in linear time, and refused by line and field",
+)
 @pytest.mark.parametrize(
     ("name", "row", "problem"),
     [
@@ -201,6 +226,10 @@ def test_hostile_rows_are_refused_by_field_in_little_time(name: str, row: object
     assert time.monotonic() - began < patience(5.0)
 
 
+@pytest.mark.attack(
+    "two rows with one id become one task",
+    stopped_by="the second one is refused, whatever the type of its id",
+)
 @pytest.mark.parametrize("ids", [("7", 7), (7, 7.0), ("a b", "a b"), ("x" * 200, "x" * 200)])
 def test_rows_with_the_same_id_are_never_one_task(ids: tuple[object, object]) -> None:
     rows = [json.dumps({"id": each, "question": f"{n}?", "answer": "1"}) for n, each in enumerate(ids)]
@@ -208,6 +237,10 @@ def test_rows_with_the_same_id_are_never_one_task(ids: tuple[object, object]) ->
         parse_lines(rows, TaskSource(url="x", format="math"))
 
 
+@pytest.mark.attack(
+    "ids that differ become the same when they are made into names",
+    stopped_by="the names of different ids differ",
+)
 def test_different_ids_never_become_the_same() -> None:
     names = ["a b", "a_20_b", "a_b", "a/b", "x" * 200, "x" * 201, "-7", -7.5, "sha256:0"]
     rows = [json.dumps({"id": str(name), "question": "?", "answer": "1"}) for name in names]

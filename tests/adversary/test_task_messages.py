@@ -12,6 +12,9 @@ from rollyard_crds.rolloutjob import TaskSource
 from rollyard_tasks.file_rows import json_row
 from rollyard_tasks.task_list import TaskLines, TaskListError
 
+pytestmark = pytest.mark.attack(boundary="control plane", surface="messages of tasks")
+
+
 SECRET = "hunter2-is-the-secret"
 Wrap = Callable[[list[dict[str, Any]]], dict[str, Any]]
 WRAPS: dict[str, Wrap] = {
@@ -82,6 +85,15 @@ HOSTILE: dict[str, tuple[list[dict[str, Any]], str]] = {
 }  # fmt: skip
 
 
+HOSTILE_MESSAGES = pytest.mark.attack(
+    "texts of megabytes, arguments that nest until the stack ends, name a key twice or hold half of a "
+    "character, a result of no call",
+    stopped_by="bounds on texts and depth before and after arguments are decoded; one meaning or none; "
+    "the message names the field and shows nothing",
+)
+
+
+@HOSTILE_MESSAGES
 @pytest.mark.parametrize("attack", HOSTILE)
 @pytest.mark.parametrize("name", WRAPS)
 def test_hostile_messages_are_refused_by_field(name: str, attack: str) -> None:
@@ -95,6 +107,7 @@ def test_hostile_messages_are_refused_by_field(name: str, attack: str) -> None:
     assert len(read(name, calling(nested(50))).chat()) == 3
 
 
+@HOSTILE_MESSAGES
 @pytest.mark.parametrize(
     "message",
     [

@@ -31,6 +31,9 @@ from rollyard_testing.manifests import job_manifest
 from rollyard_testing.pace import patience
 from rollyard_testing.waiting import until
 
+pytestmark = pytest.mark.attack(boundary="control plane", surface="`spec.tasks.url`")
+
+
 TASK = json.dumps({"id": "a", "prompt": "1 + 1?", "answer": "2"}).encode() + b"\n"
 SECRET = "hunter2-is-the-secret"
 ROWS_MEGABYTES = 300
@@ -239,11 +242,19 @@ REFUSED = [
 ]
 
 
+@pytest.mark.attack(
+    "it names the control plane's files, an internal or metadata address, or a chained or odd scheme",
+    stopped_by="uploads only, unless the installer lists a prefix",
+)
 @pytest.mark.parametrize("url", REFUSED)
 def test_a_server_reads_uploads_only(closed: Plane, url: str) -> None:
     assert "uploads" in closed.refused(url)
 
 
+@pytest.mark.attack(
+    "a job that is applied, and so comes through the driver's registration, names such a place",
+    stopped_by="the installer's list holds here, too; the job is `Admitted=False`",
+)
 def test_a_driver_registers_uploads_only(closed: Plane) -> None:
     """What an author applies comes to the control plane through the driver's registration."""
     driver = {"Authorization": f"Bearer {closed.tokens['driver']}"}
@@ -259,6 +270,10 @@ def test_a_driver_registers_uploads_only(closed: Plane) -> None:
         assert closed.http.get(path).status_code == 404
 
 
+@pytest.mark.attack(
+    "it names tokens, the database or others' trajectories",
+    stopped_by="the state folder is never read, whatever is listed",
+)
 def test_the_installations_tokens_and_others_results(closed: Plane, opened: Open) -> None:
     for plane in (closed, opened.plane):
         for name in (
@@ -271,6 +286,10 @@ def test_the_installations_tokens_and_others_results(closed: Plane, opened: Open
             assert not any(token in text for token in plane.tokens.values())
 
 
+@pytest.mark.attack(
+    "the checks keep out what the installer lists",
+    stopped_by="folders, their links, web servers and redirects of the list are read",
+)
 def test_what_is_allowed_is_read(opened: Open, web: Web) -> None:
     names = [
         (opened.folder / "tasks.jsonl").as_uri(),
@@ -286,6 +305,10 @@ def test_what_is_allowed_is_read(opened: Open, web: Web) -> None:
         assert answer.json()["status"]["counts"]["total"] == 1
 
 
+@pytest.mark.attack(
+    "it names another tenant's folder",
+    stopped_by="`{namespace}` in a listed prefix",
+)
 def test_another_tenants_folder(opened: Open) -> None:
     mine, others = (opened.teams / team / "tasks.jsonl" for team in ("team-a", "team-b"))
     assert opened.plane.submit(mine.as_uri(), name="own", namespace="team-a").status_code == 201
@@ -296,6 +319,10 @@ def test_another_tenants_folder(opened: Open) -> None:
     opened.plane.refused(link.as_uri(), namespace="team-a")
 
 
+@pytest.mark.attack(
+    "links, `..` and encoded dots lead out of a listed folder",
+    stopped_by="the opened file is judged by the path that the kernel has for it",
+)
 def test_ways_out_of_an_allowed_folder(opened: Open) -> None:
     folder, outside = opened.folder, opened.outside
     for name, target in (
@@ -313,6 +340,10 @@ def test_ways_out_of_an_allowed_folder(opened: Open) -> None:
     opened.plane.refused(f"file://{folder.parent}")
 
 
+@pytest.mark.attack(
+    "a pipe, socket or folder holds the reader up",
+    stopped_by="only regular files are opened",
+)
 def test_a_file_that_is_none(opened: Open) -> None:
     os.mkfifo(opened.folder / "pipe")
     listener = socket.socket(socket.AF_UNIX)
@@ -324,6 +355,10 @@ def test_a_file_that_is_none(opened: Open) -> None:
             assert "no regular file" in answer.text
 
 
+@pytest.mark.attack(
+    "a link is swapped between the check and the opening",
+    stopped_by="the file is held before it is checked, and that one is read",
+)
 def test_a_link_swapped_while_it_is_read(opened: Open) -> None:
     """The link points to an allowed file when it is checked, and elsewhere a moment later."""
     link, stop = opened.folder / "swapped.jsonl", threading.Event()
@@ -352,6 +387,10 @@ def test_a_link_swapped_while_it_is_read(opened: Open) -> None:
         thread.join(patience(30))
 
 
+@pytest.mark.attack(
+    "an error shows what a file or an answer holds",
+    stopped_by="errors name line and field of a listed source, and nothing else",
+)
 def test_answers_are_not_shown(opened: Open, web: Web) -> None:
     (opened.folder / "text").write_text(f'{SECRET}\n{{"{SECRET}": 1}}\n{{"id": "{SECRET}", "prompt": 5}}\n')
     keyed = {"id": "a", "prompt": "x", "sandbox": {"env": {SECRET: 5}}}
@@ -373,6 +412,10 @@ def test_answers_are_not_shown(opened: Open, web: Web) -> None:
     assert any("line 3: prompt: Input should be a valid string" in line for line in lines)
 
 
+@pytest.mark.attack(
+    "a listed name leads to loopback or a private address; other spellings of a host; credentials",
+    stopped_by="hosts are compared as text, and every address is checked before it is connected to",
+)
 def test_addresses_that_names_lead_to(opened: Open, web: Web) -> None:
     """`localhost` is on the list by name, but no network that it is in."""
     before = len(web.asked)
@@ -399,6 +442,10 @@ def test_addresses_that_names_lead_to(opened: Open, web: Web) -> None:
     assert len(web.asked) == before, "nothing was connected to"
 
 
+@pytest.mark.attack(
+    "a redirect leads elsewhere",
+    stopped_by="each target is checked as if the job had named it",
+)
 def test_redirects_are_held_against_the_list(opened: Open, web: Web) -> None:
     base = f"http://127.0.0.1:{web.port}"
     for target in (
@@ -415,6 +462,10 @@ def test_redirects_are_held_against_the_list(opened: Open, web: Web) -> None:
     assert "redirects more than" in endless.text
 
 
+@pytest.mark.attack(
+    "twenty submits to a server that hangs",
+    stopped_by="two at once for a namespace, then 429; threads of their own",
+)
 def test_twenty_submits_to_a_server_that_hangs(opened: Open, web: Web) -> None:
     with ThreadPoolExecutor(20) as pool:
         hanging = [
@@ -446,6 +497,18 @@ def packed_tasks(megabytes: int) -> bytes:
     return b"".join(gzip.compress((line % number).encode(), 1) for number in range(megabytes))
 
 
+@pytest.mark.attack(
+    "a small file unpacks to gigabytes, one endless line, item or cell, or a million blank lines",
+    surface="task files",
+    stopped_by="bounds on bytes, rows and time while it is unpacked; nothing is kept of a row that is too "
+    "long",
+)
+@pytest.mark.attack(
+    "a row of few bytes becomes many values, fields or columns, or lists without end in each other",
+    surface="task files",
+    stopped_by="values are counted before anything is built of a row; so are faults before they are "
+    "described",
+)
 def test_bombs_stop_at_their_bounds(opened: Open) -> None:
     bombs = {
         "tasks": (packed_tasks(160), "holds more than"),
@@ -485,6 +548,11 @@ def test_bombs_stop_at_their_bounds(opened: Open) -> None:
     assert grown < ROWS_MEGABYTES, f"{grown:.0f} MiB"
 
 
+@pytest.mark.attack(
+    "rows of 60 MiB use up the memory of the control plane",
+    surface="task files",
+    stopped_by="one row is in memory at a time, and tasks wait in a temporary file",
+)
 def test_rows_of_60_mebibytes(closed: Plane) -> None:
     """A row becomes a task of this size, or one that has little of it."""
     assert closed.submit(closed.upload(TASK), name="small").status_code == 201
@@ -506,6 +574,11 @@ def test_rows_of_60_mebibytes(closed: Plane) -> None:
     assert grown < ROWS_MEGABYTES, f"{grown:.0f} MiB"
 
 
+@pytest.mark.attack(
+    "a file of nothing but bad rows, or of huge ones, fills memory, the database or answers",
+    surface="`tasks.onBadRow: skip`",
+    stopped_by="ten reasons of 256 characters are kept, and rows that are skipped count as rows of the file",
+)
 def test_bad_rows_without_end_that_are_skipped(opened: Open) -> None:
     """What is kept of a row that is no task is bounded, whatever it holds, and so is the number of rows."""
     assert opened.plane.submit((opened.folder / "tasks.jsonl").as_uri(), name="warm").status_code == 201
@@ -526,6 +599,11 @@ def test_bad_rows_without_end_that_are_skipped(opened: Open) -> None:
     assert grown < 30, f"{grown:.0f} MiB"
 
 
+@pytest.mark.attack(
+    "the reasons, which stay with the job, show what a listed source holds",
+    surface="`status.skippedRows`",
+    stopped_by="they name number and field of such a source, and nothing else",
+)
 def test_skipped_rows_of_a_file_that_may_not_be_shown(opened: Open) -> None:
     """Nothing of the rows that are no tasks is in the reasons, which stay with the job."""
     rows = [SECRET, json.dumps([SECRET]), json.dumps({"id": "b", "prompt": "?", SECRET: 1})]
@@ -540,6 +618,11 @@ def test_skipped_rows_of_a_file_that_may_not_be_shown(opened: Open) -> None:
     assert (others.status_code, others.json()["reason"]) == (422, "TasksNotAllowed")
 
 
+@pytest.mark.attack(
+    "a row moves the cursor of a terminal, forges a line, or is markup in the page",
+    surface="`status.skippedRows`",
+    stopped_by="every reason is one line of visible characters",
+)
 def test_skipped_rows_on_a_terminal(
     closed: Plane, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -565,6 +648,11 @@ def test_skipped_rows_on_a_terminal(
         assert not any(line.startswith("rollyard: done") for line in lines)
 
 
+@pytest.mark.attack(
+    "an upload of another namespace is used, or looked for",
+    surface="`/v1/blobs`",
+    stopped_by="uploads are found by namespace and hash; the answer is that for an unknown one",
+)
 def test_an_upload_of_another_namespace(closed: Plane) -> None:
     url = closed.upload(TASK, namespace="team-a")
     unknown = f"blob:sha256:{'0' * 64}"
@@ -579,6 +667,11 @@ def test_an_upload_of_another_namespace(closed: Plane) -> None:
     assert closed.submit(url, namespace="team-a").status_code == 201
 
 
+@pytest.mark.attack(
+    "other bytes are stored under a hash",
+    surface="`/v1/blobs`",
+    stopped_by="the hash is verified before anybody sees the upload",
+)
 def test_an_upload_under_anothers_hash(closed: Plane) -> None:
     """A tenant who could store other bytes under a hash would change the tasks of those who trust it."""
     digest = hashlib.sha256(b"the real file").hexdigest()
@@ -587,6 +680,11 @@ def test_an_upload_under_anothers_hash(closed: Plane) -> None:
     assert closed.http.head(f"/v1/blobs/{digest}").status_code == 404
 
 
+@pytest.mark.attack(
+    "a body without end, or larger than allowed",
+    surface="`/v1/blobs`",
+    stopped_by="it is counted as it comes, and the connection of a refused one is closed",
+)
 def test_uploads_without_end(tmp_path: Path) -> None:
     def endless() -> Iterator[bytes]:
         while True:
@@ -605,6 +703,11 @@ def test_uploads_without_end(tmp_path: Path) -> None:
         assert plane.megabytes() - before < 60
 
 
+@pytest.mark.attack(
+    "a worker or driver uploads",
+    surface="`/v1/blobs`",
+    stopped_by="uploads are the admin's",
+)
 def test_who_may_not_upload(closed: Plane) -> None:
     path = f"/v1/blobs/{hashlib.sha256(TASK).hexdigest()}"
     for role, token in closed.tokens.items():

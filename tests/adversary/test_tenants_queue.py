@@ -10,6 +10,9 @@ import pytest
 from rollyard_testing.adversary.restplane import Yard, control_plane
 from rollyard_testing.manifests import job_manifest
 
+pytestmark = pytest.mark.attack(boundary="tenants", surface="queue of rollouts")
+
+
 SHAPE = {"image": "busybox", "cpu": 1.0, "memory_bytes": 1 << 28, "disk_bytes": 1 << 28, "processes": 64}
 SAMPLING = {"targetGroups": 1, "maxInFlightGroups": 1}
 
@@ -25,6 +28,13 @@ async def submit(yard: Yard, namespace: str, name: str, count: int, **spec: Any)
     return await yard.admin.post("/v1/rolloutjobs", json=manifest)
 
 
+FULL_QUEUE = pytest.mark.attack(
+    "one namespace submits or pushes so many that nobody else's job is taken, also as groups that wait",
+    stopped_by="a bound for each namespace, a quarter of that of all",
+)
+
+
+@FULL_QUEUE
 async def test_one_namespace_does_not_fill_the_queue_of_all(tmp_path: Path) -> None:
     async with control_plane(tmp_path, max_queued=30, max_queued_per_namespace=10) as yard:
         for turn in range(4):
@@ -43,6 +53,7 @@ async def test_one_namespace_does_not_fill_the_queue_of_all(tmp_path: Path) -> N
         assert "there are 30 unfinished rollouts" in last.json()["detail"]
 
 
+@FULL_QUEUE
 async def test_groups_that_wait_take_the_room_of_their_own_namespace(tmp_path: Path) -> None:
     async with control_plane(tmp_path, max_queued=30, max_queued_per_namespace=10) as yard:
         sampled = {"samplesPerTask": 2, "dynamicSampling": SAMPLING}
@@ -51,6 +62,7 @@ async def test_groups_that_wait_take_the_room_of_their_own_namespace(tmp_path: P
         assert (await submit(yard, "modest", "job", 10)).status_code == 201
 
 
+@FULL_QUEUE
 async def test_a_push_to_a_stream_is_bounded_too(tmp_path: Path) -> None:
     async with control_plane(tmp_path, max_queued=30, max_queued_per_namespace=10) as yard:
         assert (await submit(yard, "greedy", "job", 0, tasks={"stream": True})).status_code == 201
@@ -62,6 +74,11 @@ async def test_a_push_to_a_stream_is_bounded_too(tmp_path: Path) -> None:
         assert taken.json()["accepted"] == 10
 
 
+@pytest.mark.attack(
+    "one namespace's claims, which nobody fulfils, take the room of all",
+    surface="`/v1/claims`",
+    stopped_by="a bound for each namespace, a quarter of that of all",
+)
 @pytest.mark.parametrize(("total", "each", "most"), [(40, 8, 7), (8, 40, 7)])
 async def test_claims_of_one_namespace_leave_room_for_those_of_others(
     tmp_path: Path, total: int, each: int, most: int

@@ -14,6 +14,9 @@ from rollyard_testing.adversary.restplane import Yard, control_plane
 from rollyard_testing.adversary.tenants import PATIENCE, HangingStore, finish, read, stored
 from rollyard_testing.waiting import eventually
 
+pytestmark = pytest.mark.attack(boundary="tenants", surface="trajectory store")
+
+
 READERS = 24
 
 
@@ -32,6 +35,10 @@ async def _all_places_hang(yard: Yard) -> None:
     await eventually(look)
 
 
+@pytest.mark.attack(
+    "it hangs, and readers of one tenant's results hold readiness, lists, leases and all other results up",
+    stopped_by="it is read by threads of its own with a time-out, never within a read of the database",
+)
 async def test_readers_of_a_hanging_store_hold_nobody_else_up(tmp_path: Path) -> None:
     async with control_plane(tmp_path, trajectories="hang://a", store_seconds=PATIENCE) as yard:
         await yard.submit("victim", tasks=4)
@@ -58,6 +65,11 @@ async def test_readers_of_a_hanging_store_hold_nobody_else_up(tmp_path: Path) ->
         assert {answer.status_code for answer in await asyncio.gather(*readers)} <= {200, 503}
 
 
+@pytest.mark.attack(
+    "each reader of a store that hangs leaves a thread behind",
+    stopped_by="threads are bounded; while all hang, callers get 503 at once, and single probes find out "
+    "when the store is back",
+)
 async def test_a_hanging_store_is_answered_in_time_and_its_threads_are_bounded(tmp_path: Path) -> None:
     async with control_plane(tmp_path, trajectories="hang://b", store_seconds=0.3) as yard:
         await yard.submit("job", tasks=2)
@@ -89,6 +101,10 @@ async def test_a_hanging_store_is_answered_in_time_and_its_threads_are_bounded(t
         assert {answer.status_code for answer in answers} == {200}, "all places are there again"
 
 
+@pytest.mark.attack(
+    "it takes nothing, and the database grows without bound",
+    stopped_by="beyond `--max-unstored`, completions get 503 or 507 and are sent again",
+)
 async def test_a_store_that_takes_nothing_stops_completions_only_where_the_database_is_full(
     tmp_path: Path,
 ) -> None:
@@ -125,6 +141,10 @@ def _eval(lease: dict[str, object]) -> dict[str, object]:
     return {"rollout": lease["rollout"], "token": lease["token"], "stage": "eval", "reward": 1.0}
 
 
+@pytest.mark.attack(
+    "it hangs while the control plane starts",
+    stopped_by="the start waits for it a bounded time",
+)
 async def test_the_control_plane_starts_beside_a_hanging_store(tmp_path: Path) -> None:
     HangingStore.hangs = True
     async with control_plane(tmp_path, trajectories="hang://d", store_seconds=0.2) as yard:

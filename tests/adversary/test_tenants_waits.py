@@ -20,6 +20,9 @@ from rollyard_testing.manifests import job_manifest
 from rollyard_testing.pace import patience
 from rollyard_testing.waiting import eventually
 
+pytestmark = pytest.mark.attack(boundary="tenants")
+
+
 POLLS = 1000
 WORKERS = 300
 
@@ -39,6 +42,14 @@ async def ended(tasks: list[asyncio.Task[httpx.Response]]) -> list[httpx.Respons
     return [one for one in found if isinstance(one, httpx.Response)]
 
 
+MANY_POLLS = pytest.mark.attack(
+    "a thousand of one namespace leave another one's poll no room or no speed",
+    surface="long polls",
+    stopped_by="they are counted by namespace, and look at the database a few at a time",
+)
+
+
+@MANY_POLLS
 async def test_a_thousand_polls_of_one_namespace_leave_another_ones_poll_alone(tmp_path: Path) -> None:
     async with control_plane(tmp_path, max_polls_per_namespace=POLLS) as yard:
         await submit(yard, "greedy", "job")
@@ -78,6 +89,11 @@ async def test_a_thousand_polls_of_one_namespace_leave_another_ones_poll_alone(t
         await eventually(none)
 
 
+@pytest.mark.attack(
+    "hundreds of idle workers of one job make every change of the queues costly",
+    surface="leases",
+    stopped_by="those that ask for the same look once",
+)
 async def test_many_idle_workers_of_one_job_cost_few_looks_at_the_queues(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -119,6 +135,7 @@ async def test_many_idle_workers_of_one_job_cost_few_looks_at_the_queues(
         await ended(idle)
 
 
+@MANY_POLLS
 async def test_polls_of_workers_are_bounded_for_each_namespace(tmp_path: Path) -> None:
     async with control_plane(tmp_path, max_worker_polls_per_namespace=3) as yard:
         await submit(yard, "greedy", "job")
@@ -142,6 +159,12 @@ async def test_polls_of_workers_are_bounded_for_each_namespace(tmp_path: Path) -
         await ended(tasks)
 
 
+@pytest.mark.attack(
+    "a client asks for much and reads nothing, or opens event streams without end",
+    surface="connections",
+    stopped_by="pages on their way and streams are counted by namespace, and the kernel closes "
+    "connections that stall",
+)
 async def test_a_reader_that_stalls_is_cut_off_and_streams_are_bounded(tmp_path: Path) -> None:
     """One page may be on its way at a time, and a reader asks for it and takes nothing of it."""
     options = ("--max-pages-per-namespace", "1", "--max-streams-per-namespace", "2", "--stall-seconds", "1")

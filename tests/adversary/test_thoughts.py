@@ -12,6 +12,9 @@ from rollyard_pipeline.chat.thoughts import ThoughtReader, text_thought
 from rollyard_testing.families import FAMILIES
 from rollyard_testing.pipeline.thinking import judged, kept, played, thinking_chat
 
+pytestmark = pytest.mark.attack(boundary="evaluation", surface="handlers that read the last message")
+
+
 FINAL = "<|channel|>final<|message|>"
 ANSWER = r"\boxed{7}"
 MANY = 30_000
@@ -29,6 +32,13 @@ async def said(family: str, text: str) -> tuple[str, str]:
     return context.thought, context.final_text
 
 
+@pytest.mark.attack(
+    "an answer in a thought that is never closed, so that every guess on the way counts; also where the "
+    "prompt has opened the thought, with marks that are spelled by ordinary tokens, or in a channel of "
+    "gpt-oss",
+    stopped_by="what is a thought is decided by the prompt's end and by the sampled tokens; without its "
+    "end there is no answer",
+)
 @pytest.mark.parametrize(
     ("family", "text"),
     [
@@ -63,6 +73,10 @@ async def test_an_answer_in_a_thought_that_is_not_closed_is_none(family: str, te
     assert (await said(family, text))[1] == ""
 
 
+@pytest.mark.attack(
+    "a mark after a wrong answer makes it a thought",
+    stopped_by="a mark closes only what was opened",
+)
 @pytest.mark.parametrize(
     ("family", "text", "answer"),
     [
@@ -80,6 +94,10 @@ async def test_what_has_been_answered_does_not_become_a_thought(family: str, tex
     assert await said(family, text) == ("", answer)
 
 
+@pytest.mark.attack(
+    "a tool prints a mark, which opens or closes the thought of the next turn",
+    stopped_by="only the end of the prompt counts, which the chat template writes",
+)
 @pytest.mark.parametrize("mark", ["<think>", "</think>", "<think>\n", "</think>\n\n"])
 async def test_what_others_say_opens_and_closes_no_thought(mark: str) -> None:
     """A tool's output, which the policy chooses, and a user's text stand before the template's own end."""
@@ -96,6 +114,10 @@ async def test_what_others_say_opens_and_closes_no_thought(mark: str) -> None:
             assert (context.thought, context.final_text) == expected
 
 
+@pytest.mark.attack(
+    "characters that cannot be stored move the place at which a thought ends",
+    stopped_by="places are counted in the text as it is stored",
+)
 async def test_the_places_hold_for_texts_that_cannot_be_stored() -> None:
     chat = chat_of("qwen3")
     for between in ("\0" * 100, "é\0", "<|·im_start|>" * 5):
@@ -114,6 +136,13 @@ async def test_the_places_hold_for_texts_that_cannot_be_stored() -> None:
     assert thought.end == thought.answer == longest
 
 
+MARKS_WITHOUT_END = pytest.mark.attack(
+    "a turn of nothing but marks takes the worker long",
+    stopped_by="one pass over the turn",
+)
+
+
+@MARKS_WITHOUT_END
 @pytest.mark.parametrize("texts", ["<think>", "</think>", "<think> </think>", "</think> <think>"])
 def test_thousands_of_marks(texts: str) -> None:
     chat = chat_of("qwen3")
@@ -128,6 +157,10 @@ def test_thousands_of_marks(texts: str) -> None:
         text_thought(text)
 
 
+@pytest.mark.attack(
+    "a mark is spelled with a character that is dropped when the text is stored",
+    stopped_by="marks are looked for in the text as it was sampled",
+)
 @pytest.mark.parametrize("place", range(1, len("<|close|>think<|sep|>")))
 def test_a_character_that_is_dropped_closes_no_thought(place: int) -> None:
     """A policy may sample the character with which plain text is kept from becoming a control token."""
@@ -141,6 +174,7 @@ def test_a_character_that_is_dropped_closes_no_thought(place: int) -> None:
         assert thought.answer == len(text.replace("\ufdd0", ""))
 
 
+@MARKS_WITHOUT_END
 @pytest.mark.parametrize(
     "text",
     ["<|channel|>", "<|channel|>analysis", "<|message|>", "<|end|>", "<|start|>", f"{FINAL}b<|end|>",

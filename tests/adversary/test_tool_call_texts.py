@@ -16,6 +16,9 @@ from rollyard_pipeline.registry import TOOL_PARSERS, Registry
 from rollyard_pipeline.tool_parsers import ToolCallParser
 from rollyard_testing.pipeline.recorded_outputs import read_turn
 
+pytestmark = pytest.mark.attack(boundary="evaluation", surface="tool calls in a text")
+
+
 FAMILIES = load_families()
 FIXTURES = {fixture.id: fixture for fixture in load_fixtures()}
 THINKING = {
@@ -42,6 +45,10 @@ async def said(fixture: Fixture, text: str) -> ParseResult:
     return await read_turn(replace(fixture, raw_output=text), FAMILIES[fixture.family])
 
 
+@pytest.mark.attack(
+    "a call stands in a thought that is not closed",
+    stopped_by="a thought ends only at the mark that the model uses, and calls in it are text",
+)
 @pytest.mark.parametrize("name", THINKING)
 async def test_a_call_in_a_thought_is_not_run(name: str) -> None:
     """The thought ends where it is closed by the mark that the model uses, and nowhere else."""
@@ -61,6 +68,10 @@ async def test_a_call_in_a_thought_is_not_run(name: str) -> None:
     assert len(again.tool_calls) == 1
 
 
+@pytest.mark.attack(
+    "a call that was cut is run with what there is of it",
+    stopped_by="a call without its end is malformed",
+)
 @pytest.mark.parametrize("name", THINKING)
 def test_a_call_that_is_cut_anywhere_is_not_run(name: str) -> None:
     parser, closing, call_end = THINKING[name]
@@ -78,6 +89,10 @@ K2 = "<|tool_calls_section_begin|><|tool_call_begin|>functions.f:0<|tool_call_ar
 K3 = '<|open|>call tool="f" index="1"<|sep|><|open|>argument key="a" type="array"<|sep|>'
 
 
+@pytest.mark.attack(
+    "a value nests so deep that the parser breaks",
+    stopped_by="it is a malformed call, as which the model sees it",
+)
 @pytest.mark.parametrize(
     ("name", "before", "opening", "closing", "after"),
     [
@@ -113,6 +128,10 @@ HOSTILE = {
 """Pieces of calls. Repeated, they are calls in calls, and calls that are not closed."""
 
 
+@pytest.mark.attack(
+    "a megabyte of pieces of calls takes the worker long",
+    stopped_by="texts are read in linear time",
+)
 @pytest.mark.parametrize("name", HOSTILE)
 def test_a_megabyte_of_pieces_of_calls_is_read_in_linear_time(name: str) -> None:
     """The time limit of the test is the bound: to read each piece once for each other one takes hours."""
@@ -122,6 +141,10 @@ def test_a_megabyte_of_pieces_of_calls_is_read_in_linear_time(name: str) -> None
         assert all(call.error for call in parsed.calls)
 
 
+@pytest.mark.attack(
+    "a value holds code or the marks of a call",
+    stopped_by="values are never evaluated, and marks in them are text",
+)
 @pytest.mark.parametrize(
     ("name", "text"),
     [

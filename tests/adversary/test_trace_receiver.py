@@ -32,6 +32,9 @@ from rollyard_testing.pace import patience
 from rollyard_testing.traces.kept import Kept
 from rollyard_testing.traces.receiver import receiving
 
+pytestmark = pytest.mark.attack(boundary="control plane")
+
+
 HOSTILE = (
     "x" * (1 << 20),
     "bash\n2030-01-01 all is well",
@@ -51,6 +54,13 @@ def _span(number: int) -> TraceSpan:
     )
 
 
+@pytest.mark.attack(
+    "a receiver hangs, drips, redirects, or answers garbage or 10 GB, so that rollouts wait or memory fills",
+    surface="traces",
+    stopped_by="spans wait in a bounded queue for a thread of their own, and what finds no place is "
+    "dropped and counted (`rollyard_spans_dropped_total`); 4 KiB of an answer are read, and redirects are "
+    "not followed",
+)
 @pytest.mark.parametrize("receiver", ["hangs", "drips", "garbage", "endless", "redirects", "refuses"])
 def test_no_receiver_holds_up_or_fills_a_process(receiver: str) -> None:
     """It hangs, sends a byte now and then, answers garbage or 10 GB, or leads elsewhere."""
@@ -81,6 +91,16 @@ def test_no_receiver_holds_up_or_fills_a_process(receiver: str) -> None:
     assert grown < 128 * 1024, f"{grown} KiB"
 
 
+CONTENT_OF_SPANS = pytest.mark.attack(
+    "what a policy writes, such as the name of a tool that does not exist, leaves the installation, or "
+    "floods the receiver",
+    surface="traces (off by default)",
+    stopped_by="spans hold no content: no messages, arguments or outputs; only names of installed tools; "
+    "texts of at most 256 characters with controls escaped",
+)
+
+
+@CONTENT_OF_SPANS
 @pytest.mark.parametrize("name", HOSTILE)
 async def test_no_word_of_a_policy_is_part_of_a_span(name: str) -> None:
     """The policy calls tools that do not exist, with arguments and names of its choice."""
@@ -105,6 +125,7 @@ async def test_no_word_of_a_policy_is_part_of_a_span(name: str) -> None:
         assert values == ["execute_tool", "job-0-0-0", "unknown", "ToolError"]
 
 
+@CONTENT_OF_SPANS
 @pytest.mark.parametrize("reason", ["Bad\nforged", "\x1b[2J", "\u202e" * 128, "x" * 128])
 async def test_no_reason_of_a_worker_breaks_or_floods_a_trace(tmp_path: Path, reason: str) -> None:
     """A worker's token is that of one job, and it may say anything as its reason."""
@@ -131,6 +152,12 @@ async def test_no_reason_of_a_worker_breaks_or_floods_a_trace(tmp_path: Path, re
             assert not any(ord(c) < 32 or c == "\u202e" for c in str(value))
 
 
+@pytest.mark.attack(
+    "an author of a job sends the spans of workers to a server of their own",
+    surface="traces",
+    stopped_by="only flags and variables of the installation name the receiver; templates may not set "
+    "`OTEL_…`, and no sandbox reaches the receiver's host",
+)
 @pytest.mark.parametrize(
     "name",
     [

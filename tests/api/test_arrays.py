@@ -114,6 +114,13 @@ async def test_a_page_whose_records_are_stored_in_part(settings: Settings, monke
             assert {one["task_id"] for one in group["trajectories"]} == {group["task_id"]}
 
 
+@pytest.mark.attack(
+    "an object with raw arrays was cut short, or its index was changed",
+    boundary="tenants",
+    surface="trajectory store",
+    stopped_by="lengths and the index are checked; the answer is 503, and JSON lines are read from the "
+    "other object",
+)
 async def test_parts_whose_arrays_are_deleted_or_damaged(settings: Settings, tmp_path: Path) -> None:
     async with serving(settings) as served:
         await served.admin.post("/v1/rolloutjobs", json=make_manifest(samplesPerTask=3))

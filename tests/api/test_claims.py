@@ -502,6 +502,12 @@ async def test_an_eval_lease_has_a_claim_beside_runs_and_takes_it_along(
     assert (await _file(served, lease)).status_code in (404, 409), "no claim in the name of a lost lease"
 
 
+@pytest.mark.attack(
+    "rollouts that wait for Eval hold every place of a node",
+    boundary="evaluation",
+    surface="fresh Eval sandboxes",
+    stopped_by="places are kept for Eval; claims, too",
+)
 async def test_claims_of_init_never_take_those_that_eval_needs(settings: Any) -> None:
     async with serving(settings, max_claims=8) as served:
         tasks = {"inline": [{"id": f"t{i}", "prompt": "p"} for i in range(9)]}

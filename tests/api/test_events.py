@@ -76,6 +76,15 @@ async def test_idle_and_ids_of_another_process() -> None:
     assert hub.format(JOB.uid, missed) == b'event: missed\ndata: {"reason":"NotKept"}\n\n', "it has no id"
 
 
+MANY_EVENTS = pytest.mark.attack(
+    "one tenant's events push those of others out of memory, or are skipped silently",
+    boundary="tenants",
+    surface="event streams",
+    stopped_by="the longest past makes room, and `missed` tells of it",
+)
+
+
+@MANY_EVENTS
 async def test_events_that_are_not_kept_are_missed_and_not_skipped() -> None:
     hub = EventHub(4)
     for n in range(10):
@@ -119,6 +128,7 @@ async def test_a_removed_job_leaves_no_events_to_a_later_one_with_its_number() -
     assert found[1].number == 4, "numbers are not given twice"
 
 
+@MANY_EVENTS
 async def test_the_longest_past_makes_room(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(events, "MAX_PAST_BYTES", 20 * (events.EVENT_BYTES + 1000))
     hub = EventHub(4096)

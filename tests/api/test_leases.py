@@ -444,6 +444,23 @@ def test_trajectories_that_are_taken(trajectory: dict[str, Any]) -> None:
     assert json.loads(unpack(event.record)) == record | {"segment_sizes": sizes}
 
 
+UNEVEN_LISTS = pytest.mark.attack(
+    "runs of versions for 10¹² tokens, lists of different lengths, floats in the place of ids, a mask of "
+    "other numbers",
+    boundary="worker",
+    surface="token lists of reports",
+    stopped_by="lengths are compared before anything is unpacked; types and values are checked, and the "
+    "message names the field",
+)
+
+
+@pytest.mark.attack(
+    "log-probabilities that no sampler gives (-9999, NaN), on which a trainer would train",
+    boundary="control plane",
+    surface="answers of backends, records of workers",
+    stopped_by="refused unless they are numbers from -1,000 to 0; the message names the token and the value",
+)
+@UNEVEN_LISTS
 @pytest.mark.parametrize(
     ("trajectory", "problem"),
     [
@@ -480,6 +497,7 @@ def test_trajectories_that_are_refused(trajectory: dict[str, Any], problem: str)
     assert problem in refused.value.errors[0]
 
 
+@UNEVEN_LISTS
 @pytest.mark.parametrize(
     ("change", "problem"),
     [
@@ -513,6 +531,15 @@ def test_arrays_that_are_refused(change: dict[str, Any], problem: str) -> None:
             wire.check_results(_ran(_trajectory(), segments=[missing]))
 
 
+WRONG_ITEMS = pytest.mark.attack(
+    "a million wrong items or unknown keys, whose description takes gigabytes and holds up everybody",
+    boundary="worker",
+    surface="reports of workers",
+    stopped_by="a list is described by its first wrong item; objects have a bounded number of keys",
+)
+
+
+@WRONG_ITEMS
 @pytest.mark.parametrize(
     ("change", "field"),
     [
@@ -538,6 +565,7 @@ def test_a_list_of_wrong_items_is_described_by_the_first(change: dict[str, Any],
     assert all(line.startswith(f"results[0].{field}") for line in refused.value.errors)
 
 
+@WRONG_ITEMS
 async def test_an_object_with_too_many_keys_is_refused(served: Any) -> None:
     item = _ran(_trajectory())["results"][0] | dict.fromkeys(map(str, range(MAX_KEYS + 1)), 1)
     refused = await served.worker.post("/v1/leases/complete", json={"worker": "w", "results": [item]})
@@ -545,6 +573,13 @@ async def test_an_object_with_too_many_keys_is_refused(served: Any) -> None:
     assert f"more than {MAX_KEYS} keys" in refused.json()["detail"]
 
 
+@pytest.mark.attack(
+    "a worker sends numbers that break statistics, Parquet files or trainers: 1e308 seconds, NaN in "
+    "msgpack, 2⁶⁴ tokens",
+    boundary="worker",
+    surface="times, counts and records of workers",
+    stopped_by="refused by field",
+)
 @pytest.mark.parametrize("form", ["application/json", "application/msgpack"])
 async def test_numbers_that_would_break_statistics_and_records_are_refused(
     served: Any, worker: Any, form: str
@@ -655,6 +690,12 @@ async def test_a_lease_of_eval_has_token_lists_only_if_the_handler_needs_them(se
     assert not any("segment_sizes" in line or "tokens_in_eval" in line for line in lines)
 
 
+@pytest.mark.attack(
+    "a worker sends NaN, Infinity, 1e999 or 10⁷",
+    boundary="worker",
+    surface="rewards",
+    stopped_by="refused by field",
+)
 async def test_rewards_are_finite_and_of_bounded_size(served: Any, worker: Any) -> None:
     await worker.complete(worker.result((await worker.lease(init=1))[0]))
     await worker.complete(worker.result((await worker.lease(run=1))[0]))
@@ -696,6 +737,12 @@ async def test_rewards_are_finite_and_of_bounded_size(served: Any, worker: Any) 
     assert await worker.complete(worker.result(lease, reward=-1e6)) == ["accepted"]
 
 
+@pytest.mark.attack(
+    "Run says why Eval gave a reward",
+    boundary="evaluation",
+    surface="reward's reason",
+    stopped_by="only Eval's own word is recorded",
+)
 async def test_the_reason_of_a_reward_reaches_the_record(served: Any) -> None:
     await served.admin.post("/v1/rolloutjobs", json=make_manifest(samplesPerTask=2))
     worker = Worker(served.worker)

@@ -163,6 +163,12 @@ async def test_silent_nodes_are_forgotten_at_last(served: Any, worker: Any) -> N
 # Tokens for one job.
 
 
+@pytest.mark.attack(
+    "one job's workers speak for a node that is gone, so that another job's rollouts wait for it for ever",
+    boundary="worker",
+    surface="`/v1/leases/heartbeat`",
+    stopped_by="they speak for their own job's rollouts alone",
+)
 async def test_workers_of_one_job_keep_no_other_job_waiting(served: Any, bound: Any) -> None:
     other = Worker(served.worker, name="o")
     (lease,) = await other.lease(init=1, job="other")

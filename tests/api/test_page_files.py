@@ -58,6 +58,15 @@ def opened(settings: Settings, folder: Path) -> Opened:
     return start
 
 
+SCRIPTS = pytest.mark.attack(
+    "a script in a name or a text runs, or something is loaded from elsewhere",
+    boundary="viewers",
+    surface="the page, `/docs`",
+    stopped_by="a content security policy without inline scripts and other hosts",
+)
+
+
+@SCRIPTS
 @pytest.mark.parametrize(
     "path",
     ["/", "/jobs/default/quickstart", "/jobs/a/b/groups/one%2Ftwo", "/jobs/a/b/rollouts/b-0-1", "/jobs/a/b/"],
@@ -213,6 +222,7 @@ async def test_a_page_that_is_too_large_is_an_error(opened: Opened, monkeypatch:
         assert (answer.status_code, answer.json()["reason"]) == (500, "PageUnusable")
 
 
+@SCRIPTS
 async def test_documentation_needs_no_internet_and_no_inline_script(
     opened: Opened, settings: Settings
 ) -> None:

@@ -68,6 +68,15 @@ async def test_a_backlog_is_stored_without_pauses(
         assert await served.plane.archive.unstored() == 0
 
 
+ENORMOUS_PAGES = pytest.mark.attack(
+    "enormous records or groups fill the control plane's memory",
+    boundary="tenants",
+    surface="pages of results",
+    stopped_by="pages are bounded in bytes; what is larger is sent in parts",
+)
+
+
+@ENORMOUS_PAGES
 @pytest.mark.parametrize("where", ["database", "store"])
 async def test_pages_end_early_and_the_cursor_goes_on(
     settings: Settings, tmp_path: Any, where: str, monkeypatch: pytest.MonkeyPatch
@@ -128,6 +137,7 @@ async def test_pages_end_early_and_the_cursor_goes_on(
         assert sorted(groups) == [f"t{i}" for i in range(6)]
 
 
+@ENORMOUS_PAGES
 async def test_one_record_larger_than_a_page_has_a_page_to_itself(settings: Settings) -> None:
     async with serving(settings, page_bytes=1000) as served:
         await served.admin.post("/v1/rolloutjobs", json=make_manifest(tasks=tasks(2), samplesPerTask=3))
@@ -165,6 +175,15 @@ async def test_a_group_larger_than_a_page_whose_first_sample_failed(settings: Se
         assert [one["sample_index"] for one in group["trajectories"]] == [1, 2, 3]
 
 
+ENORMOUS_LISTS = pytest.mark.attack(
+    "large manifests, tasks or trajectories make one answer of gigabytes",
+    boundary="tenants",
+    surface="lists and leases",
+    stopped_by="they end at the number of bytes that bounds pages of results",
+)
+
+
+@ENORMOUS_LISTS
 async def test_lists_of_jobs_and_rollouts_are_bounded_too(settings: Settings) -> None:
     big = {"inline": [{"id": "t", "prompt": "p" * 5000}]}
     async with serving(settings, page_bytes=PAGE) as served:
@@ -188,6 +207,7 @@ async def test_lists_of_jobs_and_rollouts_are_bounded_too(settings: Settings) ->
             assert pages > 1, path
 
 
+@ENORMOUS_LISTS
 async def test_leases_carry_a_bounded_number_of_bytes(settings: Settings) -> None:
     big = {"inline": [{"id": f"t{i}", "prompt": "p" * 5000} for i in range(6)]}
     async with serving(settings, page_bytes=12_000) as served:
@@ -207,6 +227,15 @@ async def test_leases_carry_a_bounded_number_of_bytes(settings: Settings) -> Non
 # Cursors.
 
 
+CURSOR_OF_A_DELETED_JOB = pytest.mark.attack(
+    "a cursor of a deleted job skips results of the job that has its name now",
+    boundary="tenants",
+    surface="cursors",
+    stopped_by="cursors carry the job's uid",
+)
+
+
+@CURSOR_OF_A_DELETED_JOB
 async def test_cursors_of_a_deleted_job_are_gone(served: Any) -> None:
     path = "/v1/rolloutjobs/job"
     await served.admin.post("/v1/rolloutjobs", json=make_manifest(samplesPerTask=2))
@@ -354,6 +383,7 @@ class Simulation:
             assert set(seen) == self.ended[self.uid], "a result was skipped"
 
 
+@CURSOR_OF_A_DELETED_JOB
 @pytest.mark.parametrize("seed", range(4))
 async def test_no_sequence_of_calls_skips_or_repeats_a_result(seed: int, served: Any) -> None:
     run = Simulation(seed, served, Worker(served.worker))

@@ -429,6 +429,15 @@ async def test_other_parameters_have_a_job_of_their_own_and_jobs_are_bounded(
         await asyncio.gather(*busy, third)
 
 
+API_KEYS = pytest.mark.attack(
+    "it is stored, logged, or quoted in an error",
+    boundary="prorl",
+    surface="`sampling_params.api_key`",
+    stopped_by="it is dropped; errors leave out what was sent",
+)
+
+
+@API_KEYS
 async def test_wrong_bodies_name_the_field_and_never_quote_the_request(prorl: Prorl) -> None:
     secret = "sk-" + "1" * 40
     for body, field in (
@@ -462,6 +471,7 @@ async def test_wrong_bodies_name_the_field_and_never_quote_the_request(prorl: Pr
     assert (await prorl.client.get("/v1/rolloutjobs")).json() == {"detail": "Not Found"}
 
 
+@API_KEYS
 async def test_a_key_in_the_parameters_is_kept_nowhere(prorl: Prorl, tmp_path: Path) -> None:
     secret = "sk-very-secret-key"
     call = prorl.process(api_key=secret, model="hosted_vllm/tiny", log_completions=False)
@@ -485,6 +495,12 @@ async def test_servers_are_those_of_a_pool_of_its_own(prorl: Prorl, vllm: VllmSh
     assert [one["url"] for one in pool["status"]["backends"]] == ["http://localhost:1"]
 
 
+@pytest.mark.attack(
+    "a pool of somebody else gets other servers, or none",
+    boundary="prorl",
+    surface="`/add_llm_server`, `/clear_llm_server`",
+    stopped_by="the pool's uid must be that of the one that the calls made",
+)
 async def test_a_pool_of_somebody_else_is_not_touched(serve: Serve, vllm: VllmShaped) -> None:
     async with serve() as prorl:
         spec = {"model": "m", "engine": {"type": "external", "external": {"urls": ["http://127.0.0.1:9"]}}}
@@ -548,6 +564,12 @@ def test_settings_name_the_field_that_is_wrong(tmp_path: Path) -> None:
         read_config(tmp_path / "none.yaml")
 
 
+@pytest.mark.attack(
+    "it is open although nobody asked for it",
+    boundary="prorl",
+    surface="the listener",
+    stopped_by="it is off by default, and on loopback unless an option says otherwise",
+)
 def test_the_calls_are_off_unless_asked_for_and_wrong_settings_end_the_start(tmp_path: Path) -> None:
     for name in "ab":
         (tmp_path / name).mkdir()

@@ -165,6 +165,12 @@ def test_only_web_servers_can_be_listed(prefix: str) -> None:
         ServiceAllowList.of([prefix])
 
 
+@pytest.mark.attack(
+    "it names an internal address",
+    boundary="control plane",
+    surface="`reward.service`",
+    stopped_by="none is asked unless the installer lists it",
+)
 async def test_a_job_names_what_the_installer_allows(plane: Any, service: ScriptedRewardService) -> None:
     elsewhere = make_manifest(**with_service("http://127.0.0.1:9/score"))
     refused = await plane.admin.post("/v1/rolloutjobs", json=elsewhere)

@@ -19,6 +19,16 @@ def _with(manifest: dict[str, Any], hosts: list[str]) -> dict[str, Any]:
     return manifest | {"spec": manifest["spec"] | {"sandbox": sandbox}}
 
 
+HOSTS_OF_AN_AUTHOR = pytest.mark.attack(
+    "an author opens the network, or more of it than the installer allows",
+    boundary="network",
+    surface="`spec.sandbox.allowedHosts`",
+    stopped_by="the installer's list, empty at first, must contain each entry; a registered job cannot "
+    "change its own",
+)
+
+
+@HOSTS_OF_AN_AUTHOR
 async def test_no_host_is_allowed_unless_the_installer_lists_it(served: Any) -> None:
     answer = await served.admin.post("/v1/rolloutjobs", json=_with(make_manifest(), PYPI))
     assert answer.status_code == 422
@@ -41,6 +51,7 @@ LISTS = [
 ]
 
 
+@HOSTS_OF_AN_AUTHOR
 @pytest.mark.parametrize(("allowed", "hosts", "refused"), LISTS)
 async def test_a_job_names_hosts_of_the_list_only(
     settings: Any, allowed: tuple[str, ...], hosts: list[str], refused: list[int]
@@ -62,6 +73,15 @@ def _for_eval(manifest: dict[str, Any], hosts: list[str]) -> dict[str, Any]:
     return manifest | {"spec": manifest["spec"] | {"stages": stages}}
 
 
+HOSTS_OF_EVAL = pytest.mark.attack(
+    "an author opens Eval by the list for Run, or adds hosts to a registered job",
+    boundary="network",
+    surface="`stages.eval.allowedHosts`",
+    stopped_by="a list of its own, empty at first; a registered job cannot change its own",
+)
+
+
+@HOSTS_OF_EVAL
 async def test_hosts_for_eval_have_a_list_of_their_own(settings: Any) -> None:
     """Who lets policies reach a host has not agreed that hidden tests are sent there."""
     allowed = {"allow_sandbox_hosts": ("*",), "allow_eval_hosts": ("pypi.org",)}
@@ -76,6 +96,12 @@ async def test_hosts_for_eval_have_a_list_of_their_own(settings: Any) -> None:
         assert answer.status_code == 201, answer.text
 
 
+@pytest.mark.attack(
+    "an author gives one, or learns where a mirror is",
+    boundary="network",
+    surface="pins of hosts",
+    stopped_by="the control plane adds them to what workers read, and to nothing else",
+)
 async def test_only_workers_learn_where_a_host_is_pinned(settings: Any) -> None:
     pins = ("pypi.org=10.1.2.3", "*.pythonhosted.org=10.1.0.0/16")
     allowed = {"allow_sandbox_hosts": ("example.org", pins[0]), "allow_eval_hosts": pins}
@@ -95,6 +121,7 @@ async def test_only_workers_learn_where_a_host_is_pinned(settings: Any) -> None:
         assert "pinnedHosts" in answer.text
 
 
+@HOSTS_OF_AN_AUTHOR
 async def test_a_driver_registers_no_other_hosts_either(served: Any) -> None:
     manifest = _with(make_manifest(), PYPI)
     manifest["metadata"]["annotations"] = {"rollyard.dev/object-uid": "u1"}
@@ -102,6 +129,8 @@ async def test_a_driver_registers_no_other_hosts_either(served: Any) -> None:
     assert (answer.status_code, answer.json()["reason"]) == (422, "HostsNotAllowed")
 
 
+@HOSTS_OF_AN_AUTHOR
+@HOSTS_OF_EVAL
 async def test_a_job_that_is_registered_gets_no_hosts_later(settings: Any) -> None:
     async with serving(settings, allow_sandbox_hosts=("*",)) as served:
         manifest = make_manifest()

@@ -55,6 +55,15 @@ async def viewer(served: Any) -> AsyncIterator[httpx.AsyncClient]:
         yield http
 
 
+CODE_USED_TWICE = pytest.mark.attack(
+    "a code is used twice, at once, late, or after its token was removed",
+    boundary="viewers",
+    surface="one-time codes",
+    stopped_by="it is deleted in the transaction that makes the session; 60 s; its token is looked up",
+)
+
+
+@CODE_USED_TWICE
 async def test_a_code_becomes_a_session_once(served: Any) -> None:
     code = await code_of(served.admin)
     first, second = TestBrowser(transport_of(served)), TestBrowser(transport_of(served))
@@ -74,6 +83,7 @@ async def test_a_code_becomes_a_session_once(served: Any) -> None:
     assert "default-src 'none'" in answer.headers["content-security-policy"]
 
 
+@CODE_USED_TWICE
 async def test_two_redemptions_at_once_make_one_session(served: Any) -> None:
     code = await code_of(served.admin)
     browsers = [TestBrowser(transport_of(served)) for _ in range(8)]
@@ -102,6 +112,12 @@ async def test_behind_https_the_cookie_is_bound_to_it(settings: Settings) -> Non
             assert (await browser.fetch("GET", "/v1/rolloutjobs")).status_code == 200
 
 
+@pytest.mark.attack(
+    "a copy of the database signs somebody in",
+    boundary="viewers",
+    surface="sessions",
+    stopped_by="it holds SHA-256 sums only",
+)
 async def test_the_store_holds_no_secret(served: Any) -> None:
     code = await code_of(served.admin)
     browser = await signed_in(served)
@@ -115,6 +131,15 @@ async def test_the_store_holds_no_secret(served: Any) -> None:
         assert hidden not in stored
 
 
+OUTLIVING_SESSION = pytest.mark.attack(
+    "it outlives its token, its time, its sign-out, or an open stream",
+    boundary="viewers",
+    surface="sessions",
+    stopped_by="each request compares it with the tokens in force; streams look every 5 s",
+)
+
+
+@OUTLIVING_SESSION
 async def test_signing_out_ends_the_session_and_the_cookie(served: Any) -> None:
     browser = await signed_in(served)
     kept = dict(browser.cookies)
@@ -139,6 +164,7 @@ async def test_signing_in_again_ends_the_earlier_session(served: Any) -> None:
     assert (await other.fetch("GET", "/v1/rolloutjobs")).status_code == 401
 
 
+@OUTLIVING_SESSION
 @pytest.mark.parametrize("changed", ["idle_seconds", "session_seconds"])
 async def test_a_session_expires(settings: Settings, changed: str) -> None:
     shown = replace(BrowserSettings(), **{changed: 0.4})
@@ -164,6 +190,7 @@ async def test_a_session_in_use_outlives_the_idle_time(settings: Settings) -> No
             await asyncio.sleep(0.1)
 
 
+@CODE_USED_TWICE
 async def test_a_code_expires(served: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "CODE_SECONDS", 0.05)
     code = await code_of(served.admin)
@@ -172,6 +199,7 @@ async def test_a_code_expires(served: Any, monkeypatch: pytest.MonkeyPatch) -> N
     assert (answer.status_code, answer.json()["reason"]) == (401, "CodeUnusable")
 
 
+@OUTLIVING_SESSION
 async def test_a_session_ends_with_its_token(settings: Settings, tmp_path: Path) -> None:
     path = tmp_path / "given.json"
 
@@ -214,6 +242,7 @@ async def test_a_session_ends_with_its_token(settings: Settings, tmp_path: Path)
         assert await statuses(of_admin, of_viewer) == [401, 401]
 
 
+@OUTLIVING_SESSION
 async def test_an_open_stream_ends_with_its_session(served: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     from rollyard_api.browsers import door
     from rollyard_api.routes import events

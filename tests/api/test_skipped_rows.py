@@ -110,6 +110,12 @@ async def test_what_is_not_a_fault_of_one_row_is_refused(served: Any, data: byte
     assert (await served.admin.get("/v1/rolloutjobs/job")).status_code == 404
 
 
+@pytest.mark.attack(
+    "a file of nothing but bad rows, or of huge ones, fills memory, the database or answers",
+    boundary="control plane",
+    surface="`tasks.onBadRow: skip`",
+    stopped_by="ten reasons of 256 characters are kept, and rows that are skipped count as rows of the file",
+)
 async def test_skipped_rows_count_as_lines_of_the_file(served: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(task_file, "MAX_TASKS", 10)
     for bad, status in ((9, 201), (10, 422)):

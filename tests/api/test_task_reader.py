@@ -102,6 +102,12 @@ def test_addresses(address: str, allowed: bool) -> None:
     assert found.permits_address(source, ipaddress.ip_address(address)) is allowed
 
 
+@pytest.mark.attack(
+    "a listed name leads to loopback or a private address; other spellings of a host; credentials",
+    boundary="control plane",
+    surface="`spec.tasks.url`",
+    stopped_by="hosts are compared as text, and every address is checked before it is connected to",
+)
 async def test_the_checked_address_is_the_one_that_is_connected_to(monkeypatch: Any) -> None:
     """A name server that answers otherwise the second time gains nothing, because there is no second time."""
     answers = [["93.184.216.34"], ["127.0.0.1"]]

@@ -76,6 +76,12 @@ async def test_a_job_over_an_upload(served: Any) -> None:
         assert (await submit(served, manifest)).status_code == 200
 
 
+@pytest.mark.attack(
+    "a namespace fills the disk with uploads",
+    boundary="control plane",
+    surface="`/v1/blobs`",
+    stopped_by="bounds on bytes and number; unused ones are removed",
+)
 async def test_what_is_refused_leaves_nothing(settings: Any) -> None:
     limits = {"max_blob_bytes": 1 << 20, "max_namespace_blob_bytes": 3 << 19, "max_namespace_blobs": 2}
     async with serving(settings, **limits) as served:

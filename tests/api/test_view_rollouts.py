@@ -188,6 +188,12 @@ async def test_two_rollouts_of_a_group_part_ways_at_a_token(served: Any, ids: li
     assert unknown.status_code == 404
 
 
+@pytest.mark.attack(
+    "a browser runs what a policy wrote",
+    boundary="viewers",
+    surface="download of a record",
+    stopped_by="it is a text to be saved, and its type is not guessed",
+)
 async def test_a_download_is_a_text(served: Any, ids: list[str]) -> None:
     answer = await served.viewer.get(f"/v1/rolloutjobs/job/rollouts/{ids[0]}", params={"download": True})
     assert answer.headers["content-type"].startswith("text/plain")
@@ -273,6 +279,12 @@ async def page_after(served: Any, name: str, sort: str, place: list[Any]) -> Any
     return await served.viewer.get(f"/v1/rolloutjobs/job/{name}", params=asked | {"continue": given})
 
 
+@pytest.mark.attack(
+    "a pattern takes for ever, or means something to the database",
+    boundary="viewers",
+    surface="search and filters",
+    stopped_by="texts are compared as texts; the time of a search is bounded",
+)
 def test_the_words_of_a_conversation_are_bounded() -> None:
     thinking = {"role": "assistant", "content": "zebra", "reasoning_content": "horse"}
     assert list(words.texts_of({"messages": [thinking]})) == ["horse", "zebra"]
@@ -290,6 +302,12 @@ async def test_the_gantt_shows_stages_over_time(served: Any, ids: list[str]) -> 
         assert "open" not in items[0]
 
 
+@pytest.mark.attack(
+    "the worker of one job sends turns of another job's rollout, or under an older lease",
+    boundary="viewers",
+    surface="running rollouts",
+    stopped_by="turns count for leases that the heartbeat renews, and a token reaches its own job",
+)
 async def test_a_running_rollout_is_seen_as_far_as_it_has_come(served: Any) -> None:
     await served.admin.post("/v1/rolloutjobs", json=make_manifest())
     worker = Worker(served.worker, "w1")
@@ -343,6 +361,12 @@ async def _events(stream: Any, names: set[str]) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.attack(
+    "a follower that takes nothing fills memory, or each one costs reads of the database",
+    boundary="viewers",
+    surface="events of the fleet",
+    stopped_by="one reader for all, a bounded buffer, and the slow one is dropped",
+)
 async def test_followers_share_one_reader(served: Any) -> None:
     plane = served.plane
     followers = [plane.views.feed.follow(None, lambda: False) for _ in range(3)]

@@ -83,6 +83,16 @@ async def test_slim_rows_are_sorted_and_filtered_page_by_page(served: Any) -> No
     assert await rows(served, sort="since") == []
 
 
+FORGED_CONTINUE = pytest.mark.attack(
+    "a forged one, or one of another order, filter or job, shows rows that the list does not show, or "
+    "breaks it",
+    boundary="viewers",
+    surface="`continue` of lists",
+    stopped_by="it is bound to the job, the order and the filters, and checked",
+)
+
+
+@FORGED_CONTINUE
 async def test_a_continue_belongs_to_its_order_and_filters(served: Any) -> None:
     await a_job(served)
     path = "/v1/rolloutjobs/job/rollouts"
@@ -228,6 +238,7 @@ async def test_the_overview_shows_jobs_queues_rates_and_workers(served: Any) -> 
     assert (job["waits_for"]["reason"], job["suspended"]) == ("Suspended", True)
 
 
+@FORGED_CONTINUE
 async def test_jobs_come_late_ones_first_and_page_by_page(served: Any) -> None:
     for place in range(5):
         spec = {"activeDeadlineSeconds": 1000} if place == 3 else {}

@@ -288,6 +288,14 @@ def test_a_backend_that_is_busy_is_waited_for(started: Any) -> None:
     started.cleared("backend-busy")
 
 
+@pytest.mark.attack(
+    "a task gets attempt after attempt, or a reward without a sampled token; a policy fills its context "
+    "to fail instead of being scored",
+    boundary="control plane",
+    surface="prompts longer than the context",
+    stopped_by="without a sampled turn a rollout fails once and for all (`PromptTooLong`); after one it "
+    "is truncated and scored",
+)
 def test_a_first_prompt_beyond_the_servers_context_fails_and_gets_no_other_attempt(started: Any) -> None:
     told = "and the server's context is 8: raise the limit, or shorten the prompt"
     assert_infrastructure_failure(started, "backend-overflow", "PromptTooLong", told, 2)

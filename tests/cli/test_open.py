@@ -153,6 +153,12 @@ def test_a_tunnel_ends_with_the_command(url: str) -> None:
     assert "`rollyard open --kubernetes job`" in hint
 
 
+@pytest.mark.attack(
+    "other users of the machine read it in the browser's command line",
+    boundary="viewers",
+    surface="one-time codes",
+    stopped_by="the browser is given a file of mode 0600",
+)
 def test_the_browser_gets_the_code_in_a_file_of_this_user(
     url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

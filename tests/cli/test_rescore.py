@@ -335,6 +335,12 @@ def test_refusals_are_one_line_and_write_nothing(
     assert not (tmp_path / "new.jsonl").exists()
 
 
+@pytest.mark.attack(
+    "a worker or driver reads hidden tests of a job",
+    boundary="control plane",
+    surface="`/v1/rolloutjobs/NAME/tasks`",
+    stopped_by="the call is the admin's alone",
+)
 def test_tasks_are_read_by_their_ids(finished: Server) -> None:
     with Client(finished.url, finished.tokens["admin"]) as client:
         found = client.tasks("kept", ["t2", "nosuch", "t0"])

@@ -133,6 +133,13 @@ def test_good_specs_are_taken(case: dict[str, Any]) -> None:
     assert parse(document(case)).kind == case["kind"]
 
 
+@pytest.mark.attack(
+    "a job has it where Run's files decide: a shared sandbox, several steps, folders of the system, "
+    "handlers that import the repository",
+    boundary="network",
+    surface="Eval with a network",
+    stopped_by="such jobs or rollouts are refused",
+)
 @pytest.mark.parametrize("case", CASES["bad"], ids=str)
 def test_bad_specs_are_refused_with_the_field(case: dict[str, Any]) -> None:
     with pytest.raises(ManifestError) as refused:
@@ -159,6 +166,12 @@ def test_fields_that_make_another_job_are_immutable(case: dict[str, Any]) -> Non
     assert "self == oldSelf" in [rule["rule"] for rule in node["x-kubernetes-validations"]]
 
 
+@pytest.mark.attack(
+    "an author opens Eval by the list for Run, or adds hosts to a registered job",
+    boundary="network",
+    surface="`stages.eval.allowedHosts`",
+    stopped_by="a list of its own, empty at first; a registered job cannot change its own",
+)
 def test_the_network_of_eval_is_immutable() -> None:
     """The installer's list is read when a job is created, and stages may change later."""
     stages = open_api("RolloutJob")["properties"]["spec"]["properties"]["stages"]["properties"]

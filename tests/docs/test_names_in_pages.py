@@ -32,7 +32,7 @@ def is_path(word: str) -> bool:
 
 
 def is_there(path: str) -> bool:
-    """Return whether a path or pattern names something below the root, or below tests (as in SECURITY.md)."""
+    """Return whether a path or pattern names something below the root, or below tests as in attacks.md."""
     return any(True for folder in (ROOT, ROOT / "tests") for _ in folder.glob(path.rstrip("/")))
 
 

@@ -239,6 +239,12 @@ async def test_a_process_that_gets_no_arguments_runs_nothing(
     assert (process.returncode, output) == (0, said)
 
 
+@pytest.mark.attack(
+    "another process hands it a job, or hands it a second one",
+    boundary="worker",
+    surface="ready worker",
+    stopped_by="it reads one line from a pipe that only the supervisor holds, and ends with its program",
+)
 async def test_a_second_hand_over_is_refused(folders: Folders) -> None:
     child = await Child.start(
         "ready", ["-m", "rollyard_drivers.host.ready_process", "ready_demo"], folders, waits=True

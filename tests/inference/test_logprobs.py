@@ -81,6 +81,12 @@ def test_possible_numbers_are_taken(call: str, number: str, taken: float) -> Non
     assert read(call, number).logprobs == (-1.0, taken)
 
 
+@pytest.mark.attack(
+    "log-probabilities that no sampler gives (-9999, NaN), on which a trainer would train",
+    boundary="control plane",
+    surface="answers of backends, records of workers",
+    stopped_by="refused unless they are numbers from -1,000 to 0; the message names the token and the value",
+)
 @pytest.mark.parametrize("call", ANSWERS)
 @pytest.mark.parametrize(
     ("number", "problem"),

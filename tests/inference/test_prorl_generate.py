@@ -73,6 +73,12 @@ def test_requests_and_answers() -> None:
             call.body(MODEL, (5,), wrong)
 
 
+@pytest.mark.attack(
+    "tokens, lengths or log-probabilities that cannot be",
+    boundary="prorl",
+    surface="answers of a server with `/generate`",
+    stopped_by="every answer is checked, as for other servers",
+)
 @pytest.mark.parametrize(
     "answer",
     [

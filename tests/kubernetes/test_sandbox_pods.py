@@ -165,6 +165,14 @@ async def reaches_its_hosts_alone(pod: ExecClient, bound: Claim, folder: Path) -
         egress.close()
 
 
+@pytest.mark.attack(
+    "a program on the server's port that agrees to everything, and that knows the hash of the secret and "
+    "all that workers send there",
+    boundary="exec server",
+    surface="connection in pods",
+    stopped_by="the server learns the secret before any command runs; workers never send it again, and "
+    "demand a proof",
+)
 @pytest.mark.parametrize("image_volume", ["always", "never"])
 async def test_a_sandbox_from_claim_to_removal(
     cluster: Cluster, images: dict[str, str], image_volume: str, tmp_path: Path
@@ -326,6 +334,12 @@ def permits_outside(namespace: str) -> dict[str, Any]:
     }
 
 
+@pytest.mark.attack(
+    "a tenant's NetworkPolicy opens it, where policies are not read",
+    boundary="kubernetes",
+    surface="network of sandboxes",
+    stopped_by="addresses outside of the cluster are tried from the sandbox",
+)
 async def test_a_sandbox_that_reaches_an_address_outside_is_not_handed_out(
     cluster: Cluster, images: dict[str, str], outside: str
 ) -> None:

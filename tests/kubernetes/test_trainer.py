@@ -22,6 +22,13 @@ SIZE = (
 )  # fmt: skip
 
 
+@pytest.mark.attack(
+    "a rollout's pods write weights, or read the trainer's token",
+    boundary="kubernetes",
+    surface="volume with a trainer's checkpoints",
+    stopped_by="only the trainer's pod mounts the Secret; the claim is mounted by the trainer and, "
+    "read-only, by the pool's backends",
+)
 def test_a_killed_trainer_loses_no_rollout_and_uses_none_twice(
     release: Release, images: str, missing: Callable[[str], NoReturn]
 ) -> None:

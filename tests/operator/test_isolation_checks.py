@@ -44,6 +44,12 @@ def with_service(*addresses: str) -> FakeKube:
     return kube
 
 
+@pytest.mark.attack(
+    "the policy asks the cluster's DNS, or the metadata address for the node's credentials",
+    boundary="kubernetes",
+    surface="network of sandboxes",
+    stopped_by="both are tried from the sandbox",
+)
 async def test_in_a_pod_it_is_the_api_server_the_control_plane_dns_and_metadata(tmp_path: Path) -> None:
     resolver = tmp_path / "resolv.conf"
     resolver.write_text("search a.b\nnameserver 10.96.0.10\nnameserver fd00::a\nnameserver 127.0.0.53\n")

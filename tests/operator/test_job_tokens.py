@@ -42,6 +42,12 @@ def mounted(lab: Lab) -> set[str]:
     return set().union(*(secrets_of(pod) for pod in pods))
 
 
+@pytest.mark.attack(
+    "a tenant reads the token of all workers",
+    boundary="kubernetes",
+    surface="Secrets of a namespace with jobs",
+    stopped_by="it never leaves the operator and the control plane",
+)
 async def test_each_job_has_a_token_that_serves_it_alone(lab: Lab) -> None:
     lab.kube.put(job())
     lab.kube.put(job("other"))

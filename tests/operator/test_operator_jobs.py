@@ -315,6 +315,12 @@ async def test_a_job_of_rest_is_judged_the_same_and_says_so_there(lab: Lab) -> N
     assert lab.kube.of("Pod") == []
 
 
+@pytest.mark.attack(
+    "its author edits the template to what is refused",
+    boundary="kubernetes",
+    surface="a running job",
+    stopped_by="its workers are stopped, and none is started",
+)
 async def test_a_job_that_is_changed_to_what_is_not_allowed_loses_its_workers(lab: Lab) -> None:
     lab.kube.put(job())
     await until(lambda: len(lab.kube.of("Pod")) == 3)

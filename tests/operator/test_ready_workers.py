@@ -95,6 +95,12 @@ async def test_without_the_option_nothing_stands_ready(start: Start) -> None:
         assert not any(labels.annotation_of(pod, labels.WORKLOAD) for pod in lab.kube.of("Pod"))
 
 
+@pytest.mark.attack(
+    "whoever may read pods reads its token; a template of a job mounts its Secret",
+    boundary="worker",
+    surface="ready pod",
+    stopped_by="the token is in a Secret of the pod, whose name templates may not use",
+)
 async def test_a_ready_pod_holds_a_token_of_its_own_and_belongs_to_no_job(start: Start) -> None:
     async with start(2) as lab:
         names = await ready(lab, 2)

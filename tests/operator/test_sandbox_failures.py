@@ -90,6 +90,12 @@ def evicted(message: str) -> dict[str, Any]:
     return {"phase": "Failed", "reason": "Evicted", "message": message}
 
 
+@pytest.mark.attack(
+    "a pod is evicted because the policy filled its disk, so that the rollout begins again",
+    boundary="evaluation",
+    surface="sabotage in Run",
+    stopped_by="the kubelet's message tells this from a node without room; it is scored as for memory",
+)
 @pytest.mark.parametrize(
     ("status", "reason", "retryable"),
     [

@@ -46,6 +46,12 @@ async def test_a_policy_that_opens_sandboxes_keeps_them_from_being_made(world: W
     assert ("RolloutJob/job", "Warning", "SandboxFailed") in [one[:3] for one in world.kube.events]
 
 
+@pytest.mark.attack(
+    "a tenant's NetworkPolicy opens it towards addresses that no check tries",
+    boundary="kubernetes",
+    surface="network of sandboxes",
+    stopped_by="policies are read before a sandbox is made and before it is handed out",
+)
 async def test_a_warm_sandbox_that_was_opened_meanwhile_is_not_handed_out(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -69,6 +75,13 @@ async def test_a_warm_sandbox_that_was_opened_meanwhile_is_not_handed_out(
     assert world.state(later) == "Bound", "with a proper policy it is"
 
 
+@pytest.mark.attack(
+    "a policy that is added later opens them",
+    boundary="kubernetes",
+    surface="network of sandboxes in use",
+    stopped_by="not prevented: who writes policies in a namespace decides; the job tells it "
+    "(`SandboxesOpened`)",
+)
 async def test_a_job_is_told_once_when_its_sandboxes_in_use_are_opened(world: World) -> None:
     claim = world.plane.file()
     await world.turn()

@@ -207,6 +207,12 @@ WORKERS_ONLY: list[tuple[dict[str, Any], str, str, dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.attack(
+    "its author mounts the node's files, a Secret, a service account's token or a claim",
+    boundary="kubernetes",
+    surface="`template` of a job or a pool",
+    stopped_by="volumes are a list; `jobs.allow` extends it",
+)
 @pytest.mark.parametrize(("template", "field", "value", "allow"), REFUSED, ids=lambda one: str(one)[:60])
 def test_what_is_refused_is_named_with_the_value_that_permits_it(
     template: dict[str, Any], field: str, value: str, allow: dict[str, Any]
@@ -220,6 +226,18 @@ def test_what_is_refused_is_named_with_the_value_that_permits_it(
     assert pool_violations(pool_of(template), settings(**allow)) == ()
 
 
+@pytest.mark.attack(
+    "its author runs an image or loads code of their own beside a worker's token",
+    boundary="kubernetes",
+    surface="`template` of a stage",
+    stopped_by="images, code-loading variables and mounts over programs are refused",
+)
+@pytest.mark.attack(
+    "its author runs any program in the pool's pod",
+    boundary="kubernetes",
+    surface="`engine.args`, `engine.env`, image of a pool",
+    stopped_by="permitted: such a pod holds no token, and is restricted as all pods are",
+)
 @pytest.mark.parametrize(("template", "field", "value", "allow"), WORKERS_ONLY, ids=lambda one: str(one)[:60])
 def test_what_would_run_beside_a_workers_token_is_refused(
     template: dict[str, Any], field: str, value: str, allow: dict[str, Any]
@@ -328,6 +346,12 @@ def test_the_ordinary_needs_no_permission() -> None:
     assert pool_violations(pool_of(template), settings()) == ()
 
 
+@pytest.mark.attack(
+    "a label makes a foreign NetworkPolicy open their network; an annotation attaches a network",
+    boundary="kubernetes",
+    surface="`template` of sandboxes",
+    stopped_by="sandboxes get no key that the installer has not permitted",
+)
 def test_sandboxes_get_no_label_of_their_author() -> None:
     """A label of a sandbox could make a NetworkPolicy of somebody else open its network."""
     template = {"labels": {"role": "egress"}, "annotations": {"k8s.v1.cni.cncf.io/networks": "host"}}
@@ -350,6 +374,18 @@ def test_our_own_labels_are_never_an_authors(key: str) -> None:
     assert "is reserved" in said
 
 
+@pytest.mark.attack(
+    "whoever may read pods reads its token; a template of a job mounts its Secret",
+    boundary="worker",
+    surface="ready pod",
+    stopped_by="the token is in a Secret of the pod, whose name templates may not use",
+)
+@pytest.mark.attack(
+    "it names the installation's Secrets or claim, or another job's token",
+    boundary="kubernetes",
+    surface="`template` of a job or a pool",
+    stopped_by="they are refused whatever `jobs.allow` says",
+)
 def test_what_belongs_to_the_installation_is_never_permitted() -> None:
     everything = settings(secrets=True, volumes=["persistentVolumeClaim"])
     claims = [volume(persistentVolumeClaim={"claimName": name}) for name in ("home-api", "home-state")]
@@ -409,6 +445,12 @@ ODD: st.SearchStrategy[Any] = st.recursive(
 VOLUMES = st.dictionaries(st.sampled_from(KINDS) | st.text(max_size=12), ODD, max_size=5)
 
 
+@pytest.mark.attack(
+    "a volume with several kinds, an unknown kind or an odd spelling passes for an ordinary one",
+    boundary="kubernetes",
+    surface="`template` of a job or a pool",
+    stopped_by="what is not known is refused",
+)
 @given(VOLUMES, st.booleans())
 def test_a_volume_is_permitted_only_where_all_of_it_is_known(entry: dict[str, Any], worker: bool) -> None:
     """Whatever a volume is made of, what is set must be one of the kinds that need no permission."""

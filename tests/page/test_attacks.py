@@ -63,6 +63,17 @@ def _shows_all(page: Page) -> None:
     assert HIDDEN.search(page.title()) is None
 
 
+HOSTILE_TEXTS = pytest.mark.attack(
+    "text of a policy, a worker or a task is taken for markup, a script, an address or a key of an "
+    "object, or hides what it says",
+    boundary="viewers",
+    surface="the page",
+    stopped_by="it is shown as text only, with control characters and directions by their names; a "
+    "content security policy without exceptions",
+)
+
+
+@HOSTILE_TEXTS
 @pytest.mark.parametrize("kind", TEXTS)
 def test_a_text_in_every_place_of_a_rollout_changes_nothing(
     plane: Plane, look: Callable[..., Any], rollouts: list[dict[str, Any]], kind: str
@@ -79,6 +90,7 @@ def test_a_text_in_every_place_of_a_rollout_changes_nothing(
     window.harmless()
 
 
+@HOSTILE_TEXTS
 def test_lists_of_hostile_rollouts_change_nothing(
     plane: Plane, look: Callable[..., Any], rollouts: list[dict[str, Any]]
 ) -> None:
@@ -103,6 +115,13 @@ def test_lists_of_hostile_rollouts_change_nothing(
         expect(reasons.get_by_role("link", name=name, exact=True).first).to_be_visible()
 
 
+@HOSTILE_TEXTS
+@pytest.mark.attack(
+    "an id of a task is a path, or an encoded one, and leads a link elsewhere",
+    boundary="viewers",
+    surface="the page",
+    stopped_by="each part of a path is encoded, and found as a whole",
+)
 def test_groups_with_hostile_ids_are_found_by_their_links(
     plane: Plane, look: Callable[..., Any], rollouts: list[dict[str, Any]]
 ) -> None:
@@ -133,6 +152,12 @@ def test_groups_with_hostile_ids_are_found_by_their_links(
         expect(page.get_by_role("article").first).to_be_visible()
 
 
+@pytest.mark.attack(
+    "an output of ten megabytes stops the browser",
+    boundary="viewers",
+    surface="the page",
+    stopped_by="parts of bounded size",
+)
 def test_an_output_of_ten_megabytes_is_shown_in_parts(
     plane: Plane, look: Callable[..., Any], rollouts: list[dict[str, Any]]
 ) -> None:
@@ -210,6 +235,15 @@ def _another_site(text: str) -> Iterator[str]:
         thread.join()
 
 
+OTHER_SITES = pytest.mark.attack(
+    "a page of another site, or a name that was rebound, in a real browser with the session",
+    boundary="viewers",
+    surface="the page",
+    stopped_by="the checks of hosts, origins and headers, tried in Chromium",
+)
+
+
+@OTHER_SITES
 def test_a_page_of_another_site_can_read_and_change_nothing(
     own_plane: Plane, look: Callable[..., Any]
 ) -> None:
@@ -264,6 +298,7 @@ def test_a_page_of_another_site_can_read_and_change_nothing(
     assert window.page.evaluate("url => fetch(url).then(a => a.status)", f"{served.url}/v1/session") == 200
 
 
+@OTHER_SITES
 def test_a_name_that_was_rebound_reaches_nothing(plane: Plane, browser: Browser) -> None:
     served = plane.served
     port = served.origin.rpartition(":")[2]

@@ -232,6 +232,12 @@ def _shown(page: Page) -> set[str]:
     return set(SHOWN.findall("\n".join(lines)))
 
 
+@pytest.mark.attack(
+    "a row moves the cursor of a terminal, forges a line, or is markup in the page",
+    boundary="control plane",
+    surface="`status.skippedRows`",
+    stopped_by="every reason is one line of visible characters",
+)
 def test_no_text_of_others_hides_what_a_view_says(plane: Plane, look: Callable[..., Any]) -> None:
     served = plane.served
     window = look(served)

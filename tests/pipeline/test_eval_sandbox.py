@@ -391,6 +391,15 @@ async def test_a_fresh_sandbox_that_is_lost_costs_no_new_run(rollout: Rollout, h
     assert (await rollout.score()).reward == 1.0
 
 
+@pytest.mark.attack(
+    "a bug of the exec server is used to end it, each time that a rollout goes badly",
+    boundary="evaluation",
+    surface="sabotage in Run",
+    stopped_by="the first crash of a rollout is an infrastructure failure, which is logged as a bug "
+    "(`SandboxCrashed`); from the second one on the rollout scores 0. Where no control group binds the "
+    "memory of a sandbox, a server that the kernel ends because the whole node is out of memory counts as "
+    "crashed, too",
+)
 async def test_a_fresh_sandbox_whose_server_crashes_costs_one_evaluation(
     rollout: Rollout, handler: type[Held]
 ) -> None:
@@ -527,6 +536,12 @@ def held(number: int, stage: str = "eval") -> HeldLease:
     )  # fmt: skip
 
 
+@pytest.mark.attack(
+    "rollouts that wait for Eval hold every place of a node",
+    boundary="evaluation",
+    surface="fresh Eval sandboxes",
+    stopped_by="places are kept for Eval; claims, too",
+)
 @pytest.mark.parametrize(("limit", "evals"), [(2, 4), (4, 4), (12, 8), (16, 1)])
 async def test_full_of_rollouts_that_wait_for_eval_a_node_goes_on(
     limit: int, evals: int, monkeypatch: pytest.MonkeyPatch
@@ -593,6 +608,12 @@ async def test_places_are_kept_only_where_they_are_needed() -> None:
             pass
 
 
+@pytest.mark.attack(
+    "many files of some rollouts use up the time of others' evaluations",
+    boundary="network",
+    surface="files of other rollouts",
+    stopped_by="waiting for them counts against no limit",
+)
 async def test_waiting_for_the_files_of_other_rollouts_counts_against_no_limit() -> None:
     """Otherwise a few rollouts with many files would end the evaluations of others."""
     places = asyncio.Semaphore(0)

@@ -137,6 +137,12 @@ def test_a_home_at_the_root_takes_nothing_away() -> None:
     assert environment(HOME="/", PATH="/usr/bin")["PATH"] == "/usr/bin"
 
 
+@pytest.mark.attack(
+    "an error that no table judges buys a new try",
+    boundary="evaluation",
+    surface="errors of an evaluation",
+    stopped_by="one table judges every reason of the exec server",
+)
 def test_the_table_knows_every_error_of_the_exec_server() -> None:
     """A new reason must be judged: who gains by it?"""
     assert set(exec_errors._CLASSES) | {"SandboxError", "ProcessesSurvive"} <= sabotage.judged()
@@ -203,6 +209,12 @@ def context(client: ExecClient | None = None, workdir: str = "/work") -> StageCo
     )  # fmt: skip
 
 
+@pytest.mark.attack(
+    "a handler's reward leaves its range",
+    boundary="evaluation",
+    surface="rewards",
+    stopped_by="`reward_range`, checked by the worker",
+)
 @pytest.mark.parametrize(
     ("evaluation", "words"),
     [

@@ -110,6 +110,13 @@ async def lab(bubblewrap_works: None, tmp_path_factory: pytest.TempPathFactory) 
         yield lab
 
 
+@pytest.mark.attack(
+    "without its walls an attack would fail as well; an honest test gets no tools",
+    boundary="network",
+    surface="judgement",
+    stopped_by="controls, in which each succeeds; an honest test is rewarded, and its author reads what "
+    "stayed behind",
+)
 @pytest.mark.parametrize("tool", ["pip", "npm", "apt"])
 async def test_tests_fetch_their_tools(lab: StageLab, tool: str, missing: Callable[[str], NoReturn]) -> None:
     if not Path(PROGRAMS[tool]).exists():

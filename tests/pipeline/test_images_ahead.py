@@ -132,6 +132,13 @@ async def test_what_cannot_be_had_is_left_to_init(ahead: Ahead, tmp_path: Path) 
     assert (provider.built(), len(provider.lines("seen"))) == ({"docker://image:1"}, 1 + 3 + 1)
 
 
+@pytest.mark.attack(
+    "a job's tasks name so many images that those brought ahead fill the node's disk, or displace those "
+    "of others",
+    boundary="slurm",
+    surface="`sandbox.image`",
+    stopped_by="two at a time, of the next 64 tasks, and only while the cache has room",
+)
 async def test_a_full_cache_gets_nothing_more_until_there_is_room(ahead: Ahead, tmp_path: Path) -> None:
     provider = Caching(tmp_path, max_bytes=10)
     plane = Queue("docker://image:1", "docker://image:2", "docker://image:3")

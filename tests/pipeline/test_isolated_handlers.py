@@ -56,6 +56,12 @@ class Judge(Handler):
 """
 
 
+@pytest.mark.attack(
+    "a text makes the handler's code run for ever, so that the worker loses the leases of all its rollouts",
+    boundary="evaluation",
+    surface="handlers of packages",
+    stopped_by="calls run in processes that end at the limit of the stage, with what they have started",
+)
 @pytest.mark.parametrize(
     "block",
     ["while True: pass", "time.sleep(3600)", "import re; re.match('(a|a)+$', 'a' * 64 + 'b')"],

@@ -476,6 +476,14 @@ async def test_a_turn_has_the_smaller_of_two_contexts_and_what_is_left_of_it(
         assert (session.asked, context.episode.truncated_reason) == ([], "")
 
 
+@pytest.mark.attack(
+    "a task gets attempt after attempt, or a reward without a sampled token; a policy fills its context "
+    "to fail instead of being scored",
+    boundary="control plane",
+    surface="prompts longer than the context",
+    stopped_by="without a sampled turn a rollout fails once and for all (`PromptTooLong`); after one it "
+    "is truncated and scored",
+)
 async def test_a_later_turn_without_room_truncates(formats: dict[str, ChatFormat]) -> None:
     chat = formats["chatml"]
     for limit, answers, asked in ((60, ("done",), 1), (None, ("done", ContextOverflow("too long")), 2)):

@@ -138,6 +138,12 @@ async def test_a_job_without_the_section_keeps_what_the_handler_says(rewards: Re
     assert await shaped(rewards, context(None), evaluation) is evaluation
 
 
+@pytest.mark.attack(
+    "the sandbox is broken so that a penalty does not apply",
+    boundary="evaluation",
+    surface="`reward`",
+    stopped_by="penalties hold for every evaluation",
+)
 async def test_a_penalty_is_not_avoided_by_breaking_the_sandbox(rewards: Rewards) -> None:
     given = context({"overlong": {"maxTokens": 10, "bufferTokens": 5}}, "x", tokens=50)
     found = await shaped(rewards, given, Evaluation(0.0, {}, "SandboxSabotaged"))
@@ -493,6 +499,12 @@ def test_the_latest_messages_and_both_ends_of_a_text_are_kept() -> None:
         episode_document(context({}, "y", metadata={"a": "x" * MAX_METADATA}), Evaluation(0.0))
 
 
+@pytest.mark.attack(
+    "a very long episode is refused, which gives a new try instead of a bad score",
+    boundary="evaluation",
+    surface="reward functions, services",
+    stopped_by="it is shortened",
+)
 def test_a_long_episode_is_shortened_and_never_refused() -> None:
     given = context({}, *(["x" * (1 << 20)] * 12))
     document = episode_document(given, Evaluation(0.0))

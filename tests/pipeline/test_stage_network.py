@@ -94,6 +94,12 @@ def fetch(world: Outside, stage: str) -> str:
     return f"curl -s --max-time 10 http://{HOST}:{world.port}/{stage} > {stage}.txt"
 
 
+@pytest.mark.attack(
+    "a test, or what Run left, reaches a host during the evaluation",
+    boundary="network",
+    surface="Eval",
+    stopped_by="the exec server closes port and connections before it begins, and takes no other ones",
+)
 @pytest.mark.parametrize("sandbox", ["shared", "fresh"])
 async def test_init_and_run_have_it_and_eval_has_not(rollouts: Rollouts, sandbox: str) -> None:
     world = rollouts.world

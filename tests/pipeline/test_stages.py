@@ -842,6 +842,15 @@ async def test_a_lost_sandbox_goes_back_to_init(rollout: Rollout) -> None:
         assert (caught.value.reason, caught.value.return_to) == ("SandboxLost", "init")
 
 
+OUT_OF_MEMORY = pytest.mark.attack(
+    "the sandbox ends for its own memory, so that the rollout begins again",
+    boundary="evaluation",
+    surface="sabotage in Run",
+    stopped_by="it is scored 0 with the reason SandboxOutOfMemory",
+)
+
+
+@OUT_OF_MEMORY
 async def test_a_sandbox_that_ended_for_its_own_memory_is_scored(
     rollout: Rollout, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -885,6 +894,7 @@ async def test_an_evaluation_that_waits_for_the_sandboxs_memory_is_scored(
     assert (result.reward, result.reward_reason) == (0.0, "SandboxOutOfMemory")
 
 
+@OUT_OF_MEMORY
 async def test_a_sandbox_that_a_call_of_run_ends_for_memory_goes_to_eval(
     rollout: Rollout, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -989,6 +999,14 @@ async def test_what_the_policy_broke_is_scored_where_the_handler_has_its_own_pro
     assert (result.reward, result.reward_reason) == (0.0, reason)
 
 
+@pytest.mark.attack(
+    "a handler whose process a policy has taken over breaks the protocol, or keeps the sandbox of a "
+    "rollout for the next one",
+    boundary="evaluation",
+    surface="handlers of packages",
+    stopped_by="the process ends, and its rollout fails with the handler's name; a request of a call that "
+    "has ended is refused. It runs **as the worker's user** all the same",
+)
 async def test_a_sandbox_is_out_of_reach_when_its_call_has_ended(
     rollout: Rollout, model: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -1042,6 +1060,15 @@ async def test_a_crash_in_a_call_of_the_handlers_own_is_one_of_run(rollout: Roll
     assert (trajectory.truncated, trajectory.truncated_reason) == (True, "SandboxCrashed")
 
 
+@pytest.mark.attack(
+    "a bug of the exec server is used to end it, each time that a rollout goes badly",
+    boundary="evaluation",
+    surface="sabotage in Run",
+    stopped_by="the first crash of a rollout is an infrastructure failure, which is logged as a bug "
+    "(`SandboxCrashed`); from the second one on the rollout scores 0. Where no control group binds the "
+    "memory of a sandbox, a server that the kernel ends because the whole node is out of memory counts as "
+    "crashed, too",
+)
 async def test_a_crash_after_run_is_a_failure_once(rollout: Rollout) -> None:
     rollout.configure(oracle(("bash", {"command": "(sleep 0.1; kill -9 $PPID) & disown"})))
     await rollout.play()

@@ -79,6 +79,12 @@ def test_the_arguments_make_it_a_worker_of_the_job() -> None:
     assert (options.name, options.drain_seconds, options.url) == ("w.u", 22.0, "http://127.0.0.1:9")
 
 
+@pytest.mark.attack(
+    "an assignment moves a worker to another control plane, token file or kind of sandbox",
+    boundary="worker",
+    surface="ready worker",
+    stopped_by="such arguments are refused",
+)
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [

@@ -252,7 +252,7 @@ async def test_leases_are_handed_over_at_once_before_the_drain_is_over(handler: 
     plane, provider = Plane(spec()), Provider()
     async with working(plane, handler, provider, drain_seconds=600.0) as (worker, task):
         plane.offer(lease(1, "run", "box"), lease(2, "eval", "other"))
-        await until(lambda: sorted(handler.entered) == ["r1", "r2"])
+        await eventually(lambda: sorted(handler.entered) == ["r1", "r2"])
         worker.drain()
         worker.hand_over()
         async with asyncio.timeout(patience(30)):

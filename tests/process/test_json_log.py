@@ -51,6 +51,13 @@ HOSTILE = (
 )
 
 
+@pytest.mark.attack(
+    "a message, URL or name with a newline forges a log line, or an escape sequence hides one",
+    boundary="control plane",
+    surface="logs of control plane, operator, workers and engine",
+    stopped_by="one formatter escapes control characters; lines of a traceback are marked; with "
+    "`--log-format json` each record is one line of ASCII",
+)
 @pytest.mark.parametrize("text", HOSTILE, ids=ascii)
 def test_a_record_is_one_line(log: tuple[logging.Logger, Read], text: object) -> None:
     logger, read = log

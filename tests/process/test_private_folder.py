@@ -81,6 +81,12 @@ def test_a_link_of_another_user_is_not_followed(public: Path, tmp_path: Path, be
     assert list(secret.iterdir()) == []
 
 
+@pytest.mark.attack(
+    "links of others behind links of the user, circles, files",
+    boundary="node",
+    surface="run folder, in Python",
+    stopped_by="each folder is opened from the root on, without following what is not trusted",
+)
 @needs_root
 def test_a_link_of_another_user_behind_a_link_of_this_one_is_not_followed(
     public: Path, tmp_path: Path

@@ -122,6 +122,15 @@ def test_repositories_of_further_folders_are_found(tmp_path: Path, monkeypatch: 
     assert [state(tmp_path / name / ".git") for name in names] == before
 
 
+ENDLESS_SEARCH = pytest.mark.attack(
+    "the search for repositories is made endless, or led away by links, special files and deep folders",
+    boundary="evaluation",
+    surface="Eval's git",
+    stopped_by="it follows no link, and beyond 200,000 folders or the longest path the policy gets 0",
+)
+
+
+@ENDLESS_SEARCH
 @pytest.mark.parametrize("kind", ["link", "fifo", "folder", "unreadable"])
 def test_settings_of_another_kind_are_replaced(tmp_path: Path, kind: str) -> None:
     git(tmp_path, "init", "-q", "repo")
@@ -149,6 +158,7 @@ def test_settings_of_another_kind_are_replaced(tmp_path: Path, kind: str) -> Non
     assert (repository / "info").is_dir()
 
 
+@ENDLESS_SEARCH
 def test_too_many_folders_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = GitSettings(str(tmp_path), own_folders=False)
     settings.record([])
@@ -164,6 +174,7 @@ def test_too_many_folders_are_refused(tmp_path: Path, monkeypatch: pytest.Monkey
                 assert caught.value.reason == "TooManyEntries"
 
 
+@ENDLESS_SEARCH
 def test_a_folder_that_no_path_reaches_is_refused(tmp_path: Path) -> None:
     """A program can still work there, and nothing could be put back."""
     settings = GitSettings(str(tmp_path), own_folders=False)

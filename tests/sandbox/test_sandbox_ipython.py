@@ -130,6 +130,17 @@ STRANGE = (
 )  # fmt: skip
 
 
+HOSTILE_KERNEL = pytest.mark.attack(
+    "a notebook kernel sends messages that are none of a kernel's, or sends without end, so that a tool's "
+    "time limit is not kept",
+    boundary="sandbox",
+    surface="exec server",
+    stopped_by="no field is taken for what the protocol says it is, and what comes after the limit is "
+    "bounded",
+)
+
+
+@HOSTILE_KERNEL
 async def test_a_kernel_may_send_what_it_likes(kernel: ExecClient) -> None:
     """Code in a cell has the kernel's key; what it sends is read with care, and the time limit holds."""
     for strange in STRANGE:
@@ -142,6 +153,7 @@ async def test_a_kernel_may_send_what_it_likes(kernel: ExecClient) -> None:
     assert (limited.timed_out, limited.killed) == (True, False)
 
 
+@HOSTILE_KERNEL
 async def test_a_kernel_that_never_stops_sending_is_interrupted_in_time(kernel: ExecClient) -> None:
     result = await kernel.ipython(
         "k = get_ipython().kernel\nwhile True: k.session.send(k.iopub_socket, 'nothing', {})", timeout=1.0

@@ -142,6 +142,12 @@ async def test_a_folder_that_may_not_be_read_is_named(work: Path, folder: WorkFo
     assert await folder.tree() == {b"shut": TreeEntry("unreadable")}
 
 
+@pytest.mark.attack(
+    "a listing with forged paths or without end",
+    boundary="evaluation",
+    surface="answers of a stolen exec server",
+    stopped_by="each record and the length are checked",
+)
 @pytest.mark.parametrize(
     "body",
     [

@@ -452,6 +452,13 @@ async def test_what_was_not_used_for_longest_goes_first(tmp_path: Path) -> None:
     assert not made[1].with_suffix(".json").exists()
 
 
+@pytest.mark.attack(
+    "a job's tasks name so many images that those brought ahead fill the node's disk, or displace those "
+    "of others",
+    boundary="slurm",
+    surface="`sandbox.image`",
+    stopped_by="two at a time, of the next 64 tasks, and only while the cache has room",
+)
 async def test_an_image_that_nobody_waits_for_needs_room(tmp_path: Path) -> None:
     program = builder(tmp_path, 'head -c 1000000 /dev/zero > "$target"')
     cache = ImageCache(tmp_path / "cache", max_bytes=1_500_000)

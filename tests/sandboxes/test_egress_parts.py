@@ -68,6 +68,12 @@ def test_public_addresses_are_connected_to(text: str) -> None:
     assert why_refused(ipaddress.ip_address(text)) == ""
 
 
+@pytest.mark.attack(
+    "an allowed name leads to loopback, an inner network or metadata, also as an IPv4 address in IPv6",
+    boundary="network",
+    surface="proxy",
+    stopped_by="every address of the name must be public; the answer does not show it",
+)
 @pytest.mark.parametrize("text", SPECIAL)
 def test_special_addresses_are_not(text: str) -> None:
     assert why_refused(ipaddress.ip_address(text))
@@ -108,6 +114,12 @@ NO_HOSTS = (
 )  # fmt: skip
 
 
+@pytest.mark.attack(
+    "an entry is an address, an inner name, or two readings of one name",
+    boundary="network",
+    surface="`spec.sandbox.allowedHosts`",
+    stopped_by="entries are DNS names with a dot, in one spelling",
+)
 @pytest.mark.parametrize("text", NO_HOSTS)
 def test_what_is_no_host_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match=r"allowedHosts|allowed_hosts"):
@@ -253,6 +265,12 @@ BAD = [
 ]
 
 
+@pytest.mark.attack(
+    "a second request, another `Host`, or a body of two readings reaches another site",
+    boundary="network",
+    surface="plain HTTP",
+    stopped_by="one request for each connection, which the proxy writes again",
+)
 @pytest.mark.parametrize(("head", "status"), BAD)
 def test_requests_with_several_readings_are_refused(head: bytes, status: int) -> None:
     with pytest.raises(BadHead) as refused:
@@ -359,6 +377,16 @@ async def test_one_bad_address_among_good_ones_is_enough() -> None:
 PINS = ("mirror.example.org=10.1.2.0/24", "*.pinned.org=fd00::/8", "wide.example.org=0.0.0.0/0")
 
 
+PINS_LEADING_INSIDE = pytest.mark.attack(
+    "a pinned name leads to loopback, metadata, the worker's machine or the installation, or another name "
+    "to a pinned address",
+    boundary="network",
+    surface="pins of hosts",
+    stopped_by="a pin is for its host and its network only, and never for these",
+)
+
+
+@PINS_LEADING_INSIDE
 @pytest.mark.parametrize(
     ("host", "addresses", "reached"),
     [
@@ -399,6 +427,7 @@ async def test_a_host_has_the_addresses_to_which_the_installer_pins_it(
         await checks.addresses(host, 22, [HostRule.parse(f"{host}:22")])
 
 
+@PINS_LEADING_INSIDE
 async def test_no_pin_leads_to_this_machine_or_to_the_installation() -> None:
     world = Outside()
     pins = (installers_rule("wide.example.org=0.0.0.0/0"),)

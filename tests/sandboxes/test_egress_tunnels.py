@@ -119,6 +119,12 @@ async def test_an_evaluation_ends_tunnels_and_port(client: ExecClient) -> None:
     used.close()
 
 
+@pytest.mark.attack(
+    "connections and tunnels from before serve the tests",
+    boundary="network",
+    surface="Eval with a network",
+    stopped_by="the evaluation begins with all of them closed",
+)
 async def test_an_evaluation_with_a_network_begins_without_the_tunnels_of_before(client: ExecClient) -> None:
     before = await client.tunnel()
     reader, writer = await _program(before.port)
@@ -145,6 +151,12 @@ async def test_an_evaluation_with_a_network_begins_without_the_tunnels_of_before
     assert refused.value.reason == "TunnelRefused"
 
 
+@pytest.mark.attack(
+    "tunnels without number hold its descriptors",
+    boundary="network",
+    surface="exec server",
+    stopped_by="it holds 128, and closes those that nobody uses",
+)
 async def test_tunnels_are_bounded_and_given_back(client: ExecClient) -> None:
     tunnels: list[SandboxTunnel] = []
     for _ in range(MAX_TUNNELS):
@@ -171,6 +183,12 @@ async def test_a_worker_that_talks_too_early_loses_its_tunnel(client: ExecClient
     assert await client.info()
 
 
+@pytest.mark.attack(
+    "a program in its place takes the worker's tunnels",
+    boundary="network",
+    surface="exec server",
+    stopped_by="each is a new connection, on which the server proves that it knows the secret",
+)
 async def test_a_program_in_the_servers_place_gets_no_tunnel(client: ExecClient, tmp_path: Path) -> None:
     """Each tunnel is a new connection, whose server must prove that it knows the secret."""
 

@@ -313,6 +313,12 @@ async def test_out_of_memory_by_the_containers_own_counters(
         assert await provider.oom_killed(sandbox.handle.id) is True
 
 
+@pytest.mark.attack(
+    "a pod is evicted because the policy filled its disk, so that the rollout begins again",
+    boundary="evaluation",
+    surface="sabotage in Run",
+    stopped_by="the kubelet's message tells this from a node without room; it is scored as for memory",
+)
 @pytest.mark.parametrize(
     ("reason", "killed"), [("OutOfMemory", True), ("OutOfDisk", True), ("Evicted", False)]
 )

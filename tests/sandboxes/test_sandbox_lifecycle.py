@@ -107,6 +107,15 @@ async def test_ends_by_itself_when_nobody_renews(kit: Any, provider: NodeProvide
     assert kit.groups_of([sandbox.handle.id]) == []
 
 
+@pytest.mark.attack(
+    "a bug of the exec server is used to end it, each time that a rollout goes badly",
+    boundary="evaluation",
+    surface="sabotage in Run",
+    stopped_by="the first crash of a rollout is an infrastructure failure, which is logged as a bug "
+    "(`SandboxCrashed`); from the second one on the rollout scores 0. Where no control group binds the "
+    "memory of a sandbox, a server that the kernel ends because the whole node is out of memory counts as "
+    "crashed, too",
+)
 async def test_an_exec_server_that_ends_by_itself_is_told_from_one_that_is_ended(
     kit: Any, provider: NodeProvider, run_dir: Path
 ) -> None:

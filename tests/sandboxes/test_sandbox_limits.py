@@ -31,6 +31,12 @@ async def test_memory_bomb(kit: Any, isolated: NodeProvider) -> None:
         assert await kit.sh(other, "echo unharmed") == (0, "unharmed")
 
 
+@pytest.mark.attack(
+    "the sandbox ends for its own memory while it waits for Eval, and is swept before Eval looks at it",
+    boundary="evaluation",
+    surface="sabotage in Run",
+    stopped_by="the sweep remembers it in the run folder, for six hours",
+)
 async def test_a_sweep_remembers_who_used_up_the_memory(
     kit: Any, isolated: NodeProvider, run_dir: Path
 ) -> None:

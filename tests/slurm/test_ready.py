@@ -67,6 +67,13 @@ def offers(bridge: Bridge) -> dict[str, bool]:
     return {worker: taken is not None for worker, taken in rows}
 
 
+@pytest.mark.attack(
+    "another user reads its token in the script, the comment or the environment",
+    boundary="worker",
+    surface="ready batch job on Slurm",
+    stopped_by="the token is in a file of mode 0600, of which the script has the path; it opens one "
+    "assignment",
+)
 def test_a_job_runs_on_the_worker_that_stood_ready(slurm: Any, bridge: Bridge) -> None:
     killed = standing(bridge)
     slurm.run_as_user(["scancel", str(killed)])
@@ -111,6 +118,12 @@ def test_a_job_runs_on_the_worker_that_stood_ready(slurm: Any, bridge: Bridge) -
     assert queued.stdout == ""
 
 
+@pytest.mark.attack(
+    "a kill of the bridge, or a restored home, gives one worker to two jobs",
+    boundary="worker",
+    surface="ready batch job on Slurm",
+    stopped_by="one write of its record precedes the offer, and the control plane refuses a second offer",
+)
 @pytest.mark.nightly
 def test_a_bridge_killed_between_the_offer_and_the_assignment(slurm: Any, bridge: Bridge) -> None:
     number = standing(bridge)

@@ -103,6 +103,12 @@ async def test_an_authority_that_cannot_be_used_is_told(tmp_path: Path, text: st
     assert not (tmp_path / "h" / CA_NAME).exists()
 
 
+@pytest.mark.attack(
+    "its author runs any program as the bridge's user",
+    boundary="slurm",
+    surface="command, arguments and environment of a pool",
+    stopped_by="permitted, in the namespaces that the bridge names: `--namespace`",
+)
 def test_a_joined_bridge_runs_what_its_namespaces_ask_for(tmp_path: Path) -> None:
     """The authors of other namespaces cannot run programs as the bridge's user."""
 

@@ -202,6 +202,12 @@ def defined(made: str) -> list[str]:
     return [*lines[:prepared], *lines[top:base], *lines[name:begin]]
 
 
+@pytest.mark.attack(
+    "names, models, arguments, variables and paths hold shell code or `#SBATCH` lines",
+    boundary="slurm",
+    surface="batch scripts",
+    stopped_by="one function makes scripts of data, and is tested with hostile strings",
+)
 @settings(tries, max_examples=100)
 @given(
     text=HOSTILE,
@@ -343,6 +349,12 @@ def test_a_profiles_variable_has_a_plain_name(name: str) -> None:
             SiteProfile.model_validate({"env": {name: "x"}})
 
 
+@pytest.mark.attack(
+    "a name is shell code",
+    boundary="slurm",
+    surface="`engine.env` of a pool",
+    stopped_by="names are checked in the model, and again in the script",
+)
 @pytest.mark.parametrize("name", ["A;touch HACKED", "A B", "$(touch HACKED)", "A=B", "1A", "", "A\nB", "A-B"])
 def test_a_pools_variable_of_another_name_is_refused_by_name(name: str) -> None:
     one = workload("backend", "m", ((name, "x"),))
@@ -351,6 +363,12 @@ def test_a_pools_variable_of_another_name_is_refused_by_name(name: str) -> None:
         batch_script(one, of, SlurmJobIdentity.of(one, "a", "f", 0))
 
 
+@pytest.mark.attack(
+    "a variable of the script itself is overwritten",
+    boundary="slurm",
+    surface="`engine.env` of a pool",
+    stopped_by="they are set in the server's own shell alone",
+)
 def test_a_pools_variables_are_none_of_the_scripts_own(tmp_path: Path) -> None:
     """An author's `child`, `asked`, `run` or `PATH` cannot change how the script watches the program."""
     pairs = (("child", "1"), ("asked", "1"), ("code", "0"), ("PATH", "/nowhere"), ("IFS", "x"))
@@ -364,6 +382,12 @@ def test_a_pools_variables_are_none_of_the_scripts_own(tmp_path: Path) -> None:
     assert (done.stdout, done.returncode) == ("1 /nowhere\n", 7)
 
 
+@pytest.mark.attack(
+    "a name in it makes the job another bridge's",
+    boundary="slurm",
+    surface="comment of a job",
+    stopped_by="other characters than those of names are refused",
+)
 def test_an_identity_that_a_comment_cannot_carry_is_refused() -> None:
     one = workload("backend", "m", ())
     for uid in ("a,instance=other", "a b", 'a"', "a\n"):

@@ -195,6 +195,13 @@ def test_the_network_of_the_tests_of_a_task(toml: str, hosts: tuple[str, ...] | 
     assert plan(toml).tests_hosts == hosts
 
 
+@pytest.mark.attack(
+    "a task, or a task folder, reaches a host that its job does not have, or one that it does not state",
+    boundary="network",
+    surface="`sandbox.allowedHosts` of a task",
+    stopped_by="the worker takes from the job's list what the task names, and refuses the task if there "
+    "is another host; tests never have a network",
+)
 def test_a_job_is_narrowed_to_the_hosts_of_a_task() -> None:
     none = SandboxSpec()
     job = SandboxSpec.model_validate({"network": "allowlist", "allowedHosts": ["*.a.org", "b.org:8443"]})
@@ -215,6 +222,16 @@ def test_a_job_is_narrowed_to_the_hosts_of_a_task() -> None:
             spec.narrowed([host])
 
 
+VARIABLES_AND_MESSAGES = pytest.mark.attack(
+    "a task folder asks for a variable of the worker, or the message about a row of a listed source shows "
+    "what it holds",
+    boundary="control plane",
+    surface="task files",
+    stopped_by="only defaults are used; messages that quote are for those who may read the file",
+)
+
+
+@VARIABLES_AND_MESSAGES
 @pytest.mark.parametrize(
     ("toml", "words"),
     [
@@ -352,6 +369,7 @@ def test_folders_are_packed_and_read_again(tmp_path: Path) -> None:
     assert Task.model_validate(HarborFormat().task(Row({"path": "x", "task_binary": plain}, 1))).id == "x"
 
 
+@VARIABLES_AND_MESSAGES
 def test_a_row_of_a_file_that_may_not_be_shown() -> None:
     row = Row(
         {"path": "secret", "task_binary": pack({"task.toml": (b"schema_version = 'secret'", False)})}, 1
@@ -384,6 +402,15 @@ def fifo(folder: Path) -> None:
     os.mkfifo(folder / "a")
 
 
+HOSTILE_FOLDERS = pytest.mark.attack(
+    "a task folder or its archive holds links, special files or paths that lead out of it, or is large",
+    boundary="control plane",
+    surface="task files",
+    stopped_by="it is read through descriptors that follow no link, and archives in memory, within bounds",
+)
+
+
+@HOSTILE_FOLDERS
 @pytest.mark.parametrize(
     ("make", "words"),
     [
@@ -423,6 +450,16 @@ def test_a_folder_that_is_refused_costs_its_own_row_only(tmp_path: Path) -> None
     ]
 
 
+HOSTILE_KEYS = pytest.mark.attack(
+    "keys of a `task.toml`, or what is wrong with a folder, are long, many, or hold control characters "
+    "for a terminal",
+    boundary="control plane",
+    surface="task files",
+    stopped_by="64 keys of 100 characters are kept, shown as printable text; a reason is cut",
+)
+
+
+@HOSTILE_KEYS
 def test_what_is_wrong_with_a_folder_is_shown_within_bounds() -> None:
     row = Row({"path": "p" * 10_000, "refused": "\x1b[2J" * 10_000}, 1)
     with pytest.raises(RowRefused) as refused:
@@ -431,6 +468,7 @@ def test_what_is_wrong_with_a_folder_is_shown_within_bounds() -> None:
     assert refused.value.quoting.isprintable()
 
 
+@HOSTILE_FOLDERS
 def test_a_link_to_a_task_folder_is_not_followed(tmp_path: Path) -> None:
     (tmp_path / "outside").mkdir()
     (tmp_path / "outside/task.toml").touch()
@@ -444,6 +482,7 @@ def test_a_link_to_a_task_folder_is_not_followed(tmp_path: Path) -> None:
 BOMB = base64.b64encode(gzip.compress(bytes(16 << 20), 1)).decode()
 
 
+@HOSTILE_FOLDERS
 @pytest.mark.parametrize(
     ("text", "words"),
     [
@@ -533,6 +572,7 @@ def test_a_file_as_terminal_bench_publishes_it() -> None:
     assert set(found.metadata) == {"task", "metadata"}
 
 
+@HOSTILE_KEYS
 @pytest.mark.parametrize(
     ("toml", "unknown"),
     [
@@ -558,6 +598,7 @@ def test_unknown_keys_are_kept_and_named(toml: str, unknown: dict[str, str | Non
         assert near is None or f"{key} (did you mean {near}?)" in warned
 
 
+@HOSTILE_KEYS
 def test_unknown_keys_are_bounded() -> None:
     found = plan("".join(f"key{number} = 1\n" for number in range(2000)))
     assert len(found.metadata["harbor_unknown"]) == 64

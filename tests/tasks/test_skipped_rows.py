@@ -101,6 +101,12 @@ def test_faults_of_the_whole_list_are_not_skipped() -> None:
 HOSTILE = "\x1b[2J\x1b]0;x\x07\u202e\u200b\u2028\r\n<script>alert(1)</script>"
 
 
+@pytest.mark.attack(
+    "a row moves the cursor of a terminal, forges a line, or is markup in the page",
+    boundary="control plane",
+    surface="`status.skippedRows`",
+    stopped_by="every reason is one line of visible characters",
+)
 def test_reasons_are_single_lines_of_visible_characters() -> None:
     rows = [line("a"), line("b", **{HOSTILE: 1}), line(HOSTILE), line("c", prompt=5, **{"y" * (1 << 20): 1})]
     _, skipped = read([*rows, line("d", **{"z" * (1 << 20): 1})])
@@ -110,6 +116,12 @@ def test_reasons_are_single_lines_of_visible_characters() -> None:
     assert skipped.reasons[3].endswith("zzz…")
 
 
+@pytest.mark.attack(
+    "the reasons, which stay with the job, show what a listed source holds",
+    boundary="control plane",
+    surface="`status.skippedRows`",
+    stopped_by="they name number and field of such a source, and nothing else",
+)
 def test_nothing_of_a_file_that_may_not_be_shown_is_in_the_reasons() -> None:
     secret = "hunter2"
     skipped = SkippedRows()
@@ -125,6 +137,12 @@ def test_nothing_of_a_file_that_may_not_be_shown_is_in_the_reasons() -> None:
     assert not any(secret in reason for reason in skipped.reasons)
 
 
+@pytest.mark.attack(
+    "a file of nothing but bad rows, or of huge ones, fills memory, the database or answers",
+    boundary="control plane",
+    surface="`tasks.onBadRow: skip`",
+    stopped_by="ten reasons of 256 characters are kept, and rows that are skipped count as rows of the file",
+)
 @pytest.mark.parametrize("row", ["{", '{"id": "a b", "promt": 1}', '{"id": "a", "prompt": "other"}'])
 def test_what_is_kept_of_bad_rows_does_not_grow(row: str) -> None:
     """Attack: a list of nothing but bad rows. Ten reasons are kept, and no further one is made."""

@@ -139,6 +139,12 @@ def thief(installation: Installation) -> Iterator[str]:
             yield "thief"
 
 
+@pytest.mark.attack(
+    "whoever may create pods in the namespace mounts it and leases, completes or claims for another job",
+    boundary="kubernetes",
+    surface="Secret of a job's workers",
+    stopped_by="the token serves its own job alone",
+)
 def test_the_token_of_a_job_is_worth_nothing_to_another(installation: Installation, thief: str) -> None:
     namespace = installation.jobs
     with installation.client() as client:

@@ -405,6 +405,16 @@ def ended(
     return Played(trajectories, left, known, marks, canary_file)
 
 
+CONTROLS = pytest.mark.attack(
+    "an honest rollout is taken for an attack, a file of the node is written to, or an attack of the "
+    "tables is forgotten",
+    boundary="kubernetes",
+    surface="sandbox pods",
+    stopped_by="it gets its reward; the file is compared; each is played or named with a reason",
+)
+
+
+@CONTROLS
 def test_every_attack_is_played_or_left_out() -> None:
     """A new attack of these tables must be named here, too."""
     names = [attack.name for attack in SHARED]
@@ -413,6 +423,53 @@ def test_every_attack_is_played_or_left_out() -> None:
     assert len(chosen) == len(set(chosen))
 
 
+@pytest.mark.attack(
+    "the attacks on the kernel, on the node's files and processes, and on rights that are tried on one node",
+    boundary="kubernetes",
+    surface="sandbox pods",
+    stopped_by="a pod of the standard `restricted`, without rights, devices and service account; the "
+    "filter of system calls",
+)
+@pytest.mark.attack(
+    "forged rewards: start-up files, environments, traps, links, answers, programs, processes that survive",
+    boundary="kubernetes",
+    surface="sandbox pods",
+    stopped_by="Eval's private place and clean environment; every process of Run is dead before",
+)
+@pytest.mark.attack(
+    "start-up files of Eval's shells, Python, git and pip; variables that name code; programs of the "
+    "author's PATH",
+    boundary="kubernetes",
+    surface="sandbox pods",
+    stopped_by="as on one node: a fresh HOME, a clean environment",
+)
+@pytest.mark.attack(
+    "sabotage: locked or read-only folders, full disks",
+    boundary="kubernetes",
+    surface="sandbox pods",
+    stopped_by="the folders belong to root; it is scored without a new try",
+)
+@pytest.mark.attack(
+    "take the exec server's socket, stop the server and answer Eval's calls",
+    boundary="kubernetes",
+    surface="sandbox pods",
+    stopped_by="the server is not dumpable, and the filter of system calls",
+)
+@pytest.mark.attack(
+    "what is left behind, and lies to the exec server",
+    boundary="kubernetes",
+    surface="sandbox pods",
+    stopped_by="the server is process 1, and the pod ends with its rollout",
+)
+@pytest.mark.attack(
+    "read the pod's credentials; reach the API server, the control plane, DNS or another pod's secret; "
+    "look into the exec server, or listen in its place",
+    boundary="kubernetes",
+    surface="sandbox pods",
+    stopped_by="no token is mounted; NetworkPolicy; the server is not dumpable and holds its port on "
+    "every address",
+)
+@CONTROLS
 @pytest.mark.parametrize(
     "rollout",
     [
@@ -427,6 +484,7 @@ def test_a_policy_in_a_pod_gains_nothing(played: Played, rollout: SharedRollout)
         assert not problems, "\n\n".join(problems)
 
 
+@CONTROLS
 def test_a_file_of_the_node_is_as_it_was(played: Played) -> None:
     assert played.canary_file.read_text() == played.secrets["a file of the node"]
     assert not (played.canary_file.parent / "made").exists()

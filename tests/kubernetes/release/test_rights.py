@@ -91,6 +91,12 @@ def test_what_it_may(installation: Installation) -> None:
     assert [one for one in MAY if not may(installation, *one, installation.jobs)] == []
 
 
+@pytest.mark.attack(
+    "a stolen operator token reads Secrets",
+    boundary="kubernetes",
+    surface="operator's rights",
+    stopped_by="it may create Secrets and read none; no verb that answers with one",
+)
 def test_what_it_may_not_in_the_namespaces_of_jobs(installation: Installation) -> None:
     assert [one for one in MAY_NOT if may(installation, *one, installation.jobs)] == []
     assert not may(installation, "get", "secrets", installation.jobs, "somebody-elses")

@@ -89,6 +89,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
         "markers", "nightly: left to `make test-all`; another test shows the same every day"
     )
+    config.addinivalue_line("markers", "attack: what is tried, and what stops it (adversary/defences.py)")
     pace()  # Processes that are started from here on read it.
     if config.getoption("--outcome") and not hasattr(config, "workerinput"):
         config.pluginmanager.register(_Outcomes(config.getoption("--outcome")))

@@ -24,9 +24,11 @@ forged one. Texts of an attack may hold these placeholders:
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 from rollyard_crds.task import FunctionCall
 from rollyard_crds.trajectory import Trajectory
 
@@ -63,6 +65,8 @@ class Attack:
     name: str
     goal: str
     """What the policy would gain, in one sentence."""
+    mark: pytest.MarkDecorator | None = None
+    """What the attack does and what stops it, as `pytest.mark.attack` (see `defences`)."""
     steps: tuple[Step, ...]
     test_script: str = "exit 1"
     """The hidden test."""
@@ -76,6 +80,11 @@ class Attack:
     """The task's `sandbox`: files, env and setup."""
     spec: dict[str, Any] = field(default_factory=dict)
     """Further fields of the job's spec."""
+
+
+def cases(attacks: Iterable[Attack]) -> list[Any]:
+    """Return the attacks as parameters of a test, under their names and with their marks."""
+    return [pytest.param(one, id=one.name, marks=[one.mark] if one.mark else []) for one in attacks]
 
 
 @dataclass(frozen=True, slots=True)

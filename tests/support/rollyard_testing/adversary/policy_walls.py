@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from rollyard_testing.adversary.attacks import Attack, python
 
 CALLS = """
@@ -18,6 +20,11 @@ ATTACKS = [
     Attack(
         name="mounts",
         goal="Mount, remount or unmount something.",
+        mark=pytest.mark.attack(
+            "mount, remount, umount, pivot_root, the new mount calls",
+            surface="mounts",
+            stopped_by="no capability; filter of system calls",
+        ),
         steps=(
             python(
                 CALLS
@@ -42,6 +49,11 @@ attempt("syscall", 430, b"tmpfs", 0)  # fsopen
     Attack(
         name="namespaces",
         goal="Become root of a namespace of its own, and attack the kernel from there.",
+        mark=pytest.mark.attack(
+            "unshare and setns, alone and with a user namespace",
+            surface="namespaces",
+            stopped_by="user namespaces are forbidden inside",
+        ),
         steps=(
             python(
                 CALLS
@@ -66,6 +78,11 @@ for name in os.listdir("/proc/1/ns") if os.access("/proc/1/ns", os.R_OK) else ()
     Attack(
         name="chroot_and_handles",
         goal="Open files of the host by leaving the root folder, or by a file handle.",
+        mark=pytest.mark.attack(
+            "chroot, `..`, open_by_handle_at",
+            surface="root folder",
+            stopped_by="no capability; pivoted root",
+        ),
         steps=(
             python(
                 CALLS
@@ -89,6 +106,11 @@ for folder in (b"/usr", b"/work", b"/"):
     Attack(
         name="set_user_bits",
         goal="Become another user by a program with a set-user-id bit or a capability.",
+        mark=pytest.mark.attack(
+            "set-user-id bits, setuid calls, capabilities",
+            surface="rights",
+            stopped_by="no_new_privs, nosuid mounts, empty capability sets",
+        ),
         steps=(
             "cp $(command -v bash) shell && chmod 6755 shell && ./shell -p -c 'id -u; id -g'",
             python(
@@ -111,6 +133,11 @@ print("no new privileges", fields["NoNewPrivs"])
     Attack(
         name="kernel_settings",
         goal="Change a setting of the kernel, of a device or of a control group.",
+        mark=pytest.mark.attack(
+            "each file of /proc, /sys and /dev opened for writing",
+            surface="settings",
+            stopped_by="read-only or covered",
+        ),
         steps=(
             python("""
 import os
@@ -143,6 +170,11 @@ print("tried", seen)
     Attack(
         name="kernel_memory",
         goal="Read the kernel's memory or addresses.",
+        mark=pytest.mark.attack(
+            "kcore, mem, kmsg, kallsyms",
+            surface="kernel",
+            stopped_by="absent or covered",
+        ),
         steps=(
             "for f in /proc/kcore /dev/mem /dev/kmem /dev/port /proc/kmsg /dev/kmsg; do "
             "head -c 16 $f 2>&1 | wc -c | grep -q '^16$' && echo WON $f; done; echo tried",
@@ -154,6 +186,11 @@ print("tried", seen)
     Attack(
         name="devices",
         goal="Open or make a device of the host.",
+        mark=pytest.mark.attack(
+            "open or make device nodes",
+            surface="devices",
+            stopped_by="a /dev of its own, nodev mounts",
+        ),
         steps=(
             python("""
 import os, stat
@@ -182,6 +219,11 @@ for name, kind, major, minor in (
     Attack(
         name="control_groups",
         goal="Leave or change its control group, or run a program of the host by release_agent.",
+        mark=pytest.mark.attack(
+            "release_agent, cgroup.procs",
+            surface="control groups",
+            stopped_by="no control group is mounted",
+        ),
         steps=(
             "find / -name release_agent -o -name cgroup.procs 2>/dev/null | head -n 3",
             "cat /proc/self/cgroup",
@@ -194,6 +236,11 @@ for name, kind, major, minor in (
     Attack(
         name="clock_and_names",
         goal="Change the clock, the host's name or the kernel's modules.",
+        mark=pytest.mark.attack(
+            "set or load",
+            surface="clock, host name, modules, swap, perf",
+            stopped_by="no capability; uts namespace; filter of system calls",
+        ),
         steps=(
             python(
                 CALLS
@@ -217,6 +264,11 @@ attempt("syscall", 298, b"\\0" * 128, 0, -1, -1, 0)  # perf_event_open, of anoth
     Attack(
         name="host_processes",
         goal="Read or signal the worker by its process id on the host.",
+        mark=pytest.mark.attack(
+            "environment, memory, signals by host pid",
+            surface="processes of the host",
+            stopped_by="pid namespace",
+        ),
         steps=(
             "cat /proc/@WORKER@/environ /proc/@WORKER@/cmdline; ls /proc/@WORKER@/root/ /proc/@WORKER@/cwd/",
             "kill -9 @WORKER@ && echo WON",
@@ -229,6 +281,11 @@ attempt("syscall", 298, b"\\0" * 128, 0, -1, -1, 0)  # perf_event_open, of anoth
     Attack(
         name="host_files",
         goal="Read tokens, the state of the control plane, or a home folder of the host.",
+        mark=pytest.mark.attack(
+            "tokens, run folder, home, through /proc as well",
+            surface="files of the host",
+            stopped_by="nothing of them is mounted",
+        ),
         steps=(
             "cat @STATE@/tokens.json @LAB@/host-secret @RUN@/run-secret; ls @RUN@/sandboxes",
             "for p in /proc/[0-9]*; do for w in root cwd; do cat $p/$w@LAB@/host-secret; "
@@ -242,6 +299,11 @@ attempt("syscall", 298, b"\\0" * 128, 0, -1, -1, 0)  # perf_event_open, of anoth
     Attack(
         name="open_descriptors",
         goal="Use a descriptor of the worker or of the exec server that a command inherits.",
+        mark=pytest.mark.attack(
+            "inherited ones",
+            surface="descriptors",
+            stopped_by="all are closed in commands",
+        ),
         steps=(
             python("""
 import os
@@ -261,6 +323,11 @@ for name in os.listdir("/proc/self/fd"):
     Attack(
         name="system_folders",
         goal="Change a program that another sandbox, the exec server or Eval will run.",
+        mark=pytest.mark.attack(
+            "programs, Python's paths, the injected runtime",
+            surface="system folders",
+            stopped_by="read-only",
+        ),
         steps=(
             "for f in /usr/bin/env /bin/bash /.rollyard/venv/bin/python /etc/passwd /etc/ld.so.preload; do "
             "{ echo x >> $f; } 2>/dev/null && echo WON $f; done; echo tried",
@@ -284,6 +351,11 @@ print("tried", len(sys.path))
     Attack(
         name="ptrace_outside",
         goal="Trace or read a process outside of its own tree.",
+        mark=pytest.mark.attack(
+            "ptrace, process_vm_readv, pidfd_open",
+            surface="processes of the host",
+            stopped_by="pid namespace; filter of system calls",
+        ),
         steps=(
             python(
                 CALLS

@@ -1,4 +1,4 @@
-"""What the latencies alone allow: lower bounds on makespans, and the speed-up that follows from them.
+"""What the latencies alone allow: lower bounds on makespans.
 
 This is pure arithmetic, in seconds. The bounds hold for every schedule, so no order of rollouts can beat
 them.
@@ -68,13 +68,3 @@ def stage_bounds(work: Workload, slots: Slots) -> dict[str, float]:
 def pipeline_bound(work: Workload, slots: Slots) -> float:
     """Return the largest of the stages' bounds: no pipeline of these slots ends sooner."""
     return max(stage_bounds(work, slots).values())
-
-
-def coupled_bound(work: Workload, slots: Slots) -> float:
-    """Return the bound of every loop that holds one of `slots.run` slots through all three stages."""
-    return (work.rollouts * (work.init + work.run) + work.eval_total) / slots.run
-
-
-def predicted_speed_up(work: Workload, slots: Slots) -> float:
-    """Return how many times faster the pipeline is when both loops reach their bounds."""
-    return coupled_bound(work, slots) / pipeline_bound(work, slots)

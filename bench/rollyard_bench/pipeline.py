@@ -1,4 +1,4 @@
-"""The real pipeline against a fixed-latency model, beside its capacity bound and a coupled loop."""
+"""The real pipeline against a fixed-latency model, beside its capacity bound."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from rollyard_bench import coupled
-from rollyard_bench.capacity import Slots, Workload, coupled_bound, pipeline_bound, stage_bounds
+from rollyard_bench.capacity import Slots, Workload, pipeline_bound, stage_bounds
 from rollyard_bench.harness import deliver, external_pool, stage_worker
 from rollyard_bench.latency_model import MODEL
 from rollyard_bench.memory import counts, manifest, posted
@@ -52,11 +51,6 @@ class PipelineRun:
     run_active: float
     """The seconds of Run, over all rollouts."""
     trajectories: list[dict[str, Any]]
-
-    @property
-    def busy(self) -> float:
-        """Return the busy share of the Run slots' time."""
-        return self.run_active / (SLOTS.run * self.seconds)
 
 
 @asynccontextmanager
@@ -165,14 +159,13 @@ def _overhead(run: PipelineRun, work: Workload) -> str:
 
 
 async def measure(settings: Settings) -> list[Measurement]:
-    """Measure the pipeline, then the coupled loop against the same server."""
+    """Measure the makespan of one job, after its bound was computed."""
     work = workload(settings)
     with tempfile.TemporaryDirectory(prefix="ryb-") as name:
         folder = Path(name)
         os.chmod(folder, 0o700)
         async with model_server(folder, work.model_call, work.turns) as url:
             run = await _pipeline(folder, url, work)
-            loop = await coupled.run(work, SLOTS.run, url, MODEL)
     bound = pipeline_bound(work, SLOTS)
     stages = ", ".join(f"{stage} {seconds:.1f} s" for stage, seconds in stage_bounds(work, SLOTS).items())
     shape = (
@@ -181,21 +174,6 @@ async def measure(settings: Settings) -> list[Measurement]:
         f"{SLOTS.init}, {SLOTS.run}, {SLOTS.eval}"
     )
     how = f"{shape}; bounds: {stages}; {_overhead(run, work)}"
-    speed_up = loop.seconds / run.seconds
-    predicted = coupled_bound(work, SLOTS) / bound
-    how_loop = (
-        f"{shape}; pipeline {run.seconds:.2f} s, coupled loop {loop.seconds:.2f} s; predicted from their "
-        f"bounds {bound:.2f} s and {coupled_bound(work, SLOTS):.2f} s"
-    )
     return [
         Measurement("pipeline_makespan", run.seconds, Baseline("stage-capacity bound", bound), how),
-        Measurement(
-            "pipeline_speed_up", speed_up, Baseline("predicted by the latencies", predicted), how_loop
-        ),
-        Measurement(
-            "pipeline_run_slots_busy",
-            run.busy,
-            Baseline("coupled loop", loop.busy),
-            f"seconds in Run / (Run slots × makespan); {shape}",
-        ),
     ]

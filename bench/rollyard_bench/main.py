@@ -9,7 +9,8 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,10 @@ from rollyard_bench import results
 from rollyard_bench.processes import Missing, unwind
 from rollyard_bench.registry import FIGURES, Measurement, Settings, failed, judge, missing, selected
 from rollyard_bench.results import Entry
-from rollyard_bench.scheduling import shared_evenly
 
 GROUP_SECONDS = 1500.0
+
+_AUTOGROUP = Path("/proc/sys/kernel/sched_autogroup_enabled")
 
 Measure = Callable[[Settings], Coroutine[Any, Any, list[Measurement]]]
 
@@ -75,6 +77,26 @@ def _merged(before: list[Entry], entries: list[Entry]) -> list[Entry]:
     """Return the new entries and, for figures without one, the former, in the registry's order."""
     found = {entry.name: entry for entry in (*before, *entries)}
     return [found[figure.name] for figure in FIGURES if figure.name in found]
+
+
+@contextmanager
+def shared_evenly() -> Iterator[bool]:
+    """Share the cores by process instead of by session (sched(7), autogroup), where that is permitted.
+
+    Every program here has a session of its own. On some virtual machines a session that wakes up waits
+    seconds for a core beside a busy one, and both sides of a comparison would measure that. The block gets
+    whether the cores are shared so.
+    """
+    try:
+        before = _AUTOGROUP.read_text()
+        _AUTOGROUP.write_text("0")
+    except OSError:
+        yield False
+        return
+    try:
+        yield True
+    finally:
+        _AUTOGROUP.write_text(before)
 
 
 def parser() -> argparse.ArgumentParser:

@@ -115,10 +115,9 @@ async def test_without_tmux_only_its_own_figures_are_not_measured(monkeypatch: p
         return {"ours": ours, "raw": other}, "no tmux"
 
     async def ways(settings: Settings) -> dict[str, Sample]:
-        return {"ours": ours, "raw": other, "unix": ours, "tcp": other}
+        return {"ours": ours, "raw": other}
 
     monkeypatch.setattr(echo, "_echo", commands)
-    monkeypatch.setattr(echo, "_unix_and_tcp", ways)
     monkeypatch.setattr(echo, "_seq", ways)
     found = {one.figure: (one.value, one.how) for one in await echo.measure(QUICK)}
     assert [name for name, (value, _) in found.items() if value is None] == [

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 from rollyard_bench import results
-from rollyard_bench.capacity import Slots, Workload, pipeline_bound
 from rollyard_bench.main import main, run_group
+from rollyard_bench.pipeline import Slots, Workload, pipeline_bound
 from rollyard_bench.registry import FIGURES, GROUPS, Measurement, Settings, failed, judge, missing, selected
 from rollyard_bench.results import Baseline, Entry, ResultError
 

@@ -247,7 +247,7 @@ async def fake_nodes(found: Cluster, count: int) -> AsyncIterator[None]:
 
 
 async def _measure(place: Installation, settings: Settings) -> list[Measurement]:
-    jobs = 100 if settings.quick else 1000
+    jobs = 100 if settings.quick else 300
     watched, lags = Watched(), Lags()
     begin = time.perf_counter()
     async with (

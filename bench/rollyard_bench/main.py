@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -144,10 +145,11 @@ def main(arguments: list[str] | None = None) -> int:
             for group in groups:
                 started = time.monotonic()
                 console.print(f"bench: {group} …", style="dim", highlight=False)
-                entries += run_group(group, Settings(quick=options.quick))
+                measured = run_group(group, Settings(quick=options.quick))
+                took = round(time.monotonic() - started, 1)
+                entries += [replace(entry, seconds=took) for entry in measured]
                 results.write(_merged(before, entries), options.out)
                 left.remove(group)
-                took = time.monotonic() - started
                 console.print(f"bench: {group}: {took:.1f} s", style="dim", highlight=False)
     finally:
         results.show(entries, console)

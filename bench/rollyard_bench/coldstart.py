@@ -1,8 +1,7 @@
-"""Sandbox starts of one provider: from the warm pool, and cold beside what no cold start can do without."""
+"""Sandbox starts of one provider: cold, beside what no cold start can do without."""
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,7 +13,6 @@ from rollyard_bench.servers import exec_server
 from rollyard_bench.stats import Contestant, Sample, interleave
 
 ROUNDS = 5
-WARM = 2
 WARM_UP = 2
 
 
@@ -37,23 +35,6 @@ async def acquire(provider: SandboxProvider) -> float:
     return took
 
 
-async def warm(provider: SandboxProvider, samples: int, refill_seconds: float) -> Sample:
-    """Time acquires while the pool has a sandbox ready.
-
-    Args:
-        refill_seconds: The untimed pause in which the pool starts the next sandbox, since a rollout's own
-            work takes longer.
-    """
-    await provider.warm(REQUEST, WARM)
-    taken: list[float] = []
-    for _ in range(samples + WARM):
-        await asyncio.sleep(refill_seconds)
-        taken.append(await acquire(provider))
-    await provider.warm(REQUEST, 0)
-    # The first ones may have met a pool that was still being filled.
-    return Sample(tuple(taken[WARM:]))
-
-
 async def cold(provider: SandboxProvider, bare: Callable[[], float], samples: int) -> Cold:
     """Time acquires with an empty pool beside their two parts. Stopping the sandboxes is not timed.
 
@@ -71,7 +52,7 @@ async def cold(provider: SandboxProvider, bare: Callable[[], float], samples: in
 
     async def server_once() -> None:
         begin = time.perf_counter()
-        async with exec_server("unix"):
+        async with exec_server():
             taken["server"].append((time.perf_counter() - begin) * 1e3)
 
     contestants = {

@@ -27,7 +27,7 @@ HERE = Path(__file__).resolve().parents[1]
 TARGET = 32
 SAMPLES = 8
 IN_FLIGHT = 32
-"""The groups in flight of the two that refill, and the groups of a batch of the third."""
+"""The groups in flight with dynamic sampling, and the groups of a batch without it."""
 SLOTS = 64
 SIGMA = 1.0
 UNINFORMATIVE = 0.6
@@ -51,22 +51,18 @@ def tasks(seed: int, median_seconds: float) -> Iterator[dict[str, Any]]:
 
 @dataclass(frozen=True, slots=True)
 class Reached:
-    """One contestant's way to the target: its seconds, and the times between which it was on the way."""
+    """One contestant's way to the target: its seconds, and the groups that ended on the way."""
 
     seconds: float
-    begin: float
-    met: float
     groups: int
-    """The groups that ended on the way."""
 
 
 class Yard:
     """A control plane with one worker, and the jobs of the contestants."""
 
-    def __init__(self, client: httpx.AsyncClient, worker: Program, log: Path) -> None:
+    def __init__(self, client: httpx.AsyncClient, worker: Program) -> None:
         self._client = client
         self._worker = worker
-        self._log = log
         self._jobs = count()
 
     async def ours(self, source: Iterator[dict[str, Any]]) -> Reached:
@@ -79,7 +75,7 @@ class Yard:
         answer = await self._client.get(f"/v1/rolloutjobs/{name}")
         status = answer.raise_for_status().json()["status"]["dynamicSampling"]
         await self._follow(name, None, "false")
-        return Reached(met - begin, begin, met, status["uninformativeGroups"] + len(found))
+        return Reached(met - begin, status["uninformativeGroups"] + len(found))
 
     async def batches(self, source: Iterator[dict[str, Any]]) -> Reached:
         """Sample whole batches, each after the one before it has ended, until enough groups have a signal."""
@@ -89,32 +85,7 @@ class Yard:
             found = await self._follow(name, None, "false")
             informative += sum(group["informative"] for group in found)
             ended += len(found)
-        return Reached(time.time() - begin, begin, time.time(), ended)
-
-    async def to_the_end(self, source: Iterator[dict[str, Any]]) -> Reached:
-        """Refill as results arrive, and wait at the target for the groups that are in flight then."""
-        begin, informative, ended = time.time(), 0, 0
-        name = await self._job(None)
-        await self._push(name, list(islice(source, IN_FLIGHT)))
-        cursor, finished = "", False
-        while not finished:
-            found, cursor, finished = await self._page(name, cursor, "false")
-            before = informative
-            informative += sum(group["informative"] for group in found)
-            ended += len(found)
-            if informative < TARGET and found:
-                await self._push(name, list(islice(source, len(found))))
-            elif before < TARGET <= informative:
-                await posted(self._client, f"/v1/rolloutjobs/{name}/close")
-        return Reached(time.time() - begin, begin, time.time(), ended)
-
-    def busy(self, way: Reached) -> float:
-        """Return the share of the slots' time on this way in which a rollout was in Run."""
-        taken = 0.0
-        for line in self._log.read_text(encoding="ascii").splitlines():
-            begin, end = map(float, line.split())
-            taken += max(0.0, min(end, way.met) - max(begin, way.begin))
-        return taken / (SLOTS * (way.met - way.begin))
+        return Reached(time.time() - begin, ended)
 
     async def _job(self, inline: list[dict[str, Any]] | None, **spec: Any) -> str:
         name = f"dapo-{next(self._jobs)}"
@@ -157,53 +128,40 @@ class Yard:
 
 @asynccontextmanager
 async def _yard(folder: Path) -> AsyncIterator[Yard]:
-    log = folder / "runs.log"
-    log.touch()
-    environment = {"PYTHONPATH": str(HERE / "latency_handler"), "ROLLYARD_BENCH_RUNS": str(log)}
+    environment = {"PYTHONPATH": str(HERE / "latency_handler")}
     async with (
         control_plane(folder, environment) as plane,
         plane.client() as client,
         stage_worker(plane, folder, {"init": 32, "run": SLOTS, "eval": 32}, environment) as worker,
     ):
-        yield Yard(client, worker, log)
+        yield Yard(client, worker)
 
 
 async def measure(settings: Settings) -> list[Measurement]:
-    """Let the three contestants play the same tasks, in an order that rotates from seed to seed."""
+    """Let both contestants play the same tasks, in an order that rotates from seed to seed."""
     seeds, middle = ((0,), 0.5) if settings.quick else ((0, 1, 2), 1.0)
-    ways: dict[str, list[Reached]] = {"ours": [], "batches": [], "to the end": []}
-    shares: list[float] = []
+    ways: dict[str, list[Reached]] = {"ours": [], "batches": []}
     with tempfile.TemporaryDirectory(prefix="ryb-") as name:
         async with _yard(Path(name)) as yard:
-            contestants = {"ours": yard.ours, "batches": yard.batches, "to the end": yard.to_the_end}
+            contestants = {"ours": yard.ours, "batches": yard.batches}
             order = list(contestants)
             await yard.batches(tasks(99, 0.01))  # The worker's first imports are not measured.
             for seed in seeds:
                 for kind in order:
                     async with asyncio.timeout(JOB_SECONDS):
                         ways[kind].append(await contestants[kind](tasks(seed, middle)))
-                shares.append(yard.busy(ways["ours"][-1]))
                 order = order[1:] + order[:1]
     seconds = {kind: median(way.seconds for way in found) for kind, found in ways.items()}
     groups = {kind: median(way.groups for way in found) for kind, found in ways.items()}
-    busy = median(shares)
     how = (
         f"median of {len(seeds)} seeds; {SAMPLES} rollouts a group, Run takes lognormal seconds (median "
         f"{middle:g} s, sigma {SIGMA:g}), {UNINFORMATIVE:.0%} of the groups have no signal; {SLOTS} places "
         f"of Run, {IN_FLIGHT} groups in flight; a real control plane and worker, no sandboxes; the last of "
         f"{TARGET} informative groups delivered after {seconds['ours']:.1f} s ({groups['ours']:.0f} groups "
         f"ended); whole batches of {IN_FLIGHT} groups, one after the other, {seconds['batches']:.1f} s "
-        f"({groups['batches']:.0f}); refilled, but without early termination, until the last group in flight "
-        f"has ended {seconds['to the end']:.1f} s ({groups['to the end']:.0f})"
+        f"({groups['batches']:.0f})"
     )
     baseline = Baseline("batch-by-batch resampling", seconds["batches"])
     return [
         Measurement("dapo_to_target", seconds["ours"], baseline, how),
-        Measurement(
-            "dapo_no_early_termination",
-            seconds["ours"],
-            Baseline("refilled, no early termination", seconds["to the end"]),
-            how,
-        ),
-        Measurement("dapo_slots_busy", busy, None, f"seconds in Run / (places × time to the target); {how}"),
     ]

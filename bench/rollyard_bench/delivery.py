@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import io
 import resource
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -20,6 +21,7 @@ import pyarrow.parquet as pq
 from rollyard_client.training.packed import ARRAYS, trajectories
 from rollyard_crds.token_arrays import PackedSegment
 
+from rollyard_bench.processes import ControlPlane, control_plane
 from rollyard_bench.registry import Measurement, Settings
 from rollyard_bench.results import Baseline
 
@@ -189,27 +191,27 @@ def _read(http: httpx.Client, server: psutil.Process, accept: str, decode: Decod
     return Rate(got, size / 1e6, sum(server.cpu_times()[:2]) - before[1], _own_seconds() - before[0])
 
 
-def deliver(rollouts: int, rounds: int) -> dict[str, list[Rate]]:
+def deliver(plane: ControlPlane, rollouts: int, rounds: int) -> dict[str, list[Rate]]:
     """Return the rates of each format, measured in turns."""
-    found: dict[str, list[Rate]] = {name: [] for name in FORMATS}
-    with import_module("lease_cycles").control_plane() as running:
-        server = psutil.Process(running.pid)
-        headers = {"Authorization": f"Bearer {running.token}"}
-        url = f"http://127.0.0.1:{running.port}"
-        with httpx.Client(base_url=url, headers=headers, timeout=600, trust_env=False) as http:
-            _fill(http, rollouts)
-            for accept, decode in FORMATS.values():
-                decode(http.get(PATH, params={"limit": WARM_UP}, headers={"Accept": accept}).content)
-            for _ in range(rounds):
-                for name, (accept, decode) in FORMATS.items():
-                    found[name].append(_read(http, server, accept, decode, rollouts))
-    return found
+    rates: dict[str, list[Rate]] = {name: [] for name in FORMATS}
+    server = psutil.Process(plane.program.process.pid)
+    headers = {"Authorization": f"Bearer {plane.tokens['admin']}"}
+    with httpx.Client(base_url=plane.url, headers=headers, timeout=600, trust_env=False) as http:
+        _fill(http, rollouts)
+        for accept, decode in FORMATS.values():
+            decode(http.get(PATH, params={"limit": WARM_UP}, headers={"Accept": accept}).content)
+        for _ in range(rounds):
+            for name, (accept, decode) in FORMATS.items():
+                rates[name].append(_read(http, server, accept, decode, rollouts))
+    return rates
 
 
 async def measure(settings: Settings) -> list[Measurement]:
     """Measure every format, and report the best one beside the NDJSON of the same run."""
     rollouts, rounds = (512, 1) if settings.quick else (ROLLOUTS, 3)
-    found = await asyncio.to_thread(deliver, rollouts, rounds)
+    with tempfile.TemporaryDirectory(prefix="ryb-") as name:
+        async with control_plane(Path(name)) as plane:
+            found = await asyncio.to_thread(deliver, plane, rollouts, rounds)
     medians = {name: sorted(rates, key=lambda rate: rate.value)[rounds // 2] for name, rates in found.items()}
     best = max(medians, key=lambda name: medians[name].value)
     told = "; ".join(f"{name} {rate}" for name, rate in medians.items())

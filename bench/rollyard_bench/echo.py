@@ -13,7 +13,6 @@ from rollyard_bench.processes import Missing
 from rollyard_bench.registry import Measurement, Settings
 from rollyard_bench.results import Baseline
 from rollyard_bench.sandboxes import COMMAND_SECONDS, bubblewrap, claimed
-from rollyard_bench.servers import exec_server
 from rollyard_bench.stats import Contestant, Sample, interleave
 
 ECHO = "echo hi"
@@ -81,16 +80,6 @@ async def _echo(settings: Settings) -> tuple[dict[str, Sample], str]:
             return await interleave(contestants, ROUNDS), missing
 
 
-async def _unix_and_tcp(settings: Settings) -> dict[str, Sample]:
-    samples = 300 if settings.quick else 900
-    async with exec_server("unix") as unix, exec_server("tcp") as tcp:
-        contestants = {
-            "unix": Contestant(ours(unix, ECHO, 3), samples, warm_up=20),
-            "tcp": Contestant(ours(tcp, ECHO, 3), samples, warm_up=20),
-        }
-        return await interleave(contestants, ROUNDS)
-
-
 async def _seq(settings: Settings) -> dict[str, Sample]:
     samples = 40 if settings.quick else 120
     async with bubblewrap() as provider, claimed(provider) as (sandbox,):
@@ -128,10 +117,6 @@ async def measure(settings: Settings) -> list[Measurement]:
             "libtmux send_keys, sleep 0.1 s, capture_pane",
         ),
     ]
-    ways = await _unix_and_tcp(settings)
-    how = f"exec server outside of a sandbox; Unix socket {ways['unix'].text()}; TCP {ways['tcp'].text()}"
-    tcp = Baseline("TCP loopback with token", ways["tcp"].p50)
-    found.append(Measurement("echo_unix_vs_tcp", ways["unix"].p50, tcp, how))
     long = await _seq(settings)
     how = f"all {SEQ_BYTES} bytes checked; ours in a sandbox {long['ours'].text()}; raw {long['raw'].text()}"
     found.append(

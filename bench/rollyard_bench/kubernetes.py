@@ -1,4 +1,4 @@
-"""A job's first pod, and cold and warm sandbox pods, on a real cluster; each beside a bare one."""
+"""A job's first pod, and cold sandbox pods, on a real cluster; each beside a bare one."""
 
 from __future__ import annotations
 
@@ -32,11 +32,9 @@ SANDBOX = {
 }
 NO_WORKERS = {stage: {"replicas": 0} for stage in ("init", "run", "eval")}
 """No workers are started, because the benchmark itself is the stage worker."""
-WARM = 2
 BARE, KUBERNETES_JOB = "rollyard.dev/bench-bare", "batch.kubernetes.io/job-name"
 BATCH = "/apis/batch/v1/namespaces/{}/jobs"
 CLAIM = "rollyard.dev/claim"
-WARM_LABEL = "rollyard.dev/warm"
 PATIENCE_SECONDS = 60
 # The server reports with a line that it listens. It starts once the pod's own start is over.
 BARE_SCRIPT = """
@@ -104,8 +102,6 @@ class Bench:
         self._number = itertools.count()
         self.server: list[float] = []
         """The milliseconds of each start of an exec server in a bare pod."""
-        self.claims: list[float] = []
-        """The milliseconds of each bare claim, one beside each sandbox."""
         self._bare: Object | None = None
 
     # The first pod of a job
@@ -160,23 +156,7 @@ class Bench:
         await client.close()
         if done.output.split() != [b"42"]:
             raise ProgramFailed(f"the sandbox answered {done.output[:100]!r}")
-        self.claims.append(await self._bare_claim(claim))
         await self._release(lease, claim)
-        return took * 1e3
-
-    async def _bare_claim(self, claim: Claim) -> float:
-        """Return the milliseconds of what no claim of a warm pod can do without.
-
-        That is one change of the pod's metadata through the API server, and a connection to its exec server.
-        The benchmark does both by itself.
-        """
-        (pod,) = self._pods.of(CLAIM, claim.id)
-        change = {"metadata": {"annotations": {BARE: "claimed"}}}
-        begin = time.perf_counter()
-        await self._place.cluster.merge(f"{self._place.pods}/{pod['metadata']['name']}", change)
-        client = await ExecClient.connect(claim.address, token=claim.secret)
-        took = time.perf_counter() - begin
-        await client.close()
         return took * 1e3
 
     async def _lease(self, job: str) -> Lease:
@@ -261,18 +241,9 @@ class Bench:
             },
         }
 
-    async def warm_sandbox(self) -> float:
-        """Return the same time as `sandbox` does, while the warm pool is full."""
-        await self.filled()
-        return await self.sandbox("warm")
-
-    async def filled(self) -> None:
-        """Wait until the warm pool is full."""
-        await until(lambda: sum(map(ready, self._pods.of(WARM_LABEL, "true"))) >= WARM, "a full warm pool")
-
-    async def start_job(self, name: str, rollouts: int, warm: int) -> None:
+    async def start_job(self, name: str, rollouts: int) -> None:
         """Start a job from which the benchmark leases rollouts."""
-        job = job_object(name, rollouts, stages=NO_WORKERS, sandbox={**SANDBOX, "warm": warm})
+        job = job_object(name, rollouts, stages=NO_WORKERS, sandbox={**SANDBOX, "warm": 0})
         await self._place.cluster.create(self._place.jobs, job)
 
 
@@ -291,17 +262,13 @@ async def _in_turns(count: int, *steps: Callable[[], Awaitable[float]]) -> list[
 
 
 async def _measure(place: Installation, settings: Settings) -> list[Measurement]:
-    jobs, cold, warm = (8, 4, 5) if settings.quick else (20, 10, 15)
+    jobs, cold = (8, 4) if settings.quick else (20, 10)
     pods = Pods()
     async with place.cluster.watching(place.pods, pods.seen), place.worker() as worker:
         bench = Bench(place, pods, worker)
         ours, batch = await _in_turns(jobs, bench.rollout_job, bench.batch_job)
-        await bench.start_job("cold", cold + 1, 0)
+        await bench.start_job("cold", cold + 1)
         colds, bares = await _in_turns(cold, lambda: bench.sandbox("cold"), bench.bare_pod)
-        await bench.start_job("warm", warm + 1, WARM)
-        bench.claims.clear()
-        (warms,) = await _in_turns(warm, bench.warm_sandbox)
-    claims = Sample(tuple(bench.claims[1:]))
     server = Sample(tuple(bench.server[1:]))
     load = f"load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores"
     how_first = (
@@ -314,10 +281,6 @@ async def _measure(place: Installation, settings: Settings) -> list[Measurement]
         f"until a watch sees its container running: {bares.text()}; the exec server's start in such a pod "
         f"until it listens: {server.text()}; goal: 1.2 × the pod, plus the server's start; in turns; {load}"
     )
-    how_warm = (
-        f"the same with {WARM} pods warm: {warms.text()}; a bare claim, which is one change "
-        f"of such a pod through the API server and one connection to its exec server: {claims.text()}; {load}"
-    )
     # The limit of 1.2 times is not meant for the server's own start.
     allowed = Baseline("1.2 × a bare pod + exec server start", 1.2 * bares.p50 + server.p50)
     return [
@@ -325,12 +288,11 @@ async def _measure(place: Installation, settings: Settings) -> list[Measurement]
             "job_to_first_pod", ours.p50, Baseline("a Kubernetes Job's first pod", batch.p50), how_first
         ),
         Measurement("sandbox_pod_cold", colds.p50, allowed, how_cold),
-        Measurement("sandbox_pod_warm", warms.p50, Baseline("bare claim", claims.p50), how_warm),
     ]
 
 
 async def measure(settings: Settings) -> list[Measurement]:
-    """Measure all three in a new namespace."""
+    """Measure both in a new namespace."""
     async with cluster() as found:
         images = await found.sandbox_images()
         with tempfile.TemporaryDirectory(prefix="ryb-") as folder:

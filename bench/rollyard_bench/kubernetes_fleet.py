@@ -24,7 +24,7 @@ from rollyard_pipeline.control_plane.rest import RestControlPlane
 
 from rollyard_bench.cluster import Cluster, Object, cluster
 from rollyard_bench.installation import FAKE_TAINT, JOB, Installation, installation, job_object
-from rollyard_bench.processes import ProgramFailed, memory, output
+from rollyard_bench.processes import ProgramFailed, output
 from rollyard_bench.registry import Measurement, Settings
 from rollyard_bench.results import Baseline
 from rollyard_bench.stats import Sample
@@ -230,38 +230,6 @@ async def _play(name: str, place: Installation, watched: Watched, workers: Worke
     await place.cluster.delete(path)
 
 
-class Meter:
-    """The CPU time of processes since the meter was made, and the highest resident memory of one of them."""
-
-    def __init__(self, pid: int, **others: int) -> None:
-        self._pid = pid
-        self._pids = {"operator": pid, **others}
-        self._before = {name: cpu_seconds(one) for name, one in self._pids.items()}
-        self.idle = memory(pid)["VmRSS"]
-        self.highest = self.idle
-
-    async def run(self) -> None:
-        """Read the memory again and again until cancelled."""
-        while True:
-            self.highest = max(self.highest, memory(self._pid)["VmRSS"])
-            await asyncio.sleep(0.5)
-
-    def spent(self) -> dict[str, float]:
-        """Return the CPU seconds by name."""
-        return {name: cpu_seconds(pid) - self._before[name] for name, pid in self._pids.items()}
-
-
-def cpu_seconds(pid: int) -> float:
-    """Return the CPU time of a process so far, in seconds."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
-
-def _api_server(found: Cluster) -> int:
-    """Return the API server's process id, which kube-lab keeps."""
-    return int((Path(found.environment["KUBECONFIG"]).parent / "pids" / "kube-apiserver").read_text())
-
-
 @asynccontextmanager
 async def fake_nodes(found: Cluster, count: int) -> AsyncIterator[None]:
     """Add nodes without machines. Those that did not exist before are removed at the end."""
@@ -279,13 +247,8 @@ async def fake_nodes(found: Cluster, count: int) -> AsyncIterator[None]:
 
 
 async def _measure(place: Installation, settings: Settings) -> list[Measurement]:
-    jobs = 100 if settings.quick else 1000
+    jobs = 100 if settings.quick else 300
     watched, lags = Watched(), Lags()
-    meter = Meter(
-        place.operator.process.pid,
-        api_server=_api_server(place.cluster),
-        control_plane=place.plane.program.process.pid,
-    )
     begin = time.perf_counter()
     async with (
         place.cluster.watching(place.pods, watched.pod, place.selector, whole=False),
@@ -294,16 +257,14 @@ async def _measure(place: Installation, settings: Settings) -> list[Measurement]
     ):
         workers = Workers(client, place.namespace)
         async with asyncio.TaskGroup() as beside:
-            standing = [beside.create_task(workers.run()), beside.create_task(meter.run())]
+            standing = beside.create_task(workers.run())
             async with asyncio.TaskGroup() as group:
                 for number in range(jobs):
                     await asyncio.sleep(max(0.0, begin + number / PER_SECOND - time.perf_counter()))
                     place.check()
                     group.create_task(_play(f"job-{number}", place, watched, workers, lags))
-            for task in standing:
-                task.cancel()
+            standing.cancel()
     seconds = time.perf_counter() - begin
-    spent = meter.spent()
     lag = lags.all()
     load = f"load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores"
     what = (
@@ -316,28 +277,8 @@ async def _measure(place: Installation, settings: Settings) -> list[Measurement]
         f"{what}; from the change of an object (or the last result's acceptance by the control plane) "
         f"to the operator's answer in a watch: {lag.text()}; {lags.text()}"
     )
-    per_job = 1e3 * spent["operator"] / jobs
-    how_cpu = (
-        f"{what}; CPU time of the operator, {per_job:.0f} ms a job; "
-        f"control plane {spent['control_plane']:.0f} s"
-    )
-    how_memory = (
-        f"{what}; highest VmRSS of the operator; the baseline is the same process before the first job"
-    )
     return [
         Measurement("reconcile_lag_p99", lag.p99 / 1e3, Baseline("p50 of the same", lag.p50 / 1e3), how_lag),
-        Measurement(
-            "operator_cpu",
-            spent["operator"],
-            Baseline("kube-apiserver, same time", spent["api_server"]),
-            how_cpu,
-        ),
-        Measurement(
-            "operator_resident",
-            meter.highest / MB,
-            Baseline("the same process, idle", meter.idle / MB),
-            how_memory,
-        ),
     ]
 
 

@@ -29,14 +29,8 @@ SINFO_SECONDS = 30.0
 Measured = Callable[[Settings], Awaitable[list[Measurement]]]
 
 
-async def as_user(
-    module: str, settings: Settings, measured: Measured, *, nodes: int = 0
-) -> list[Measurement]:
+async def as_user(module: str, settings: Settings, measured: Measured) -> list[Measurement]:
     """Run `measured` as an ordinary user: here, or for root as the program `module` in the lab.
-
-    Args:
-        nodes: The number of nodes that the lab is to have; 0 leaves the number as it is. The lab has its
-            former number of nodes when this returns.
 
     Raises:
         Missing: The lab cannot be had on this machine, or `measured` misses something.
@@ -45,17 +39,8 @@ async def as_user(
         return list(await measured(settings))
     await output(str(LAB), "start")  # On a fresh machine this makes the lab's user and its nodes.
     await _compiled()
-    before = len(json.loads(await output(str(LAB), "info"))["nodes"])
-    if nodes:
-        await output(str(LAB), "start", "--nodes", str(nodes))
-    try:
-        command = [str(LAB), "run", "--chdir", str(ROOT / "bench"), "--", sys.executable, "-m", module]
-        entries = json.loads(
-            (await output(*command, *(["--quick"] if settings.quick else []))).splitlines()[-1]
-        )
-    finally:
-        if nodes:
-            await output(str(LAB), "start", "--nodes", str(before))
+    command = [str(LAB), "run", "--chdir", str(ROOT / "bench"), "--", sys.executable, "-m", module]
+    entries = json.loads((await output(*command, *(["--quick"] if settings.quick else []))).splitlines()[-1])
     return [
         Measurement(
             entry["figure"],
@@ -67,9 +52,7 @@ async def as_user(
     ]
 
 
-async def on_slurm(
-    module: str, settings: Settings, measured: Measured, *, nodes: int = 0
-) -> list[Measurement]:
+async def on_slurm(module: str, settings: Settings, measured: Measured) -> list[Measurement]:
     """Run `measured` as `as_user` does, with a Slurm: the lab's for root, and otherwise the user's own.
 
     Raises:
@@ -83,7 +66,7 @@ async def on_slurm(
             raise Missing(f"no Slurm answers, and only root can start scripts/slurm-lab: {error}") from error
         if not partitions.strip():
             raise Missing("this Slurm has no partition `debug`")
-    return await as_user(module, settings, measured, nodes=nodes)
+    return await as_user(module, settings, measured)
 
 
 async def _compiled() -> None:

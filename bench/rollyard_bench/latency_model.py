@@ -2,12 +2,9 @@
 
 `python -m rollyard_bench.latency_model --latency 0.5 --turns 4 --folder DIR --port-file FILE`. Every call
 sleeps `latency` seconds, however many run at once, and gives the token ids of one tool call: `bash` in the
-turns before the last, and `submit` in the last, which runs `--command`, too, if one is given. It knows no
-rollouts: the turn is counted in the prompt. After `POST /hold` calls wait for `POST /release`, after which
-they continue at moments spread over `latency` seconds, because rollouts in step would all run their commands
-at once. Requests that only check whether the server works are answered at once: an empty request, and one for
-a single token. `POST /full` returns the pace of the turns since then until the first rollout got its last
-one.
+turns before the last, and `submit` in the last. It knows no rollouts: the turn is counted in the prompt.
+Requests that only check whether the server works are answered at once: an empty request, and one for a single
+token.
 """
 
 from __future__ import annotations
@@ -16,11 +13,9 @@ import argparse
 import asyncio
 import json
 import os
-import random
 import socket
 import time
 from collections.abc import Awaitable, Callable, MutableMapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +25,6 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 MODEL = "fixed-latency"
 MAX_MODEL_LEN = 32_768
-PROMPT_TOKENS = 64
-"""The number of a prompt's tokens by which a rollout is recognized where that matters."""
 START, END = "<|im_start|>", "<|im_end|>"
 
 TEMPLATE = """\
@@ -68,46 +61,18 @@ def write_folder(folder: Path) -> None:
     (folder / "chat_template.jinja").write_text(TEMPLATE)
 
 
-@dataclass(slots=True)
-class Full:
-    """The answers given while every rollout that was held has begun, and none has ended.
-
-    A rollout is recognized by the beginning of its prompt.
-    """
-
-    begin: float = 0.0
-    over: bool = False
-    times: dict[tuple[int, ...], list[float]] = field(default_factory=dict)
-
-    def answered(self, prompt: list[int], now: float, *, last: bool) -> None:
-        """Count one answer. If `last` is set, the answer ends its rollout."""
-        self.over = self.over or last
-        if not self.over and now >= self.begin:
-            self.times.setdefault(tuple(prompt[:PROMPT_TOKENS]), []).append(now)
-
-    def figures(self) -> dict[str, Any]:
-        """Return the rollouts that were answered at least twice, their turns, and all turns per second."""
-        each = [times for times in self.times.values() if len(times) > 1]
-        rate = sum((len(times) - 1) / (times[-1] - times[0]) for times in each)
-        return {"rollouts": len(each), "turns": sum(map(len, each)) - len(each), "rate": rate}
-
-
 class LatencyModel:
     """The ASGI application."""
 
-    def __init__(self, latency: float, turns: int, command: str = "") -> None:
+    def __init__(self, latency: float, turns: int) -> None:
         self._latency = latency
         self._turns = turns
-        self._open = asyncio.Event()
-        self._open.set()
-        self._offsets = random.Random(0)
-        self._full = Full()
         tokenizer = make_tokenizer()
         self._assistant_start = tuple(tokenizer.encode(START + "a").ids)
-        step = self._call("bash", {"command": command or "echo step"})
+        step = self._call("bash", {"command": "echo step"})
         submit = self._call("submit", {"answer": "done"})
         self._step = self._encoded(tokenizer, step)
-        self._last = self._encoded(tokenizer, f"{step}\n{submit}" if command else submit)
+        self._last = self._encoded(tokenizer, submit)
 
     @staticmethod
     def _call(tool: str, arguments: dict[str, str]) -> str:
@@ -168,26 +133,10 @@ class LatencyModel:
 
     async def wait(self, request: dict[str, Any], arrived: float) -> None:
         """Wait until the request, which came at `arrived`, is to be answered."""
-        if not self._open.is_set():
-            await self._open.wait()
-            # Its time begins in between; the last of them is released after `latency` seconds.
-            arrived = time.perf_counter() + self._offsets.uniform(0.0, self._latency)
         await asyncio.sleep(max(0.0, arrived + self._latency - time.perf_counter()))
-        prompt = request["prompt"]
-        self._full.answered(prompt, time.perf_counter(), last=self.turn(prompt) >= self._turns)
 
     def static(self, path: str) -> dict[str, Any] | None:
         """Return the answer to a request whose body does not matter, or None if there is no such path."""
-        if path == "/hold":
-            self._open.clear()
-            return {}
-        if path == "/release":
-            # All have begun their second turn when the last one has had its first answer.
-            self._full = Full(time.perf_counter() + 2 * self._latency)
-            self._open.set()
-            return {}
-        if path == "/full":
-            return self._full.figures()
         model = {"id": MODEL, "object": "model", "owned_by": "bench", "max_model_len": MAX_MODEL_LEN}
         known: dict[str, dict[str, Any]] = {
             "/health": {},
@@ -261,12 +210,11 @@ def main() -> None:
     parse = argparse.ArgumentParser(description=__doc__)
     parse.add_argument("--latency", type=float, required=True, help="seconds of each call")
     parse.add_argument("--turns", type=int, required=True, help="model calls of one rollout")
-    parse.add_argument("--command", default="", help="what every turn runs, the last one too")
     parse.add_argument("--folder", type=Path, required=True, help="where the tokenizer is written")
     parse.add_argument("--port-file", type=Path, required=True)
     options = parse.parse_args()
     write_folder(options.folder)
-    serve(LatencyModel(options.latency, options.turns, options.command), options.port_file)
+    serve(LatencyModel(options.latency, options.turns), options.port_file)
 
 
 if __name__ == "__main__":

@@ -29,7 +29,6 @@ TASKS = ROOT / "examples" / "quickstart" / "tasks.jsonl"
 BENCH = Path(__file__).resolve().parents[1]
 SAMPLES = 2
 SEED = 0
-BUSY = 8  # rollouts in flight in the second run
 BARE = 80
 """The number of bare round trips beside each run. Half of them come before it, the others after it."""
 BARE_PROMPT, BARE_TOKENS = 400, 20
@@ -52,18 +51,16 @@ class Run:
 
 
 @asynccontextmanager
-async def relay(
-    folder: Path, name: str, target: str, *, pace: float = 0.0, log: Path | None = None
-) -> AsyncIterator[str]:
+async def relay(folder: Path, name: str, target: str, log: Path) -> AsyncIterator[str]:
     """Start a relay in front of `target`, and yield its URL."""
     port_file = folder / f"{name}.port"
-    command = [sys.executable, "-m", "rollyard_bench.relay", "--target", target, "--pace", str(pace)]
-    command += ["--port-file", str(port_file), *(("--log", str(log)) if log else ())]
+    command = [sys.executable, "-m", "rollyard_bench.relay", "--target", target]
+    command += ["--port-file", str(port_file), "--log", str(log)]
     async with program(command, folder / f"{name}.log", {"PYTHONPATH": str(BENCH)}) as running:
         yield f"http://127.0.0.1:{await port_of(running, 'the relay', port_file)}"
 
 
-def _job(name: str, tasks: int, slots: int) -> dict[str, Any]:
+def _job(name: str, tasks: int) -> dict[str, Any]:
     lines = TASKS.read_text().splitlines()[:tasks]
     return manifest(
         name,
@@ -74,24 +71,24 @@ def _job(name: str, tasks: int, slots: int) -> dict[str, Any]:
         sampling={"temperature": 1.0, "maxTokens": 64, "seed": SEED},
         backendRef={"name": "vllm"},
         sandbox={"resources": {"memory": "256Mi", "disk": "64Mi"}},
-        stages={"init": {"concurrency": 2}, "run": {"concurrency": slots}, "eval": {"concurrency": 2}},
+        stages={"init": {"concurrency": 2}, "run": {"concurrency": 1}, "eval": {"concurrency": 2}},
     )
 
 
-async def _run(folder: Path, server: Server, tasks: int, slots: int) -> Run:
-    """Run one job with `slots` rollouts in flight, on a control plane and a worker of its own."""
+async def _run(folder: Path, server: Server, tasks: int) -> Run:
+    """Run one job, one rollout at a time, on a control plane and a worker of its own."""
     folder.mkdir()
     os.chmod(folder, 0o700)
-    log, name = folder / "exchanges.jsonl", f"overhead-{slots}"
+    log, name = folder / "exchanges.jsonl", "overhead"
     async with (
-        relay(folder, "relay", server.url, log=log) as url,
+        relay(folder, "relay", server.url, log) as url,
         control_plane(folder) as plane,
         plane.client() as client,
-        stage_worker(plane, folder, {"init": 2, "run": slots, "eval": 2}) as worker,
+        stage_worker(plane, folder, {"init": 2, "run": 1, "eval": 2}) as worker,
     ):
         await external_pool(client, "vllm", MODEL, server.model, [url])
         bare = await _round_trips(url, BARE // 2, 1)
-        await posted(client, "/v1/rolloutjobs", json=_job(name, tasks, slots))
+        await posted(client, "/v1/rolloutjobs", json=_job(name, tasks))
         async with asyncio.timeout(120.0):
             found = await deliver(client, worker, name, tasks * SAMPLES)
         bare |= await _round_trips(url, BARE // 2, 1 + BARE // 2)
@@ -148,13 +145,12 @@ def _turns(found: list[dict[str, Any]], own: Mapping[int, float], bare: Mapping[
 
 
 async def measure(settings: Settings) -> list[Measurement]:
-    """Measure one rollout at a time, then eight at once."""
+    """Measure one rollout at a time."""
     tasks = 8 if settings.quick else 40
     with tempfile.TemporaryDirectory(prefix="ryb-") as name:
         folder = Path(name)
         async with vllm_servers(folder, 1) as (server,):
-            alone = await _run(folder / "alone", server, tasks, 1)
-            busy = await _run(folder / "busy", server, tasks, BUSY)
+            alone = await _run(folder / "alone", server, tasks)
     how = (
         "wall time of a turn in the worker (rendering, tokenizing, the request through the session, parsing, "
         "recording, and its share of what else Run does, such as attaching the sandbox), less the tools and "
@@ -164,14 +160,6 @@ async def measure(settings: Settings) -> list[Measurement]:
         f"time {alone.backend.text()}; the baseline is a bare HTTP request of a turn's size through the same "
         f"relay to the same server, less the server's own time: {alone.bare.text()}"
     )
-    how_busy = (
-        f"{BUSY} rollouts in flight, two cores shared with the server, sandboxes starting and ending beside: "
-        f"{busy.ours.text()}, {busy.outside.p50:.3g} ms of it outside of the model call; backend's own time "
-        f"{busy.backend.text()}"
-    )
     return [
         Measurement("turn_overhead", alone.ours.p50, Baseline("bare round trip", alone.bare.p50), how),
-        Measurement(
-            "turn_overhead_busy", busy.ours.p50, Baseline("backend's own time", busy.backend.p50), how_busy
-        ),
     ]

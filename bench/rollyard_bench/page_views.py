@@ -1,11 +1,11 @@
-"""What a reader waits for in a real browser: first views, filters, frames of a scroll, a long trajectory."""
+"""What a reader waits for in a real browser: first views, filters, a long trajectory."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from statistics import median, quantiles
+from statistics import median
 from typing import Any, Final
 
 import httpx
@@ -18,8 +18,6 @@ from rollyard_bench.results import Baseline
 
 LIMIT_MS: Final = 120_000
 """The time after which a step in the browser has failed."""
-SCROLL_PIXELS: Final = 240
-"""How far each frame of a scroll moves, which is two notches of a usual wheel."""
 _CELLS: Final = "document.querySelectorAll('[role=grid] [data-row] [data-key=sample]').length >= 40"
 _JOB_SHOWN: Final = f"{_CELLS} && document.querySelectorAll('.panel').length >= 2"
 _TOKENS_SHOWN: Final = "document.querySelectorAll('.token-line [data-start]').length >= 20"
@@ -53,43 +51,6 @@ _CHOOSE: Final = """
   requestAnimationFrame(look);
 })
 """
-_SCROLL: Final = """
-([selector, rows, pixels, attribute]) => new Promise((resolve, reject) => {
-  const list = document.querySelector(selector);
-  const frames = [], heaps = [], begin = performance.now();
-  let before = begin, waited = 0, seen = 0;
-  const step = now => {
-    const top = list.scrollTop;
-    if (performance.memory) heaps.push(performance.memory.usedJSHeapSize);
-    for (const row of list.querySelectorAll(`[${attribute}]`)) {
-      seen = Math.max(seen, Number(row.getAttribute(attribute)) + 1);
-    }
-    list.scrollTop = top + pixels;
-    const moved = list.scrollTop !== top;
-    // Frames that wait for rows count, too: they show what is there.
-    frames.push(now - before);
-    before = now;
-    waited = moved ? now : waited;
-    const whole = rows ? seen >= rows : !list.querySelector(".token-awaited");
-    if (!moved && whole) return resolve({frames: frames.slice(1), seen, heap: Math.max(0, ...heaps)});
-    if (now - begin > 110000) return reject(new Error(`only ${seen} of ${rows} rows were reached`));
-    requestAnimationFrame(step);
-  };
-  requestAnimationFrame(now => { before = now; waited = now; requestAnimationFrame(step); });
-})
-"""
-_REST: Final = """
-count => new Promise(resolve => {
-  const frames = [];
-  let before;
-  const step = now => {
-    if (before !== undefined) frames.push(now - before);
-    before = now;
-    frames.length < count ? requestAnimationFrame(step) : resolve(frames);
-  };
-  requestAnimationFrame(step);
-})
-"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,10 +71,6 @@ class Stage:
 def _until(page: Page, condition: str) -> None:
     # A function needs no `eval`, which the page's policy forbids.
     page.wait_for_function(f"() => ({condition})", timeout=LIMIT_MS)
-
-
-def _p99(values: Sequence[float]) -> float:
-    return quantiles(values, n=100, method="inclusive")[98]
 
 
 def _shown(stage: Stage, url: str, condition: str) -> list[float]:
@@ -202,39 +159,8 @@ def filters(stage: Stage) -> Measurement:
     return Measurement("page_filter", median(times), Baseline("the call", median(calls)), how)
 
 
-def scroll(stage: Stage) -> Measurement:
-    """Measure the frames of a scroll through all groups, with the loading of those that are missing."""
-    all_frames: list[float] = []
-    worst = []
-    with a_context(stage.browser, stage.served, storage_state=stage.cookies) as (context, _):
-        page = context.new_page()
-        for _ in range(stage.rounds):
-            page.goto(stage.served.job(stage.job))
-            _until(page, _CELLS)
-            found = page.evaluate(_SCROLL, ["[role=grid]", stage.groups, SCROLL_PIXELS, "data-row"])
-            worst.append(_p99(found["frames"]))
-            all_frames += found["frames"]
-        rest = page.evaluate(_REST, 200)
-    how = (
-        f"frames of a scroll of {SCROLL_PIXELS} px each through all {stage.groups:,} groups, which are "
-        f"loaded on the way, {len(worst)} times, {len(all_frames)} frames: p50 {median(all_frames):.1f} ms, "
-        f"p99 of each time {_list(worst)} ms, longest {max(all_frames):.0f} ms; the baseline is p99 at rest"
-    )
-    return Measurement("page_scroll", median(worst), Baseline("at rest", _p99(rest)), how)
-
-
-def _heap(page: Page) -> float:
-    """Return the megabytes that the page's scripts hold after a collection."""
-    session = page.context.new_cdp_session(page)
-    session.send("HeapProfiler.collectGarbage")
-    session.send("Performance.enable")
-    metrics = {item["name"]: item["value"] for item in session.send("Performance.getMetrics")["metrics"]}
-    session.detach()
-    return float(metrics["JSHeapUsedSize"]) / 1e6
-
-
-def trajectory(stage: Stage, tokens: int) -> list[Measurement]:
-    """Measure the first view of a long trajectory's tokens, and the heap while all of them are shown."""
+def trajectory(stage: Stage, tokens: int) -> Measurement:
+    """Measure the first view of a long trajectory's tokens."""
     url = f"{stage.served.rollout(stage.job, stage.rollout)}?tab=tokens"
     times = _shown(stage, url, _TOKENS_SHOWN)
     raw = []
@@ -243,30 +169,12 @@ def trajectory(stage: Stage, tokens: int) -> list[Measurement]:
             begin = time.perf_counter()
             http.get(f"/v1/rolloutjobs/{stage.job}/rollouts/{stage.rollout}").raise_for_status().json()
             raw.append(time.perf_counter() - begin)
-    with a_context(stage.browser, stage.served, storage_state=stage.cookies) as (context, _):
-        page = context.new_page()
-        page.goto(f"{stage.served.url}/")
-        _until(page, "document.querySelectorAll('table a').length > 0")
-        idle = _heap(page)
-        page.goto(url)
-        _until(page, _TOKENS_SHOWN)
-        found = page.evaluate(_SCROLL, [".token-lines", 0, SCROLL_PIXELS, "data-row"])
-        nodes = page.evaluate("document.querySelectorAll('*').length")
-        after = _heap(page)
     how = (
         f"the tokens of a trajectory of {tokens:,}, from the navigation of a browser without a cache until "
         f"they are drawn, {len(times)} times: {_list(times)} ms; the baseline is the whole record without a "
         "browser, parsed"
     )
-    heap = (
-        f"the highest heap of scripts while all tokens are scrolled past; {after:.1f} MB after a collection, "
-        f"{nodes} elements; frames p99 {_p99(found['frames']):.1f} ms; the baseline is the overview's heap "
-        "after a collection"
-    )
-    return [
-        Measurement("page_trajectory", median(times) / 1e3, Baseline("the record", median(raw)), how),
-        Measurement("page_trajectory_heap", found["heap"] / 1e6, Baseline("the overview", idle), heap),
-    ]
+    return Measurement("page_trajectory", median(times) / 1e3, Baseline("the record", median(raw)), how)
 
 
 def _list(values: Sequence[float]) -> str:

@@ -1,4 +1,4 @@
-"""The real pipeline against a fixed-latency model, beside its capacity bound and a coupled loop."""
+"""The real pipeline against a fixed-latency model, beside its capacity bound."""
 
 from __future__ import annotations
 
@@ -15,8 +15,6 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from rollyard_bench import coupled
-from rollyard_bench.capacity import Slots, Workload, coupled_bound, pipeline_bound, stage_bounds
 from rollyard_bench.harness import deliver, external_pool, stage_worker
 from rollyard_bench.latency_model import MODEL
 from rollyard_bench.memory import counts, manifest, posted
@@ -28,6 +26,69 @@ HERE = Path(__file__).resolve().parents[1]
 NAME = "latency"
 POOL = "latency"
 SAMPLES = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Slots:
+    """The number of rollouts that each stage holds at once."""
+
+    init: int
+    run: int
+    eval: int
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """A number of rollouts with fixed latencies; every `slow_every`th evaluates for `eval_slow` seconds."""
+
+    rollouts: int
+    init: float
+    model_call: float
+    turns: int
+    """The number of model calls in one rollout's Run."""
+    eval: float
+    eval_slow: float
+    slow_every: int
+
+    @property
+    def run(self) -> float:
+        """Return the seconds of model time in one Run."""
+        return self.model_call * self.turns
+
+    @property
+    def slow(self) -> int:
+        """Return the number of rollouts that evaluate slowly: numbers 0, `slow_every`, 2 `slow_every`, …"""
+        return -(-self.rollouts // self.slow_every)
+
+    @property
+    def eval_total(self) -> float:
+        """Return the seconds of evaluation of all rollouts together."""
+        return self.slow * self.eval_slow + (self.rollouts - self.slow) * self.eval
+
+    def eval_of(self, number: int) -> float:
+        """Return the seconds that the evaluation of this sample of its group takes."""
+        return self.eval_slow if number % self.slow_every == 0 else self.eval
+
+
+def stage_bounds(work: Workload, slots: Slots) -> dict[str, float]:
+    """Return the bound of each stage: fill + total work / slots + drain.
+
+    Fill is the least time that any rollout needs before the stage, and drain the least time after it: no slot
+    of the stage can begin earlier, and the rollout that leaves it last still has to pass the rest.
+    """
+    shortest_eval = min(work.eval, work.eval_slow) if work.slow < work.rollouts else work.eval_slow
+    return {
+        "init": work.rollouts * work.init / slots.init + work.run + shortest_eval,
+        "run": work.init + work.rollouts * work.run / slots.run + shortest_eval,
+        "eval": work.init + work.run + work.eval_total / slots.eval,
+    }
+
+
+def pipeline_bound(work: Workload, slots: Slots) -> float:
+    """Return the largest of the stages' bounds: no pipeline of these slots ends sooner."""
+    return max(stage_bounds(work, slots).values())
+
+
 SLOTS = Slots(init=8, run=8, eval=8)
 
 
@@ -53,19 +114,13 @@ class PipelineRun:
     """The seconds of Run, over all rollouts."""
     trajectories: list[dict[str, Any]]
 
-    @property
-    def busy(self) -> float:
-        """Return the busy share of the Run slots' time."""
-        return self.run_active / (SLOTS.run * self.seconds)
-
 
 @asynccontextmanager
-async def model_server(folder: Path, latency: float, turns: int, command: str = "") -> AsyncIterator[str]:
+async def model_server(folder: Path, latency: float, turns: int) -> AsyncIterator[str]:
     """Start the fixed-latency model and yield its URL. Its tokenizer lies in `folder/model`."""
     port_file = folder / "model.port"
     words = [sys.executable, "-m", "rollyard_bench.latency_model", "--latency", str(latency)]
     words += ["--turns", str(turns), "--folder", str(folder / "model"), "--port-file", str(port_file)]
-    words += ["--command", command] if command else []
     async with program(words, folder / "model.log", {"PYTHONPATH": str(HERE)}) as running:
         url = f"http://127.0.0.1:{await port_of(running, 'the latency model', port_file)}"
         await answers(running, "the latency model", f"{url}/health")
@@ -165,14 +220,13 @@ def _overhead(run: PipelineRun, work: Workload) -> str:
 
 
 async def measure(settings: Settings) -> list[Measurement]:
-    """Measure the pipeline, then the coupled loop against the same server."""
+    """Measure the makespan of one job, after its bound was computed."""
     work = workload(settings)
     with tempfile.TemporaryDirectory(prefix="ryb-") as name:
         folder = Path(name)
         os.chmod(folder, 0o700)
         async with model_server(folder, work.model_call, work.turns) as url:
             run = await _pipeline(folder, url, work)
-            loop = await coupled.run(work, SLOTS.run, url, MODEL)
     bound = pipeline_bound(work, SLOTS)
     stages = ", ".join(f"{stage} {seconds:.1f} s" for stage, seconds in stage_bounds(work, SLOTS).items())
     shape = (
@@ -181,21 +235,6 @@ async def measure(settings: Settings) -> list[Measurement]:
         f"{SLOTS.init}, {SLOTS.run}, {SLOTS.eval}"
     )
     how = f"{shape}; bounds: {stages}; {_overhead(run, work)}"
-    speed_up = loop.seconds / run.seconds
-    predicted = coupled_bound(work, SLOTS) / bound
-    how_loop = (
-        f"{shape}; pipeline {run.seconds:.2f} s, coupled loop {loop.seconds:.2f} s; predicted from their "
-        f"bounds {bound:.2f} s and {coupled_bound(work, SLOTS):.2f} s"
-    )
     return [
         Measurement("pipeline_makespan", run.seconds, Baseline("stage-capacity bound", bound), how),
-        Measurement(
-            "pipeline_speed_up", speed_up, Baseline("predicted by the latencies", predicted), how_loop
-        ),
-        Measurement(
-            "pipeline_run_slots_busy",
-            run.busy,
-            Baseline("coupled loop", loop.busy),
-            f"seconds in Run / (Run slots × makespan); {shape}",
-        ),
     ]

@@ -87,37 +87,6 @@ class Ours(Policy):
         self._ended[rollout.group] += 1
 
 
-class ProRL(Policy):
-    """A min-heap of assignment counts, which never fall. Each task (here a rollout) is sticky."""
-
-    def __init__(self, urls: Sequence[str]) -> None:
-        super().__init__(urls)
-        self._assigned: Counter[str] = Counter()
-
-    def begin(self, rollout: Rollout) -> str:
-        """Return the server with the fewest assignments so far."""
-        chosen = min(self.urls, key=lambda url: (self._assigned[url], url))
-        self._assigned[chosen] += 1
-        return chosen
-
-
-class RoundRobin(Policy):
-    """Every request goes to the next server, as a load balancer in front of the servers does."""
-
-    def __init__(self, urls: Sequence[str]) -> None:
-        super().__init__(urls)
-        self._next = 0
-
-    def begin(self, rollout: Rollout) -> str:
-        """Return the first server; each request chooses its own."""
-        return self.urls[0]
-
-    def request(self, own: str) -> str:
-        """Return the next server in turn."""
-        self._next += 1
-        return self.urls[self._next % len(self.urls)]
-
-
 class Random(Policy):
     """Every request goes to a server drawn at random."""
 
@@ -193,14 +162,13 @@ async def _hits(policy: Policy, servers: Sequence[Server], groups: int) -> tuple
 
 
 async def measure(settings: Settings) -> list[Measurement]:
-    """Measure every policy over the same conversations, after one server that holds them all."""
+    """Measure both policies over the same conversations."""
     groups = 3 if settings.quick else 8
     with tempfile.TemporaryDirectory(prefix="ryb-") as name:
         async with vllm_servers(Path(name), 2, CONTEXT) as servers:
             urls = [server.url for server in servers]
-            found = {"one server": await _hits(ProRL(urls[:1]), servers[:1], groups)}
-            for kind in (Ours, ProRL, RoundRobin, Random):
-                found[kind.__name__] = await _hits(kind(urls), servers, groups)
+            policies: list[Policy] = [Ours(urls), Random(urls)]
+            found = {type(one).__name__: await _hits(one, servers, groups) for one in policies}
     return _measurements({name: counts for name, (counts, _) in found.items()}, _shape(groups, found))
 
 
@@ -213,19 +181,13 @@ def _shape(groups: int, found: dict[str, tuple[CacheCounts, float]]) -> str:
     return (
         f"{groups} groups of {GROUP}, {TURNS} turns from {FIRST} to at most {longest:,} tokens, {SLOTS} "
         f"rollouts in flight, two vLLM servers, the same conversations and emptied caches for each policy, "
-        f"the servers' own counters; {each}; round-robin and random choose for every request"
+        f"the servers' own counters; {each}; random chooses for every request"
     )
 
 
 def _measurements(found: dict[str, CacheCounts], how: str) -> list[Measurement]:
     ours = found["Ours"].percent
 
-    def beside(figure: str, name: str, key: str) -> Measurement:
-        return Measurement(figure, ours, Baseline(name, found[key].percent), how)
-
     return [
-        beside("prefix_hits", "random, per request", "Random"),
-        beside("prefix_hits_one_server", "one server holds all", "one server"),
-        beside("prefix_hits_round_robin", "round-robin, per request", "RoundRobin"),
-        beside("prefix_hits_prorl", "ProRL's: assignment counts, sticky", "ProRL"),
+        Measurement("prefix_hits", ours, Baseline("random, per request", found["Random"].percent), how),
     ]

@@ -54,18 +54,12 @@ FIGURES: tuple[Figure, ...] = (
     Figure("echo_p50", "echo", "ms", _value("<=", 0.6, "≤ 0.6 ms"), "times the baseline"),
     Figure("echo_vs_tmux_at_once", "echo", "ms", _ratio(">=", 10, "≥ 10× faster"), "times faster"),
     Figure("echo_vs_tmux_after_sleep", "echo", "ms", _ratio(">=", 150, "≥ 150× faster"), "times faster"),
-    Figure("echo_unix_vs_tcp", "echo", "ms", None, "times faster"),
     Figure("seq_20000", "echo", "ms", _ratio("<=", 1.5, "≤ 1.5× a raw pty"), "times the baseline"),
     Figure("swe_action_time", "swe_action_time", "s", _ratio("<=", 0.6, "≤ 0.6× tmux"), "times the baseline"),
     Figure("ipython_p50", "ipython", "ms", _value("<=", 5, "≤ 5 ms"), "times faster"),
-    Figure("sessions_16_sandboxes", "sessions", "ms", _value("<=", 5, "≤ 5 ms"), "times the baseline"),
-    Figure("sessions_16_one_sandbox", "sessions", "ms", _value("<=", 5, "≤ 5 ms"), "times the baseline"),
     Figure("sandbox_cold", "start", "ms", _ratio("<=", 1.5, "≤ 1.5× bare"), "times the baseline"),
     Figure("init_rate", "init_rate", "/s", _ratio(">=", 2, "≥ 2× before"), "times the baseline"),
     Figure("own_cpu_per_rollout", "own_cpu", "ms", _value("<=", 40, "≤ 40 ms"), "times the baseline"),
-    Figure(
-        "trace_overhead", "traces", "s", _ratio("<=", 1.03, "≤ 1.03× without traces"), "times the baseline"
-    ),
     Figure(
         "humaneval_evals",
         "humaneval_evals",
@@ -73,8 +67,6 @@ FIGURES: tuple[Figure, ...] = (
         _ratio("<=", 1.3, "≤ 1.3× a fresh process"),
         "times the baseline",
     ),
-    Figure("math_verdict", "math_verdict", "ms", _value("<=", 100, "≤ 100 ms"), "times the baseline"),
-    Figure("tool_calls", "tool_calls", "outputs", _value(">=", 440, "≥ 440 of 469"), "times the baseline"),
     Figure(
         "apptainer_cold",
         "apptainer",
@@ -82,8 +74,6 @@ FIGURES: tuple[Figure, ...] = (
         _ratio("<=", 1.2, "≤ 1.2× bare instance + server"),
         "times the baseline",
     ),
-    Figure("apptainer_warm", "apptainer", "ms", _value("<=", 20, "≤ 20 ms"), "times faster"),
-    Figure("apptainer_echo_p50", "apptainer", "ms", _value("<=", 1.5, "≤ 1.5 ms"), "times the baseline"),
     Figure(
         "slurm_first_rollout",
         "slurm_start",
@@ -91,34 +81,14 @@ FIGURES: tuple[Figure, ...] = (
         _ratio("<=", 1.6, "≤ 1.6× bare sbatch + instance"),
         "times the baseline",
     ),
-    Figure("slurm_efficiency", "slurm_nodes", "of 1", _value(">=", 0.95, "≥ 0.95"), "times the baseline"),
-    Figure("slurm_of_ideal", "slurm_nodes", "rollouts/s", None, "times the baseline"),
-    Figure("slurm_nodes_at_95", "slurm_nodes", "nodes", None, "times the baseline"),
-    Figure("slurm_load_idle", "slurm_load", "/min", None, "times the baseline"),
-    Figure("slurm_load_one_job", "slurm_load", "/min", None, "times the baseline"),
-    Figure("slurm_load_100_jobs", "slurm_load", "/min", None, "times the baseline"),
     Figure("lease_cycles", "leases", "/s", _value(">=", 1000, "≥ 1,000/s"), "times the baseline"),
     Figure("queued_10000_resident", "memory", "MB", _value("<=", 300, "≤ 300 MB"), "times the baseline"),
     Figure(
         "pipeline_makespan", "pipeline", "s", _ratio("<=", 1.05, "≤ 1.05× the bound"), "times the baseline"
     ),
-    Figure("pipeline_speed_up", "pipeline", "×", _ratio(">=", 0.9, "≥ 0.9× predicted"), "times the baseline"),
-    Figure("pipeline_run_slots_busy", "pipeline", "of 1", None, "times the baseline"),
     Figure("dapo_to_target", "dapo_to_target", "s", _ratio(">=", 1.5, "≥ 1.5× faster"), "times faster"),
-    Figure("dapo_no_early_termination", "dapo_to_target", "s", None, "times faster"),
-    Figure("dapo_slots_busy", "dapo_to_target", "of 1", _value(">=", 0.9, "≥ 0.9"), "times the baseline"),
     Figure("delta_tokenize_32k", "tokenize", "ms", _value("<=", 2, "≤ 2 ms"), "times faster"),
-    Figure("delta_tokenize_growth", "tokenize", "×", _value("<=", 1.5, "≤ 1.5×"), "times the baseline"),
     Figure("prefix_hits", "prefix", "%", _value(">=", 76, "≥ 76%"), "times the baseline"),
-    Figure(
-        "prefix_hits_one_server",
-        "prefix",
-        "%",
-        _ratio(">=", 0.976, "≥ that less 2 points"),
-        "times the baseline",
-    ),
-    Figure("prefix_hits_round_robin", "prefix", "%", None, "times the baseline"),
-    Figure("prefix_hits_prorl", "prefix", "%", None, "times the baseline"),
     Figure(
         "turn_overhead",
         "overhead",
@@ -126,9 +96,7 @@ FIGURES: tuple[Figure, ...] = (
         _ratio("<=", 6.5, "≤ 6.5× a bare round trip"),
         "times the baseline",
     ),
-    Figure("turn_overhead_busy", "overhead", "ms", None, "times the baseline"),
     Figure("uneven_makespan", "uneven", "s", _ratio("<=", 1.15, "≤ 1.15× the ideal"), "times the baseline"),
-    Figure("uneven_vs_round_robin", "uneven", "s", None, "times faster"),
     Figure("submit_to_first_token", "first_token", "ms", _value("<=", 500, "≤ 500 ms"), "times faster"),
     Figure(
         "fire_every_4_s",
@@ -145,7 +113,6 @@ FIGURES: tuple[Figure, ...] = (
         "times the baseline",
     ),
     Figure("delivery_rate", "delivery", "MB/s", _value(">=", 200, "≥ 200 MB/s"), "times the baseline"),
-    Figure("trl_steps", "trl_steps", "steps", _value(">=", 20, "≥ 20 steps"), "times the baseline"),
     Figure(
         "step_overhead",
         "step_overhead",
@@ -156,13 +123,8 @@ FIGURES: tuple[Figure, ...] = (
     Figure("step_overlap", "step_overlap", "s", _ratio(">=", 1.3, "≥ 1.3× faster"), "times faster"),
     Figure("page_first_view", "page", "s", _value("<=", 1, "≤ 1 s"), "times the baseline"),
     Figure("page_filter", "page", "ms", _value("<=", 300, "≤ 300 ms"), "times the baseline"),
-    Figure("page_scroll", "page", "ms", _value("<=", 50, "≤ 50 ms"), "times the baseline"),
     Figure("page_trajectory", "page", "s", _value("<=", 1, "≤ 1 s"), "times the baseline"),
-    Figure("page_trajectory_heap", "page", "MB", _value("<=", 100, "≤ 100 MB"), "times the baseline"),
     Figure("page_server_cost", "page", "%", _value("<=", 5, "≤ 5% of a core"), "times the baseline"),
-    Figure("page_bundle", "page_bundle", "KB", _value("<=", 120, "≤ 120 KB"), "times the baseline"),
-    Figure("import_client", "imports", "ms", _value("<=", 250, "≤ 250 ms"), "times the baseline"),
-    Figure("first_client", "imports", "ms", None, "times the baseline"),
     Figure("job_to_first_pod", "kubernetes", "ms", _value("<=", 300, "≤ 300 ms"), "times the baseline"),
     Figure(
         "sandbox_pod_cold",
@@ -171,12 +133,7 @@ FIGURES: tuple[Figure, ...] = (
         _ratio("<=", 1.0, "≤ 1.2× bare pod + server"),
         "times the baseline",
     ),
-    Figure(
-        "sandbox_pod_warm", "kubernetes", "ms", _ratio("<=", 6, "≤ 6× a bare claim"), "times the baseline"
-    ),
     Figure("reconcile_lag_p99", "kubernetes_fleet", "s", _value("<=", 2, "≤ 2 s"), "times the baseline"),
-    Figure("operator_cpu", "kubernetes_fleet", "s", None, "times the baseline"),
-    Figure("operator_resident", "kubernetes_fleet", "MB", None, "times the baseline"),
 )
 
 GROUPS: tuple[str, ...] = tuple(dict.fromkeys(figure.group for figure in FIGURES))

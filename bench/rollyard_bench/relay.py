@@ -1,6 +1,6 @@
-"""A relay of bytes in front of a server, which times the server or gives it a pace of its own.
+"""A relay of bytes in front of a server, which times the server.
 
-`python -m rollyard_bench.relay --target http://127.0.0.1:8000 --port-file FILE [--log FILE] [--pace 0.02]`
+`python -m rollyard_bench.relay --target http://127.0.0.1:8000 --port-file FILE --log FILE`
 
 It reads no HTTP headers. Over a connection that is not pipelined, request and answer take turns, so the last
 byte sent before an answer and the last byte of that answer are known without them. The log has a line for
@@ -25,9 +25,7 @@ import uvloop
 from rollyard_process.waiting import first_of
 
 CHUNK = 1 << 18
-QUEUED = 64  # chunks of an answer that wait to be passed on
 _SEED = re.compile(rb'"seed":\s*(\d+)')
-_IDS = re.compile(rb'"token_ids":\s*\[([\d,\s]+)\]')
 
 
 @dataclass(slots=True)
@@ -35,16 +33,9 @@ class Exchange:
     """One request and its answer."""
 
     request: bytearray = field(default_factory=bytearray)
-    answer: bytearray = field(default_factory=bytearray)
-    """The answer so far, which is kept where its tokens are counted."""
     sent: float = 0.0
     received: float = 0.0
     answered: bool = False
-
-    def tokens(self) -> int:
-        """Return the number of sampled tokens in the answer so far."""
-        ids = _IDS.search(self.answer)
-        return ids[1].count(b",") + 1 if ids else 0
 
     def line(self) -> str:
         """Return the exchange's line of the log."""
@@ -57,14 +48,11 @@ class Relay:
 
     Args:
         target: The host and port of the server.
-        pace: The seconds per sampled token. An answer that the server gave sooner is held back; 0 holds back
-            none.
         log: The file that gets a line for each exchange.
     """
 
-    def __init__(self, target: tuple[str, int], pace: float, log: TextIO | None) -> None:
+    def __init__(self, target: tuple[str, int], log: TextIO) -> None:
         self._target = target
-        self._pace = pace
         self._log = log
 
     async def connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -87,28 +75,15 @@ class Relay:
                 await up_writer.drain()
                 exchange.sent = time.perf_counter()
 
-        waiting: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue(QUEUED)
-
         async def downwards() -> None:
             while data := await up_reader.read(CHUNK):
                 exchange.received, exchange.answered = time.perf_counter(), True
-                if self._pace == 0:
-                    writer.write(data)
-                    await writer.drain()
-                    continue
-                exchange.answer += data
-                await waiting.put((exchange.sent + self._pace * exchange.tokens(), data))
-
-        async def late() -> None:
-            while True:
-                due, data = await waiting.get()
-                await asyncio.sleep(max(0.0, due - time.perf_counter()))
                 writer.write(data)
                 await writer.drain()
 
         try:
             # A connection that is reset ends the exchange like one that is closed.
-            await first_of(upwards(), downwards(), late())
+            await first_of(upwards(), downwards())
         finally:
             if exchange.answered:
                 self._note(exchange)
@@ -116,8 +91,7 @@ class Relay:
                 end.close()
 
     def _note(self, exchange: Exchange) -> None:
-        if self._log is not None:
-            self._log.write(exchange.line() + "\n")
+        self._log.write(exchange.line() + "\n")
 
 
 async def _serve(options: argparse.Namespace) -> None:
@@ -125,8 +99,8 @@ async def _serve(options: argparse.Namespace) -> None:
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    log = options.log.open("w", buffering=1) if options.log is not None else None
-    relay = Relay((target.hostname or "127.0.0.1", target.port or 80), options.pace, log)
+    log = options.log.open("w", buffering=1)
+    relay = Relay((target.hostname or "127.0.0.1", target.port or 80), log)
     server = await asyncio.start_server(relay.connection, "127.0.0.1", 0)
     partial = options.port_file.with_suffix(".partial")
     partial.write_text(str(server.sockets[0].getsockname()[1]))
@@ -140,8 +114,7 @@ def main() -> None:
     parse = argparse.ArgumentParser(description=__doc__)
     parse.add_argument("--target", required=True, help="the server's URL")
     parse.add_argument("--port-file", type=Path, required=True)
-    parse.add_argument("--log", type=Path)
-    parse.add_argument("--pace", type=float, default=0.0, help="seconds per sampled token")
+    parse.add_argument("--log", type=Path, required=True)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(_serve(parse.parse_args()))
 

@@ -18,7 +18,7 @@ from rich.table import Table
 NOT_MEASURED = "not measured: "
 REASON_CHARACTERS = 130
 """How much of a reason the table shows. The file has all of it."""
-FIELDS = ("name", "value", "unit", "baseline", "ratio", "goal", "met", "how")
+FIELDS = ("name", "value", "unit", "baseline", "ratio", "goal", "met", "how", "seconds")
 
 
 class ResultError(ValueError):
@@ -70,6 +70,10 @@ class Entry:
     None where something is missing.
     """
     how: str
+    seconds: float | None = None
+    """How long the group of this figure took, in seconds, all of its figures together; None where it was not
+    recorded.
+    """
 
 
 def _number(entry: str, field: str, value: Any, *, positive: bool) -> None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import secrets
-import socket
 import subprocess
 import sys
 import tempfile
@@ -13,7 +11,6 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from io import FileIO
 from pathlib import Path
-from typing import Literal
 
 from rollyard_sandbox.client import ExecClient
 
@@ -28,29 +25,17 @@ class ExecServerFailed(RuntimeError):
 
 
 @asynccontextmanager
-async def exec_server(kind: Literal["unix", "tcp"]) -> AsyncIterator[ExecClient]:
-    """Yield a client of a running exec server, connected by Unix socket or by TCP with a token.
+async def exec_server() -> AsyncIterator[ExecClient]:
+    """Yield a client of a running exec server, connected by a Unix socket.
 
     Raises:
         ExecServerFailed: The server did not become ready; the text holds its output.
     """
     with tempfile.TemporaryDirectory(prefix="ryb-") as name:
-        folder = Path(name)
-        token = secrets.token_hex(16) if kind == "tcp" else None
-        if kind == "unix":
-            address = f"unix:{folder / 'exec.sock'}"
-        else:
-            with socket.socket() as probe:
-                probe.bind(("127.0.0.1", 0))
-                address = f"tcp://127.0.0.1:{probe.getsockname()[1]}"
+        address = f"unix:{Path(name) / 'exec.sock'}"
         ready_read, ready_write = os.pipe()
         command = [sys.executable, "-I", "-m", "rollyard_sandbox.server", "--listen", address]
         command += ["--workdir", name, "--lease", str(LEASE_SECONDS), "--ready-fd", str(ready_write)]
-        if token is not None:
-            token_file = folder / "token"
-            token_file.write_text(token)
-            token_file.chmod(0o600)
-            command += ["--token-file", str(token_file)]
         with FileIO(ready_read) as ready:
             try:
                 process = await asyncio.create_subprocess_exec(
@@ -64,7 +49,7 @@ async def exec_server(kind: Literal["unix", "tcp"]) -> AsyncIterator[ExecClient]
                 os.close(ready_write)
             try:
                 await _wait_ready(process, ready.fileno())
-                client = await ExecClient.connect(address, token=token)
+                client = await ExecClient.connect(address)
                 try:
                     yield client
                 finally:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import sys
 import tempfile
@@ -36,8 +35,8 @@ RUNS, QUICK_RUNS = 5, 3
 
 
 @dataclass(frozen=True, slots=True)
-class Jobs:
-    """The figures of one run of jobs."""
+class Run:
+    """The figures of one job."""
 
     seconds: float
     """The seconds from the submission until the last trajectory was delivered."""
@@ -83,34 +82,25 @@ class Deployment:
         self._urls = urls
         self._number = 0
 
-    async def play(self, *parts: tuple[list[str], int]) -> Jobs:
-        """Submit a job for each (servers, rollouts) at once, and return when the last has delivered all.
+    async def play(self, rollouts: int) -> Run:
+        """Submit a job, and return when all of its rollouts have been delivered.
 
-        Each job has a pool of its own, which knows nothing of how fast its servers are.
+        Each job has a pool of its own, which does not know yet how fast its servers are.
         """
-        jobs = []
-        for urls, rollouts in parts:
-            self._number += 1
-            name = f"uneven-{self._number}"
-            await external_pool(self._client, name, MODEL, self._tokenizer, urls, LIMIT)
-            jobs.append((_job(name, name, self._number, rollouts), rollouts))
+        self._number += 1
+        name = f"uneven-{self._number}"
+        await external_pool(self._client, name, MODEL, self._tokenizer, self._urls, LIMIT)
         begin = time.perf_counter()
-        for job, _ in jobs:
-            await posted(self._client, "/v1/rolloutjobs", json=job)
-        async with asyncio.TaskGroup() as group:
-            following = [
-                group.create_task(deliver(self._client, self._worker, job["metadata"]["name"], rollouts))
-                for job, rollouts in jobs
-            ]
+        await posted(self._client, "/v1/rolloutjobs", json=_job(name, name, self._number, rollouts))
+        trajectories = await deliver(self._client, self._worker, name, rollouts)
         seconds = time.perf_counter() - begin
-        found = [item for task in following for item in task.result()]
-        bad = [item for item in found if item["status"] != "succeeded"]
-        if bad or len(found) != sum(rollouts for _, rollouts in parts):
-            raise ProgramFailed(f"{len(bad)} of {len(found)} rollouts did not succeed: {bad[:1]}"[:900])
-        return Jobs(
+        bad = [item for item in trajectories if item["status"] != "succeeded"]
+        if bad or len(trajectories) != rollouts:
+            raise ProgramFailed(f"{len(bad)} of {rollouts} rollouts did not succeed: {bad[:1]}"[:900])
+        return Run(
             seconds,
-            sum(sum(sum(segment["loss_mask"]) for segment in item["segments"]) for item in found),
-            sum(item["backend"] == self._urls[0] for item in found) / len(found),
+            sum(sum(sum(segment["loss_mask"]) for segment in item["segments"]) for item in trajectories),
+            sum(item["backend"] == self._urls[0] for item in trajectories) / len(trajectories),
         )
 
     async def late(self) -> float:
@@ -134,7 +124,7 @@ async def _server(folder: Path, name: str, pace: float) -> AsyncIterator[str]:
         yield url
 
 
-async def _measure(folder: Path, runs: int) -> tuple[list[Jobs], Jobs, float]:
+async def _measure(folder: Path, runs: int) -> tuple[list[Run], float]:
     os.chmod(folder, 0o700)
     async with (
         _server(folder, "fast", FAST) as fast,
@@ -144,16 +134,15 @@ async def _measure(folder: Path, runs: int) -> tuple[list[Jobs], Jobs, float]:
         stage_worker(plane, folder, {"init": 8, "run": 2 * LIMIT, "eval": 2}) as worker,
     ):
         deployment = Deployment(client, worker, folder, [fast, slow])
-        await deployment.play(([fast, slow], 2 * SAMPLES))  # The worker's first imports are not measured.
-        ours = [await deployment.play(([fast, slow], ROLLOUTS)) for _ in range(runs)]
-        robin = await deployment.play(([fast], ROLLOUTS // 2), ([slow], ROLLOUTS // 2))
-        return ours, robin, await deployment.late()
+        await deployment.play(2 * SAMPLES)  # The worker's first imports are not measured.
+        ours = [await deployment.play(ROLLOUTS) for _ in range(runs)]
+        return ours, await deployment.late()
 
 
 async def measure(settings: Settings) -> list[Measurement]:
-    """Measure jobs over both backends, then the same number of rollouts dealt out in turns."""
+    """Measure jobs over both backends."""
     with tempfile.TemporaryDirectory(prefix="ryb-") as name:
-        ours, robin, late = await _measure(Path(name), QUICK_RUNS if settings.quick else RUNS)
+        ours, late = await _measure(Path(name), QUICK_RUNS if settings.quick else RUNS)
     ratios = sorted(job.seconds / job.ideal for job in ours)
     # The run whose ratio is the median stands for all: its seconds and its ideal belong together.
     middle = min(ours, key=lambda job: abs(job.seconds / job.ideal - median(ratios)))
@@ -166,10 +155,8 @@ async def measure(settings: Settings) -> list[Measurement]:
         f"{MEAN_TOKENS:g} tokens in the mean, p99 of their lateness {late * 1e3:.1f} ms; at most {LIMIT} "
         f"rollouts on each; ideal: {middle.tokens:,} tokens at those paces, all places busy until the last "
         f"token, nothing of Init, Eval and delivery; {middle.share:.0%} of the rollouts on the fast one; "
-        f"round-robin: every other rollout to every other backend, the same limits, {robin.seconds:.1f} s; "
         f"load {busy:.1f} on {os.cpu_count()} cores"
     )
     return [
         Measurement("uneven_makespan", middle.seconds, Baseline("ideal split", middle.ideal), how),
-        Measurement("uneven_vs_round_robin", middle.seconds, Baseline("round-robin", robin.seconds), how),
     ]

@@ -6,7 +6,7 @@ from typing import Any
 
 import orjson
 import pytest
-from rollyard_bench.latency_model import Full, LatencyModel, make_tokenizer, write_folder
+from rollyard_bench.latency_model import LatencyModel, make_tokenizer, write_folder
 from rollyard_bench.paced_model import MEAN_TOKENS, PacedModel
 from rollyard_pipeline.chat.template import ChatTemplate
 from rollyard_pipeline.chat.tokenizer import load_folder
@@ -41,16 +41,6 @@ def test_an_episode_takes_as_many_calls_as_asked_and_ends_with_submit(content: s
     assert called == ["bash", "bash", "submit"]
 
 
-def test_a_command_is_run_in_every_turn_and_in_the_last_one_before_the_end() -> None:
-    model = LatencyModel(latency=0.0, turns=0, command="ls /")
-    answer = model.completion({"model": "m", "prompt": []})["choices"][0]
-    calls = HermesParser().parse(answer["text"]).calls
-    assert [(call.name, call.arguments) for call in calls] == [
-        ("bash", {"command": "ls /"}),
-        ("submit", {"answer": "done"}),
-    ]
-
-
 def test_no_more_tokens_than_asked_for() -> None:
     answer = LatencyModel(latency=0.0, turns=1).completion({"prompt": [], "max_tokens": 1})["choices"][0]
     assert len(answer["token_ids"]) == len(answer["logprobs"]["token_logprobs"]) == 1
@@ -71,24 +61,10 @@ async def _posted(model: LatencyModel, path: str, body: object) -> tuple[int, An
 
 async def test_what_only_looks_whether_the_server_works_is_answered_at_once() -> None:
     model = LatencyModel(latency=3600.0, turns=1)
-    await _posted(model, "/hold", {})
     # A worker finds out in this way what a backend can do. A 5xx would open the backend's circuit.
     assert (await _posted(model, "/v1/completions", {}))[0] == 400
     status, answer = await _posted(model, "/v1/completions", {"prompt": [1], "max_tokens": 1})
     assert (status, len(answer["choices"][0]["token_ids"])) == (200, 1)
-
-
-def test_the_pace_is_counted_while_all_have_begun_and_none_has_ended() -> None:
-    full = Full(begin=10.0)
-    for now in (9.0, 11.0, 13.0, 15.0):
-        full.answered([1], now, last=False)
-    for now in (12.0, 16.0):
-        full.answered([2], now, last=False)
-    full.answered([3], 17.0, last=False)
-    full.answered([1], 18.0, last=True)
-    full.answered([2], 20.0, last=False)
-    # Two turns came in 4 s, one in 4 s; the third rollout was answered once.
-    assert full.figures() == {"rollouts": 2, "turns": 3, "rate": 0.75}
 
 
 def test_a_paced_answer_is_the_seed_s_and_is_due_at_its_pace() -> None:

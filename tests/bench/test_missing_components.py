@@ -24,7 +24,6 @@ WITHOUT = {
     "prefix": ({"VLLM_PYTHON": "/bin/false"}, "VLLM_PYTHON=/bin/false has no vllm"),
     "overhead": ({"VLLM_PYTHON": "/bin/false"}, "scripts/vllm-env makes it"),
     "step_overhead": ({"TRAIN_PYTHON": "/bin/false"}, "TRAIN_PYTHON=/bin/false lacks a package"),
-    "trl_steps": ({"TRAIN_PYTHON": "/bin/false"}, "scripts/train-env trl makes it"),
     "page": ({"PATH": "/none"}, "apt install chromium"),
     "swe_action_time": ({"PATH": "/none"}, "apt install tmux"),
     "start": ({"PATH": "/none"}, "apt install bubblewrap"),
@@ -50,7 +49,7 @@ def test_a_group_whose_component_is_missing_says_which(group: str, monkeypatch: 
     _not_measured(group, reason)
 
 
-@pytest.mark.parametrize("group", ["slurm_start", "slurm_nodes", "slurm_load", "apptainer"])
+@pytest.mark.parametrize("group", ["slurm_start", "apptainer"])
 def test_an_ordinary_user_without_slurm_or_apptainer(group: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     monkeypatch.setenv("PATH", "/none")
@@ -76,16 +75,16 @@ def test_a_lab_that_is_not_here_and_one_that_breaks(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(os, "geteuid", lambda: 0)
     monkeypatch.setattr(lab, "LAB", script)
     monkeypatch.setenv("STATUS", "69")
-    _not_measured("slurm_load", "not measured: no Apptainer")
+    _not_measured("slurm_start", "not measured: no Apptainer")
     monkeypatch.setenv("STATUS", "1")
     out = tmp_path / "results.json"
     monkeypatch.setattr("rollyard_bench.main.signal.signal", lambda *arguments: None)
-    assert main(["--quick", "--only", "slurm_load", "slurm_start", "--out", str(out)]) == 1
+    assert main(["--quick", "--only", "slurm_start", "apptainer", "--out", str(out)]) == 1
     entries = results.read(out)
     assert {(entry.value, entry.met) for entry in entries} == {(None, False)}
     assert all("failed: ProgramFailed: " in entry.how for entry in entries)
     monkeypatch.setenv("STATUS", "69")
-    assert main(["--quick", "--only", "slurm_load", "slurm_start", "--out", str(out)]) == 0
+    assert main(["--quick", "--only", "slurm_start", "apptainer", "--out", str(out)]) == 0
 
 
 async def test_output_tells_what_is_missing_from_what_fails() -> None:
@@ -116,10 +115,9 @@ async def test_without_tmux_only_its_own_figures_are_not_measured(monkeypatch: p
         return {"ours": ours, "raw": other}, "no tmux"
 
     async def ways(settings: Settings) -> dict[str, Sample]:
-        return {"ours": ours, "raw": other, "unix": ours, "tcp": other}
+        return {"ours": ours, "raw": other}
 
     monkeypatch.setattr(echo, "_echo", commands)
-    monkeypatch.setattr(echo, "_unix_and_tcp", ways)
     monkeypatch.setattr(echo, "_seq", ways)
     found = {one.figure: (one.value, one.how) for one in await echo.measure(QUICK)}
     assert [name for name, (value, _) in found.items() if value is None] == [

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 from rollyard_bench import results
-from rollyard_bench.capacity import Slots, Workload, coupled_bound, pipeline_bound, predicted_speed_up
 from rollyard_bench.main import main, run_group
+from rollyard_bench.pipeline import Slots, Workload, pipeline_bound
 from rollyard_bench.registry import FIGURES, GROUPS, Measurement, Settings, failed, judge, missing, selected
 from rollyard_bench.results import Baseline, Entry, ResultError
 
@@ -126,7 +126,7 @@ def test_an_interrupted_run_keeps_what_it_measured_and_the_former_rest(
         return []
 
     out = tmp_path / "results.json"
-    former = replace(GOOD, name="page_bundle", how="old")
+    former = replace(GOOD, name="reconcile_lag_p99", how="old")
     results.write([former, replace(GOOD, name="queued_10000_resident", how="old")], out)
     monkeypatch.setattr("rollyard_bench.main._load", lambda group: {"memory": memory, "page": page}[group])
     with pytest.raises(SystemExit) as stopped:
@@ -135,7 +135,7 @@ def test_an_interrupted_run_keeps_what_it_measured_and_the_former_rest(
     assert cleaned == ["page"]
     assert [(entry.name, entry.how) for entry in results.read(out)] == [
         ("queued_10000_resident", "anew"),
-        ("page_bundle", "old"),
+        ("reconcile_lag_p99", "old"),
     ]
     said = capsys.readouterr().out
     assert "1 figures: 1 goals met, 0 missed, 0 not measured" in said
@@ -199,8 +199,6 @@ def test_bounds_of_a_workload_that_can_be_counted_by_hand() -> None:
     assert work.eval_total == 2 * 5.0 + 14 * 1.0
     # The bound of Run has fill 1, 16 * 2 / 4 = 8, drain 1; Init has 2 + 2 + 1, and Eval 1 + 2 + 24 / 8.
     assert pipeline_bound(work, slots) == pytest.approx(10.0)
-    assert coupled_bound(work, slots) == pytest.approx((16 * 3 + 24) / 4)
-    assert predicted_speed_up(work, slots) == pytest.approx(1.8)
     # With enough Run slots, evaluation is the narrowest.
     assert pipeline_bound(work, Slots(init=16, run=16, eval=2)) == pytest.approx(1 + 2 + 12)
 

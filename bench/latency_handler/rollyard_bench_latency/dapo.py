@@ -3,21 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import time
 from typing import ClassVar
 
 from rollyard_crds.task import Task
 from rollyard_pipeline.handlers.base import Evaluation, Handler, StageContext
-
-LOG = "ROLLYARD_BENCH_RUNS"
-"""The environment variable that names the file to which the times of all Runs are appended."""
-
-
-def note(begin: float, end: float) -> None:
-    """Append the times of one Run, in seconds since 1970, to the file."""
-    with open(os.environ[LOG], "a", encoding="ascii") as file:
-        file.write(f"{begin} {end}\n")
 
 
 class DapoHandler(Handler):
@@ -34,12 +23,8 @@ class DapoHandler(Handler):
         ]
 
     async def run(self, ctx: StageContext) -> None:
-        """Wait for the sample's latency, and note the times between which its slot was taken."""
-        begin = time.time()
-        try:
-            await asyncio.sleep(ctx.task.metadata["latencies"][ctx.sample_index])
-        finally:
-            note(begin, time.time())
+        """Wait for the sample's latency."""
+        await asyncio.sleep(ctx.task.metadata["latencies"][ctx.sample_index])
 
     async def eval(self, ctx: StageContext) -> Evaluation:
         """Return the sample's reward."""

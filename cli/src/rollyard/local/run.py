@@ -54,7 +54,7 @@ async def end_sandboxes(home: Home, provider_name: str, url: str, token: str) ->
         async with asyncio.timeout(SWEEP_SECONDS):
             sandboxes = provider.claimed()
             beat = HeartbeatRequest(worker=node, node=node, leases=[], ending=sandboxes)
-            with contextlib.suppress(ControlPlaneUnavailable, ControlPlaneRefused):
+            with contextlib.suppress(ControlPlaneUnavailable, ControlPlaneRefused, TimeoutError):
                 async with RestControlPlane(url, token) as control, asyncio.timeout(REPORT_SECONDS):
                     await control.heartbeat(beat)
             for sandbox in sandboxes:

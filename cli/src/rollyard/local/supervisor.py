@@ -262,25 +262,30 @@ class Supervisor:
 
     async def _shut_down(self, plane: ControlPlaneProcess, fleet: Fleet | None, store: Store | None) -> None:
         # The workers end first, while the control plane can still take back the rollouts that they hold.
-        if fleet is not None:
-            workers = [
-                WorkerDied(namespace=owner.namespace, job=owner.name, worker=seen.worker)
-                for owner in fleet.owners()
-                for seen in fleet.observed(owner)
-                if seen.worker
-            ]
-            await fleet.stop_all("stage-worker", WORKER_GRACE_SECONDS)
-            await fleet.stop_all("backend", BACKEND_GRACE_SECONDS)
+        try:
+            if fleet is not None:
+                await self._end_work(plane, fleet, store)
+        finally:
+            await plane.stop(CONTROL_PLANE_GRACE_SECONDS)
             if store is not None:
-                # A worker had no time to hand over what it was granted while it stopped.
-                with contextlib.suppress(StoreTrouble, TimeoutError):
-                    async with asyncio.timeout(CONTROL_PLANE_GRACE_SECONDS):
-                        await asyncio.gather(*(store.worker_died(worker) for worker in workers))
-            if self._end_sandboxes is not None:
-                await self._end_sandboxes(plane.url, plane.token("worker"))
-        await plane.stop(CONTROL_PLANE_GRACE_SECONDS)
+                await store.close()
+
+    async def _end_work(self, plane: ControlPlaneProcess, fleet: Fleet, store: Store | None) -> None:
+        workers = [
+            WorkerDied(namespace=owner.namespace, job=owner.name, worker=seen.worker)
+            for owner in fleet.owners()
+            for seen in fleet.observed(owner)
+            if seen.worker
+        ]
+        await fleet.stop_all("stage-worker", WORKER_GRACE_SECONDS)
+        await fleet.stop_all("backend", BACKEND_GRACE_SECONDS)
         if store is not None:
-            await store.close()
+            # A worker had no time to hand over what it was granted while it stopped.
+            with contextlib.suppress(StoreTrouble, TimeoutError):
+                async with asyncio.timeout(CONTROL_PLANE_GRACE_SECONDS):
+                    await asyncio.gather(*(store.worker_died(worker) for worker in workers))
+        if self._end_sandboxes is not None:
+            await self._end_sandboxes(plane.url, plane.token("worker"))
 
     async def _loop(self, driver: Driver, fleet: Fleet) -> None:
         while True:

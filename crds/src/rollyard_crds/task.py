@@ -16,7 +16,7 @@ from rollyard_crds.fields.harbor import HarborFolder
 from rollyard_crds.fields.json_values import HALF_CHARACTER, deeper_than, lone_surrogate
 from rollyard_crds.fields.swe_tests import SweTests
 
-MAX_DEPTH = 100
+MAX_DEPTH: Final = 100
 """How deep lists and objects nest in a task, which is stored within other documents; JSON takes depth 254."""
 
 TaskId = Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[A-Za-z0-9][A-Za-z0-9._/:-]*$")]
@@ -65,10 +65,28 @@ class Message(Model):
 _FOLDER_PATTERN: Final = r"^/[a-z][a-z0-9_-]{0,31}$"
 _SYSTEM: Final = frozenset(
     {
-        "/bin", "/boot", "/dev", "/etc", "/lib", "/lib32", "/lib64", "/libx32", "/nix", "/opt", "/proc",
-        "/root", "/run", "/sbin", "/snap", "/sys", "/tmp", "/usr", "/var", "/work",
+        "/bin",
+        "/boot",
+        "/dev",
+        "/etc",
+        "/lib",
+        "/lib32",
+        "/lib64",
+        "/libx32",
+        "/nix",
+        "/opt",
+        "/proc",
+        "/root",
+        "/run",
+        "/sbin",
+        "/snap",
+        "/sys",
+        "/tmp",
+        "/usr",
+        "/var",
+        "/work",
     }
-)  # fmt: skip
+)
 
 
 def folder_problem(path: str) -> str:
@@ -117,7 +135,7 @@ class TaskSandbox(Model):
         return self
 
 
-MAX_ANSWERS = 64
+MAX_ANSWERS: Final = 64
 """The largest number of accepted answers of a task."""
 Choice = Annotated[str, Field(max_length=1 << 16)]
 

@@ -10,6 +10,7 @@ import signal
 import socket
 import sys
 from collections.abc import Callable, Iterator
+from typing import Final
 
 import uvicorn
 import uvloop
@@ -28,14 +29,14 @@ from rollyard_engine.tokens import load_tokenizer
 
 log = logging.getLogger(__name__)
 
-SHUTDOWN_SECONDS = 1.0
+SHUTDOWN_SECONDS: Final = 1.0
 """The seconds that the engine thread may take to end. Connections then have one more second to drain."""
 
-SWITCH_INTERVAL_SECONDS = 0.0005
+SWITCH_INTERVAL_SECONDS: Final = 0.0005
 """The interpreter's switch interval in seconds. The runtime holds the interpreter lock during a step, and
 this bounds how long the event loop waits for the lock."""
 
-SMALLEST_DEFAULT_CONTEXT = 256
+SMALLEST_DEFAULT_CONTEXT: Final = 256
 
 
 def context_limit(folder: ModelFolder, settings: EngineSettings) -> int:

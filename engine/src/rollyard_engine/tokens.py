@@ -7,13 +7,13 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, Final, NoReturn
 
 from rollyard_engine.errors import InvalidRequest, ModelFolderInvalid
 
 Render = Callable[..., str]
 
-REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+REPLACEMENT: Final = "\N{REPLACEMENT CHARACTER}"
 
 
 class EngineTokenizer:

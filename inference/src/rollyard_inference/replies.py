@@ -24,7 +24,7 @@ NO_SUCH_CALL: Final = frozenset({403, 404, 405, 501})
 answers 403."""
 _ERROR_TEXT: Final = 500  # The number of characters of an error answer that are quoted.
 _TRANSIENT: Final = frozenset({408, 409, 425, 429})
-_CONTEXT = re.compile(
+_CONTEXT: Final = re.compile(
     r"maximum (?:context|model|sequence|input) length|context length|context window|maximum prompt length"
     r"|max_model_len|max_total_tokens|prompt is too long|too many (?:input |prompt )?tokens"
     # Every request asks for at least one token. If the prompt fills the context, nothing is left of that
@@ -32,12 +32,14 @@ _CONTEXT = re.compile(
     r"|max_tokens must be at least 1, got (?:0|-\d+)",
     re.IGNORECASE,
 )
-_LIMIT = re.compile(
+_LIMIT: Final = re.compile(
     r"(?:maximum (?:context|model|sequence) length(?: is| of)?|context length \(|context length(?: is| of))"
     r"\s*[:=]?\s*(\d+)",
     re.IGNORECASE,
 )
-_NO_MODEL = re.compile(r"\bmodel\b.{0,300}(?:does not exist|not found|not served|unknown)", re.I | re.S)
+_NO_MODEL: Final = re.compile(
+    r"\bmodel\b.{0,300}(?:does not exist|not found|not served|unknown)", re.I | re.S
+)
 
 
 def require_ok(call: str, reply: Reply) -> None:

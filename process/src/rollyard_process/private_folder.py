@@ -11,12 +11,13 @@ import contextlib
 import os
 import stat
 from pathlib import Path
+from typing import Final
 
 from rollyard_process.errors import ProcessError
 
-_MAX_LINKS = 40  # as the kernel itself allows in one path
-_ALL_USERS = "4294967295"
-_OPEN = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_MAX_LINKS: Final = 40  # as the kernel itself allows in one path
+_ALL_USERS: Final = "4294967295"
+_OPEN: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 class NotPrivateError(ProcessError, OSError):

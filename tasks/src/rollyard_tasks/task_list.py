@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, Final
 
 from pydantic import ValidationError
 from rollyard_crds.fields.json_values import HALF_CHARACTER, lone_surrogate
@@ -28,12 +28,12 @@ from rollyard_tasks.formats.registry import (
 from rollyard_tasks.formats.rollyard import RollyardFormat
 from rollyard_tasks.task_selection import TaskSelection
 
-MAX_SPECS_BYTES = 8 << 20
+MAX_SPECS_BYTES: Final = 8 << 20
 """The largest size of a file `specs`, in bytes."""
-MAX_PROBLEMS = 20
-MAX_FAULTS = 1000
+MAX_PROBLEMS: Final = 20
+MAX_FAULTS: Final = 1000
 """The largest number of faults of one task that are looked at one by one."""
-MAX_TASKS = 1_000_000
+MAX_TASKS: Final = 1_000_000
 """The largest number of tasks of one list, with their epochs."""
 
 

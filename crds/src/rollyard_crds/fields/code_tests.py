@@ -18,7 +18,7 @@ Input = Annotated[str, Field(max_length=16 << 20)]
 Output = Annotated[str, Field(max_length=4 << 20)]
 MAX_CASES: Final = 1024
 """The largest number of tests of a task."""
-_ONE_KIND = "give either 'program', or 'input' and 'output'"
+_ONE_KIND: Final = "give either 'program', or 'input' and 'output'"
 _NO_JSON: Final = "must be JSON where there is an 'entry_point': the arguments one a line, and the result"
 _MOST_DIGITS: Final = 100_000
 """The most digits of an integer in JSON. The time to read one grows with the square of its length."""

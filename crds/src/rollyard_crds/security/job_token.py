@@ -12,10 +12,11 @@ import hashlib
 import hmac
 import re
 from dataclasses import dataclass
+from typing import Final
 
-_PREFIX = "ry-job"
-_LABEL = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
-_UID = re.compile(r"[A-Za-z0-9_-]{1,128}")
+_PREFIX: Final = "ry-job"
+_LABEL: Final = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
+_UID: Final = re.compile(r"[A-Za-z0-9_-]{1,128}")
 
 
 @dataclass(frozen=True, slots=True)

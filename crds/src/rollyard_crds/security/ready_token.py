@@ -10,9 +10,10 @@ import hashlib
 import hmac
 import re
 from dataclasses import dataclass
+from typing import Final
 
-_PREFIX = "ry-ready"
-_LABEL = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
+_PREFIX: Final = "ry-ready"
+_LABEL: Final = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
 
 
 @dataclass(frozen=True, slots=True)

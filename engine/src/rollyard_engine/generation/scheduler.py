@@ -9,7 +9,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Literal, TypeAlias
+from typing import Final, Literal, TypeAlias
 
 from rollyard_engine.errors import GenerationFailed, ModelFolderInvalid
 from rollyard_engine.generation.model import PolicyModel
@@ -18,14 +18,14 @@ from rollyard_engine.generation.sequence import FinishReason, Sequence
 
 PauseMode: TypeAlias = Literal["abort", "wait", "keep"]
 
-PREFILL_CHUNK = 128
+PREFILL_CHUNK: Final = 128
 """The number of prompt tokens in one call of the model. It is constant, so the same prompt gives the same
 logits."""
 
-PREFILL_BUDGET = 512
+PREFILL_BUDGET: Final = 512
 """The number of prompt tokens that are computed between two decoding steps of the running sequences."""
 
-SLICE_SECONDS = 0.02
+SLICE_SECONDS: Final = 0.02
 """The seconds that a step may take. It may exceed them by one call of the model."""
 
 

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 from rollyard_engine.errors import EngineError, EngineStopped, TooManyRequests
 from rollyard_engine.generation.scheduler import Scheduler
@@ -15,8 +15,8 @@ from rollyard_engine.generation.sequence import Sequence
 
 T = TypeVar("T")
 
-IDLE_WAIT_SECONDS = 1.0
-RETRY_AFTER_SECONDS = 1
+IDLE_WAIT_SECONDS: Final = 1.0
+RETRY_AFTER_SECONDS: Final = 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,26 +8,26 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Final, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from rollyard_engine.errors import InvalidRequest, RequestRefused
 from rollyard_engine.generation.sampling import SamplingParams
 
-MAX_LOGPROBS = 20
+MAX_LOGPROBS: Final = 20
 """The maximum number of alternatives that a request may ask for. It is vLLM's default ``--max-logprobs``."""
 
-MAX_SCORED_PROMPT = 4096
+MAX_SCORED_PROMPT: Final = 4096
 """The longest prompt, in tokens, whose log-probabilities are computed. Each token costs one call of the
 model."""
 
-DEFAULT_MAX_TOKENS = 16
+DEFAULT_MAX_TOKENS: Final = 16
 
 TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
 
 # These fields of vLLM change what is sampled or returned. At the values listed, they change nothing.
-NEUTRAL: Mapping[str, tuple[object, ...]] = {
+NEUTRAL: Final[Mapping[str, tuple[object, ...]]] = {
     "n": (1,),
     "best_of": (1,),
     "echo": (False,),
@@ -56,8 +56,8 @@ NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "output_kind": (2,),
 }
 # These fields concern only vLLM's logging or scheduling. Ignoring them changes no token.
-IGNORED = frozenset({"user", "session_id", "detokenize", "flat_logprobs", "stream_interval"})
-ADVICE = {
+IGNORED: Final = frozenset({"user", "session_id", "detokenize", "flat_logprobs", "stream_interval"})
+ADVICE: Final = {
     "stop": "; end generation by stop_token_ids",
     "n": "; send one request a sample, each with its own seed",
 }
@@ -257,7 +257,7 @@ class AbortBody(RequestBody):
 
 B = TypeVar("B", bound=BaseModel)
 
-_BRANCH = re.compile(r"str|int|.*[\[\](){}].*")
+_BRANCH: Final = re.compile(r"str|int|.*[\[\](){}].*")
 
 
 def parse(kind: type[B], data: object) -> B:

@@ -6,7 +6,7 @@ import asyncio
 import json
 from collections.abc import Awaitable, Callable, Coroutine
 from hmac import compare_digest
-from typing import Any
+from typing import Any, Final
 
 from rollyard_sandbox import proof
 from rollyard_sandbox.client.results import (
@@ -24,10 +24,10 @@ from rollyard_sandbox.client.work_folder import WorkFolder
 from rollyard_sandbox.errors import BadRequest, ConnectionLost, SandboxSabotaged
 from rollyard_sandbox.frames import PROTOCOL_VERSION
 
-_KERNEL_START = 60.0  # The seconds that the first cell may wait for its kernel.
+_KERNEL_START: Final = 60.0  # The seconds that the first cell may wait for its kernel.
 # The seconds beyond a command's timeout. The server interrupts, kills and answers within 5 of them. A command
 # that has filled the sandbox with busy processes delays a new shell by 10 more, and each step a little.
-_LIMIT_MARGIN = 45.0
+_LIMIT_MARGIN: Final = 45.0
 
 
 class ExecClient:

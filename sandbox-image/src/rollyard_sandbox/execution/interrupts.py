@@ -10,14 +10,15 @@ from rollyard_sandbox.execution.processes import forked_by, send_signal, with_de
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from typing import Final
 
     from rollyard_sandbox.execution.event_loop import EventLoop
     from rollyard_sandbox.execution.shell import Shell
 
-INTERRUPT_GRACE = 1.0  # The seconds between SIGINT and SIGKILL.
-_REPEATS = 2
-_MOST_REPEATS = 20  # The limit of further repeats while a program may have missed the signal.
-_REPEAT_AFTER = 0.1  # seconds
+INTERRUPT_GRACE: Final = 1.0  # The seconds between SIGINT and SIGKILL.
+_REPEATS: Final = 2
+_MOST_REPEATS: Final = 20  # The limit of further repeats while a program may have missed the signal.
+_REPEAT_AFTER: Final = 0.1  # seconds
 
 
 def signal_foreground(shell: Shell, number: int) -> None:

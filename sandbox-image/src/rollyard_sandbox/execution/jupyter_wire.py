@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from time import monotonic
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import zmq
 from jupyter_client.session import Session
@@ -15,9 +15,10 @@ if TYPE_CHECKING:
 
     from rollyard_sandbox.execution.capture import Capture
 
-_ANSI = re.compile(r"\x1b\[[0-9;]*m")
-_PROBE_INTERVAL = 0.1  # seconds; probes repeat, as a subscription misses what was published before it arrived
-_HIGH_WATER = 20_000  # messages
+_ANSI: Final = re.compile(r"\x1b\[[0-9;]*m")
+_PROBE_INTERVAL: Final = 0.1  # seconds
+"""The time between two probes. They repeat, as a subscription misses what was published before it arrived."""
+_HIGH_WATER: Final = 20_000  # messages
 
 
 class JupyterWire:

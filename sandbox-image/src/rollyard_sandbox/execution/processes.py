@@ -11,11 +11,12 @@ from rollyard_sandbox.isolation.syscalls import call
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
+    from typing import Final
 
-_PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
-_LONG_PAUSE = 0.01  # seconds
-_STAT_BYTES = 4096  # A line of /proc/PID/stat has at most some hundred.
-_OOM_SCORE = 500  # With this score children die of a full memory limit before the server does.
+_PR_SET_CHILD_SUBREAPER: Final = 36  # linux/prctl.h
+_LONG_PAUSE: Final = 0.01  # seconds
+_STAT_BYTES: Final = 4096  # A line of /proc/PID/stat has at most some hundred.
+_OOM_SCORE: Final = 500  # With this score children die of a full memory limit before the server does.
 
 
 class ProcessStat:

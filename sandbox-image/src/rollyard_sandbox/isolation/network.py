@@ -17,12 +17,14 @@ from time import monotonic, sleep
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from typing import Final
 
-NOT_ISOLATED = 78  # The exit status of a server that is not isolated (EX_CONFIG).
-DEFAULT_SECONDS = 10.0
-_TRY_SECONDS = 0.25
-_PAUSE_SECONDS = 0.02
-_TERMINATION_LOG = "/dev/termination-log"  # Kubernetes shows its content as the container's last message.
+NOT_ISOLATED: Final = 78  # The exit status of a server that is not isolated (EX_CONFIG).
+DEFAULT_SECONDS: Final = 10.0
+_TRY_SECONDS: Final = 0.25
+_PAUSE_SECONDS: Final = 0.02
+_TERMINATION_LOG: Final = "/dev/termination-log"
+"""The file whose content Kubernetes shows as the container's last message."""
 
 
 class ForbiddenAddress:

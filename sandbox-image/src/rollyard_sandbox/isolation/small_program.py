@@ -15,18 +15,19 @@ from rollyard_sandbox.isolation.system_calls import NUMBERS
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from typing import Final
 
     Call = tuple[str, tuple[int | bytes | None, ...]]
     """The name of a system call and its arguments. Bytes are passed by their address."""
 
-_PAGE = 4096
+_PAGE: Final = 4096
 _CODE_AT, _CALLS_AT = 0x400000, 0x401000  # The addresses of the two pages.
-_WORDS = 8  # Each call has its number, six arguments, and the exit status if it fails.
-_HEADER = struct.Struct("<4s5B7xHHIQQQIHHHHHH")
-_SEGMENT = struct.Struct("<IIQQQQQQ")
+_WORDS: Final = 8  # Each call has its number, six arguments, and the exit status if it fails.
+_HEADER: Final = struct.Struct("<4s5B7xHHIQQQIHHHHHH")
+_SEGMENT: Final = struct.Struct("<IIQQQQQQ")
 _EXECUTABLE, _X86_64, _LOAD, _READ, _WRITE, _EXECUTE = 2, 62, 1, 4, 2, 1
 
-_CODE = bytes.fromhex(
+_CODE: Final = bytes.fromhex(
     "48bb 0010400000000000"  # mov $_CALLS_AT, %rbx
     "488b03 488b7b08 488b7310 488b5318 4c8b5320 4c8b4328 4c8b4b30"  # next: number and arguments
     "0f05 4885c0 7910"  # syscall; test %rax, %rax; jns done

@@ -16,15 +16,16 @@ from rollyard_sandbox.isolation.system_calls import Calls, libc
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Iterable
+    from typing import Final
 
 RDONLY, NOSUID, NODEV, NOEXEC, REMOUNT, BIND, REC, PRIVATE = 1, 2, 4, 8, 32, 4096, 1 << 14, 1 << 18
 # statvfs(3) reports these mount flags with the numbers of mount(2), and ST_RELATIME with another number.
 _SAME, _ST_RELATIME, _RELATIME = 2 | 4 | 8 | 1024 | 2048, 4096, 1 << 21
-_DETACH = 2
-_IPC_RMID = 0  # linux/ipc.h
-_CAPBSET_DROP = 24
-_CAPABILITIES = 64  # A kernel's sets have room for so many.
-_CAPABILITY_VERSION_3 = 0x20080522
+_DETACH: Final = 2
+_IPC_RMID: Final = 0  # linux/ipc.h
+_CAPBSET_DROP: Final = 24
+_CAPABILITIES: Final = 64  # A kernel's sets have room for so many.
+_CAPABILITY_VERSION_3: Final = 0x20080522
 
 
 def call(name: str, *arguments: object) -> None:
@@ -120,7 +121,7 @@ def remove_segments() -> None:
             call(name, int(row.split()[1]), *none, _IPC_RMID, None)
 
 
-MAX_TERMINALS = 64
+MAX_TERMINALS: Final = 64
 """The number of pseudo-terminals that a sandbox may have open at once. Each shell has one."""
 
 

@@ -25,23 +25,24 @@ from functools import cache
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from typing import Final
 
 _VM, _VFORK = 0x100, 0x4000
-_CLOSE_ON_EXEC = 4  # CLOSE_RANGE_CLOEXEC
-_ALL = 0xFFFFFFFF
-_WORDS = 9  # Each call has its number, six arguments, its result, and whether it may fail.
+_CLOSE_ON_EXEC: Final = 4  # CLOSE_RANGE_CLOEXEC
+_ALL: Final = 0xFFFFFFFF
+_WORDS: Final = 9  # Each call has its number, six arguments, its result, and whether it may fail.
 _RESULT, _MAY_FAIL = 7, 8
-_LARGEST = 0xFFFFFFFFFFFFFFFF
-_SIGSET_WORDS = 16  # The size of libc's sigset_t in words.
+_LARGEST: Final = 0xFFFFFFFFFFFFFFFF
+_SIGSET_WORDS: Final = 16  # The size of libc's sigset_t in words.
 _SET_MASK, _SET_FLAGS = 2, 2  # SIG_SETMASK and F_SETFD
-STOPPED_SECONDS = 1.0
+STOPPED_SECONDS: Final = 1.0
 """The seconds after which a child that a signal has stopped before it executed its program is killed."""
-_CLOSE_TIMER_ON_EXEC = 0o2000000  # TFD_CLOEXEC
-_FORKED = 0x40  # PF_FORKNOEXEC, among the flags in proc_pid_stat(5)
-_LAST = 127  # The exit status of a child that executed nothing.
+_CLOSE_TIMER_ON_EXEC: Final = 0o2000000  # TFD_CLOEXEC
+_FORKED: Final = 0x40  # PF_FORKNOEXEC, among the flags in proc_pid_stat(5)
+_LAST: Final = 127  # The exit status of a child that executed nothing.
 
 # The numbers of the calls on x86_64 (arch/x86/entry/syscalls/syscall_64.tbl).
-NUMBERS = {
+NUMBERS: Final = {
     "capset": 126,
     "chdir": 80,
     "close_range": 436,
@@ -65,7 +66,7 @@ NUMBERS = {
 }
 
 # long start(unsigned long clone_flags, uint64_t *calls) for x86_64. The child uses no stack and no libc.
-_CODE = bytes.fromhex(
+_CODE: Final = bytes.fromhex(
     "53"  # push %rbx
     "4889f3"  # mov %rsi, %rbx
     "31f6 31d2 4d31d2 4d31c0"  # xor: clone's other arguments are 0, and the stack stays the same

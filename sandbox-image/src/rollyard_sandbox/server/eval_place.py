@@ -19,17 +19,18 @@ from rollyard_sandbox.errors import SandboxSabotaged, file_error
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from typing import Final
 
     from rollyard_sandbox.isolation.command_namespaces import CommandNamespaces
 
-_NAME_BYTES = 16
-_ROOM = 1 << 20  # bytes that must be free
-_INODES = 64
-_TRACE = 64 << 10  # bytes; a folder with less room counts as full for every purpose
-_TRACE_INODES = 16
-_CHANGED = frozenset({errno.EACCES, errno.EPERM, errno.ENOENT, errno.ENOTDIR, errno.ELOOP})
-_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
-_LOOK_SECONDS = 2.0  # The time allowed for adding up what the sandbox's own files take on a full disk.
+_NAME_BYTES: Final = 16
+_ROOM: Final = 1 << 20  # bytes that must be free
+_INODES: Final = 64
+_TRACE: Final = 64 << 10  # bytes; a folder with less room counts as full for every purpose
+_TRACE_INODES: Final = 16
+_CHANGED: Final = frozenset({errno.EACCES, errno.EPERM, errno.ENOENT, errno.ENOTDIR, errno.ELOOP})
+_FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
+_LOOK_SECONDS: Final = 2.0  # The time allowed for adding up what the sandbox's own files take on a full disk.
 
 
 class PrivatePlace:

@@ -30,14 +30,14 @@ from rollyard_sandbox.server.options import ServerOptions
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from typing import Any
+    from typing import Any, Final
 
     from rollyard_sandbox.execution.event_loop import Timer
 
-LEASE_ENDED = 75  # The exit status when the lease was not renewed (EX_TEMPFAIL).
-_MAX_CONNECTIONS = 64  # The limit of connections that have greeted.
-_MAX_STRANGERS = 32  # The limit of connections that have not greeted yet.
-_ACCEPTS_AT_ONCE = 64
+LEASE_ENDED: Final = 75  # The exit status when the lease was not renewed (EX_TEMPFAIL).
+_MAX_CONNECTIONS: Final = 64  # The limit of connections that have greeted.
+_MAX_STRANGERS: Final = 32  # The limit of connections that have not greeted yet.
+_ACCEPTS_AT_ONCE: Final = 64
 
 
 class ExecServer:

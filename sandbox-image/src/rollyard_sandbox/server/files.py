@@ -14,11 +14,11 @@ from rollyard_sandbox.errors import BadRequest, FileError, file_error
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from typing import Any
+    from typing import Any, Final
 
-MAX_ENTRIES = 100_000  # The limit of one directory.
-MAX_NAMES = 4 << 20  # The characters of all names in it. In the answer, each can take six bytes.
-_REMOVAL_SECONDS = 20.0  # The client waits for 30 seconds, and nothing else is answered meanwhile.
+MAX_ENTRIES: Final = 100_000  # The limit of one directory.
+MAX_NAMES: Final = 4 << 20  # The characters of all names in it. In the answer, each can take six bytes.
+_REMOVAL_SECONDS: Final = 20.0  # The client waits for 30 seconds, and nothing else is answered meanwhile.
 
 
 def read(path: str, offset: int, max_bytes: int) -> tuple[bytes, int, int]:

@@ -23,26 +23,27 @@ from rollyard_sandbox.errors import FileError, file_error
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
+    from typing import Final
 
     Settings = Mapping[str, tuple[int, bytes]]
     """The permission bits and the content of the files with settings, by their paths in the repository."""
 
-MAX_FOLDERS = 200_000
-MAX_ENTRIES = 2_000_000
+MAX_FOLDERS: Final = 200_000
+MAX_ENTRIES: Final = 2_000_000
 """How many folders, and how many entries of folders, are looked at for repositories."""
-_MAX_FILE = 1 << 20  # bytes of one file with settings
-_MAX_RECORDED = 16 << 20  # bytes of all of them
+_MAX_FILE: Final = 1 << 20  # bytes of one file with settings
+_MAX_RECORDED: Final = 16 << 20  # bytes of all of them
 
-_SHARED = ("/tmp", "/var/tmp", "/dev/shm")
-_FILES = ("config", "config.worktree", "commondir")
+_SHARED: Final = ("/tmp", "/var/tmp", "/dev/shm")
+_FILES: Final = ("config", "config.worktree", "commondir")
 _HOOKS, _ATTRIBUTES = "hooks", "info/attributes"
-_SAMPLE = ".sample"  # Git never runs such a hook.
-_TELLING = frozenset({"HEAD", "objects", "refs", "commondir"})
+_SAMPLE: Final = ".sample"  # Git never runs such a hook.
+_TELLING: Final = frozenset({"HEAD", "objects", "refs", "commondir"})
 
-_HEADER = re.compile(rb"\s*\[\s*([-.\w]+)")
-_FURTHER = re.compile(rb"(\s*\[[^\]]*\])?\s*(?:hookspath|attributesfile)\s*=", re.IGNORECASE)
-_VALUE = re.compile(rb"\s*(\w+)\s*=\s*([-./\w]+)\s*")
-_NEEDED = {
+_HEADER: Final = re.compile(rb"\s*\[\s*([-.\w]+)")
+_FURTHER: Final = re.compile(rb"(\s*\[[^\]]*\])?\s*(?:hookspath|attributesfile)\s*=", re.IGNORECASE)
+_VALUE: Final = re.compile(rb"\s*(\w+)\s*=\s*([-./\w]+)\s*")
+_NEEDED: Final = {
     b"core": (b"repositoryformatversion", b"bare", b"filemode", b"worktree"),
     b"extensions": (b"objectformat", b"refstorage", b"relativeworktrees"),
 }

@@ -27,7 +27,7 @@ from rollyard_sandbox.server.tunnels import Tunnels
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from typing import Any, Protocol
+    from typing import Any, Final, Protocol
 
     from rollyard_sandbox.execution.event_loop import EventLoop
     from rollyard_sandbox.execution.ipython import IPython
@@ -45,11 +45,17 @@ if TYPE_CHECKING:
         def shutdown(self) -> None: ...
 
 
-_MAX_COMMAND = 32 * 1024 * 1024  # bytes
-_MAX_RESULT = 16 * 1024  # characters of a cell's result, in addition to its output
-_MAX_SECONDS = 7 * 24 * 3600.0  # The longest time that a request may name.
-_MAX_IN_FLIGHT = 1024  # requests per connection
-_PAGERS = {"TERM": "dumb", "PAGER": "cat", "GIT_PAGER": "cat", "MANPAGER": "cat", "SYSTEMD_PAGER": "cat"}
+_MAX_COMMAND: Final = 32 * 1024 * 1024  # bytes
+_MAX_RESULT: Final = 16 * 1024  # characters of a cell's result, in addition to its output
+_MAX_SECONDS: Final = 7 * 24 * 3600.0  # The longest time that a request may name.
+_MAX_IN_FLIGHT: Final = 1024  # requests per connection
+_PAGERS: Final = {
+    "TERM": "dumb",
+    "PAGER": "cat",
+    "GIT_PAGER": "cat",
+    "MANPAGER": "cat",
+    "SYSTEMD_PAGER": "cat",
+}
 
 
 class Operations:

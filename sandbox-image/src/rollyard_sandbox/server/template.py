@@ -27,12 +27,12 @@ from rollyard_sandbox.server.options import ServerOptions
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from typing import Any, NoReturn
+    from typing import Any, Final, NoReturn
 
-_MAX_REQUEST = 64 * 1024  # bytes
-_MAX_DESCRIPTORS = 32
+_MAX_REQUEST: Final = 64 * 1024  # bytes
+_MAX_DESCRIPTORS: Final = 32
 # What every sandbox calls in the C library.
-_FUNCTIONS = (
+_FUNCTIONS: Final = (
     "capset",
     "clone",
     "mount",

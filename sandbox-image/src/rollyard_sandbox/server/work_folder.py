@@ -16,19 +16,19 @@ from rollyard_sandbox.errors import BadRequest, FileError, file_error
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from typing import Any
+    from typing import Any, Final
 
-MAX_ENTRIES = 50_000  # The limit of one listing.
-MAX_LISTING = 8 * 1024 * 1024  # bytes
-MAX_DIGESTED = 32 * 1024 * 1024  # bytes for one request
-MAX_DEPTH = 64
-_MAX_PATH = 4000  # bytes; with this limit the absolute path stays within PATH_MAX
-_CHUNK = 1 << 20
+MAX_ENTRIES: Final = 50_000  # The limit of one listing.
+MAX_LISTING: Final = 8 * 1024 * 1024  # bytes
+MAX_DIGESTED: Final = 32 * 1024 * 1024  # bytes for one request
+MAX_DEPTH: Final = 64
+_MAX_PATH: Final = 4000  # bytes; with this limit the absolute path stays within PATH_MAX
+_CHUNK: Final = 1 << 20
 
 FILE, FOLDER, LINK, OTHER, UNREADABLE = b"f", b"d", b"l", b"o", b"u"
 """The kinds of records in a listing; `u` is a folder that may not be listed."""
 
-_NO_FOLDER = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
+_NO_FOLDER: Final = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
 
 
 def tree(workdir: str, path: bytes) -> bytes:

@@ -13,7 +13,7 @@ from rollyard_tasks.formats.contests import CONTEST_PREFIX, request
 from rollyard_tasks.formats.ids import task_id
 from rollyard_tasks.formats.interface import Row, RowRefused, TaskFormat
 
-_KEPT = ("question_title", "platform", "contest_id", "contest_date", "difficulty")
+_KEPT: Final = ("question_title", "platform", "contest_id", "contest_date", "difficulty")
 MAX_PICKLED_BYTES: Final = 48 << 20
 """The largest size of pickled tests after decompression, in bytes."""
 _TEXTS: Final = frozenset({"UNICODE", "BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8"})

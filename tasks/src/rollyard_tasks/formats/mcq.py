@@ -29,10 +29,12 @@ class McqFormat(TaskFormat):
     """
 
     columns = (
-        ("question", "choices", "answer"), ("question", "options", "answer"),
-        ("question", "choices", "answerKey"), ("question_stem", "choices", "answerKey"),
+        ("question", "choices", "answer"),
+        ("question", "options", "answer"),
+        ("question", "choices", "answerKey"),
+        ("question_stem", "choices", "answerKey"),
         ("Question", "Correct Answer"),
-    )  # fmt: skip
+    )
 
     def task(self, row: Row) -> dict[str, Any]:
         """Return the task of a row, whose prompt is the question with its choices."""

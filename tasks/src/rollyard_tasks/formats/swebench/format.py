@@ -39,9 +39,15 @@ _UNREPORTED: Final = re.compile(
 the place of a name: `PASSED [100%]` and `PASSED [ 50%]` after a test that prints, `SKIPPED [1]`, headings."""
 _KNOWN: Final = frozenset(get_args(LogParser))
 _OTHERS: Final = {
-    "pytest_with_options": "pytest_options", "gotest": "go", "go_test": "go", "rust": "cargo",
-    "cargo_test": "cargo", "vitest": "jest", "python_unittest": "unittest", "tap_node": "tap",
-}  # fmt: skip
+    "pytest_with_options": "pytest_options",
+    "gotest": "go",
+    "go_test": "go",
+    "rust": "cargo",
+    "cargo_test": "cargo",
+    "vitest": "jest",
+    "python_unittest": "unittest",
+    "tap_node": "tap",
+}
 """The names of log parsers in other projects' rows, and what they are called here."""
 _ACTIVATE: Final = "source /opt/miniconda3/bin/activate\nconda activate testbed"
 """The commands that make ready the environment of an image of SWE-bench."""
@@ -63,9 +69,12 @@ class SweBenchFormat(TaskFormat):
     """
 
     columns = (
-        ("instance_id", "eval_script"), ("instance_id", "install_config"), ("instance_id", "test_patch"),
-        ("instance_id", "image_name"), ("docker_image", "expected_output_json"),
-    )  # fmt: skip
+        ("instance_id", "eval_script"),
+        ("instance_id", "install_config"),
+        ("instance_id", "test_patch"),
+        ("instance_id", "image_name"),
+        ("docker_image", "expected_output_json"),
+    )
 
     def __init__(self) -> None:
         self._specs: Mapping[str, Any] | None = None

@@ -125,8 +125,8 @@ class TaskSource(Model):
 
     @model_validator(mode="after")
     def _one_source(self) -> TaskSource:
-        given = (self.url, self.inline, self.config_map_ref)
-        if sum(source is not None for source in given) + self.stream != 1:
+        sources = (self.url, self.inline, self.config_map_ref)
+        if sum(source is not None for source in sources) + self.stream != 1:
             raise ValueError(_ONE_SOURCE)
         if self.inline is not None and not self.inline:
             raise ValueError("'inline' must hold at least one task")

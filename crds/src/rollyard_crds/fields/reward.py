@@ -209,9 +209,9 @@ class RewardSpec(Model):
         if self.weights is not None and not self.weights:
             raise ValueError(_NO_WEIGHTS)
         names = [check.name for check in self.format]
-        for place, name in enumerate(names):
-            if name in names[:place]:
-                raise ValueError(f"'format[{place}].name' {name!r} stands twice")
+        for index, name in enumerate(names):
+            if name in names[:index]:
+                raise ValueError(f"'format[{index}].name' {name!r} stands twice")
         weights = self.weights or {}
         if REWARD in weights or OVERLONG in weights:
             raise ValueError(_NO_WEIGHT)

@@ -84,8 +84,8 @@ def describe(
     lines = []
     for item in error.errors(include_url=False):
         path = prefix
-        for place, part in enumerate(item["loc"]):
-            if not quote and isinstance(part, str) and part not in _fields_at(model, item["loc"][:place]):
+        for index, part in enumerate(item["loc"]):
+            if not quote and isinstance(part, str) and part not in _fields_at(model, item["loc"][:index]):
                 part = "(not shown)"
             path += f"[{part}]" if isinstance(part, int) else (f".{part}" if path else str(part))
         message = item["msg"].removeprefix("Value error, ")

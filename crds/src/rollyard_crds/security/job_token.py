@@ -41,9 +41,9 @@ def job_token(worker_token: str, namespace: str, name: str, uid: str) -> str:
     Raises:
         ValueError: a part is not of its form; a dot, for example, would separate other parts.
     """
-    for what, text, form in (("namespace", namespace, _LABEL), ("name", name, _LABEL), ("uid", uid, _UID)):
+    for part, text, form in (("namespace", namespace, _LABEL), ("name", name, _LABEL), ("uid", uid, _UID)):
         if form.fullmatch(text) is None:
-            raise ValueError(f"a job token needs the job's {what}, and {text!r} is none")
+            raise ValueError(f"a job token needs the job's {part}, and {text!r} is none")
     return f"{_PREFIX}.{namespace}.{name}.{uid}.{_proof(worker_token, f'job {namespace}/{name} {uid}')}"
 
 
@@ -58,5 +58,5 @@ def job_of(token: str, worker_token: str) -> JobIdentity | None:
     return JobIdentity(namespace, name, uid) if genuine else None
 
 
-def _proof(worker_token: str, said: str) -> str:
-    return hmac.new(worker_token.encode(), said.encode(), hashlib.sha256).hexdigest()
+def _proof(worker_token: str, message: str) -> str:
+    return hmac.new(worker_token.encode(), message.encode(), hashlib.sha256).hexdigest()

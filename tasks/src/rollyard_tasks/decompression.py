@@ -65,7 +65,7 @@ _MAGIC: Final = max(map(len, COMPRESSED))
 
 def _unpacker_of(start: bytes) -> _Unpacker | None:
     """Return a decompressor for data that begins with `start`, or None for data that is not compressed."""
-    return next((made() for magic, made in COMPRESSED.items() if start.startswith(magic)), None)
+    return next((make() for magic, make in COMPRESSED.items() if start.startswith(magic)), None)
 
 
 class Decompressor:

@@ -246,13 +246,13 @@ class _Table:
         assert text.text is not None
         if text.number == 0:
             return None
-        found = _cells(text.text)
-        if found is None:
+        values = _cells(text.text)
+        if values is None:
             problem = "a quote is not closed, or stands in a cell that is not in quotes as a whole"
-        elif len(found) != len(self._names):
-            problem = f"has {len(found)} cells, and the header names {len(self._names)} columns"
+        elif len(values) != len(self._names):
+            problem = f"has {len(values)} cells, and the header names {len(self._names)} columns"
         else:
-            pairs = zip(self._names, found, strict=True)
+            pairs = zip(self._names, values, strict=True)
             try:
                 cells = {name: cell.decode() for name, cell in pairs if name and cell}
                 return FileRow(text.number, cells, unit=self._unit)
@@ -263,12 +263,12 @@ class _Table:
 
 def _cells(text: bytes | bytearray) -> list[bytes] | None:
     """Return the cells of a row in CSV, or None if its quotes are wrong."""
-    found: list[bytes] = []
+    cells: list[bytes] = []
     at = 0
-    while (cell := _CELL.match(text, at)) is not None and len(found) <= 2 * MAX_COLUMNS:
+    while (cell := _CELL.match(text, at)) is not None and len(cells) <= 2 * MAX_COLUMNS:
         quoted, plain, separator = cell.groups()
-        found.append(plain if quoted is None else quoted.replace(b'""', b'"') if b'""' in quoted else quoted)
+        cells.append(plain if quoted is None else quoted.replace(b'""', b'"') if b'""' in quoted else quoted)
         if separator != b",":
-            return found
+            return cells
         at = cell.end()
-    return None if len(found) <= 2 * MAX_COLUMNS else found
+    return None if len(cells) <= 2 * MAX_COLUMNS else cells

@@ -63,10 +63,10 @@ def _cases(row: Row, field: str) -> list[dict[str, str]]:
     if not isinstance(value, list):
         raise RowRefused(field, "must be a list")
     cases = []
-    for place, case in enumerate(value):
+    for index, case in enumerate(value):
         if not isinstance(case, dict):
-            raise RowRefused(f"{field}[{place}]", "must be an object with input and output")
-        each = Row(case, row.number, f"{field}[{place}]")
+            raise RowRefused(f"{field}[{index}]", "must be an object with input and output")
+        each = Row(case, row.number, f"{field}[{index}]")
         cases.append({"input": each.text("input", ""), "output": each.text("output", "")})
     return cases
 

@@ -56,17 +56,17 @@ def open_private_folder(path: Path) -> int:
         _check(os.fstat(at), where, trusted)
         while waiting:
             name = waiting.pop(0)
-            found = _made(name, at)
-            if not stat.S_ISLNK(found.st_mode):
+            entry = _made(name, at)
+            if not stat.S_ISLNK(entry.st_mode):
                 below = os.open(name, _OPEN, dir_fd=at)
                 os.close(at)
                 at, where = below, where.parent if name == ".." else where / name
                 _check(os.fstat(at), where, trusted)
                 continue
             links += 1
-            if found.st_uid not in trusted or not waiting or links > _MAX_LINKS:
+            if entry.st_uid not in trusted or not waiting or links > _MAX_LINKS:
                 raise NotPrivateError(
-                    f"{where / name} is a symbolic link of user {found.st_uid}; choose another folder"
+                    f"{where / name} is a symbolic link of user {entry.st_uid}; choose another folder"
                 )
             target = Path(os.readlink(name, dir_fd=at))
             waiting = [*(target.parts[1:] if target.is_absolute() else target.parts), *waiting]
@@ -117,11 +117,11 @@ def _own_group(group: int) -> bool:
     import pwd
 
     try:
-        user, found = pwd.getpwuid(os.geteuid()), grp.getgrgid(group)
+        user, entry = pwd.getpwuid(os.geteuid()), grp.getgrgid(group)
     except KeyError:
         return False
-    members = set(found.gr_mem)
-    return found.gr_gid == user.pw_gid and found.gr_name == user.pw_name and members <= {user.pw_name}
+    members = set(entry.gr_mem)
+    return entry.gr_gid == user.pw_gid and entry.gr_name == user.pw_name and members <= {user.pw_name}
 
 
 def _trusted() -> frozenset[int]:

@@ -97,9 +97,9 @@ async def first_request(transport: Transport, url: str, model: str, seconds: flo
     address = base_url(url) + can.call.path
     body = can.call.body(can.model(model), _PROMPT, _FIRST)
     reply = await transport.request("POST", address, body, seconds=seconds, limit=_MAX_BYTES)
-    said = sampled(f"POST {address}", reply)
+    document = sampled(f"POST {address}", reply)
     try:
-        answer = can.call.parse(said, _PROMPT, _FIRST)
+        answer = can.call.parse(document, _PROMPT, _FIRST)
     except BackendMismatch as error:
         raise BackendMismatch(f"POST {address}: {error}") from error
     if len(answer.token_ids) != 1:

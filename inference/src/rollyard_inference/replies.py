@@ -58,11 +58,11 @@ def require_ok(call: str, reply: Reply) -> None:
     status = reply.status
     if status == 200:
         return
-    said = reply.content[:_ERROR_TEXT].decode(errors="replace")
+    text = reply.content[:_ERROR_TEXT].decode(errors="replace")
     if status >= 500 or status in _TRANSIENT:
         wait = _seconds(reply.headers.get("retry-after"))
         overloaded = status == 429 or (status == 503 and wait is not None)
-        raise ServerFailed(f"{call} answered {status}: {said}", overloaded=overloaded, retry_after=wait)
+        raise ServerFailed(f"{call} answered {status}: {text}", overloaded=overloaded, retry_after=wait)
     if 300 <= status < 400:
         raise BackendMismatch(
             f"{call} answered {status}, a redirect to {reply.headers.get('location')}: "
@@ -70,7 +70,7 @@ def require_ok(call: str, reply: Reply) -> None:
         )
     if status < 300:
         raise BackendMismatch(f"{call} answered {status}, expected 200")
-    raise BackendRefused(f"{call} answered {status}: {(_message(reply.content) or said)[:_ERROR_TEXT]}")
+    raise BackendRefused(f"{call} answered {status}: {(_message(reply.content) or text)[:_ERROR_TEXT]}")
 
 
 def require_call(call: str, reply: Reply, hint: str = "") -> None:
@@ -100,12 +100,12 @@ def sampled(call: str, reply: Reply) -> object:
     """
     status = reply.status
     if status in (400, 404, 413, 422):
-        said = _message(reply.content) or reply.content[:_ERROR_TEXT].decode(errors="replace")
-        message = f"{call} answered {status}: {said[:_ERROR_TEXT]}"
-        if status in (400, 404) and _NO_MODEL.search(said):
+        text = _message(reply.content) or reply.content[:_ERROR_TEXT].decode(errors="replace")
+        message = f"{call} answered {status}: {text[:_ERROR_TEXT]}"
+        if status in (400, 404) and _NO_MODEL.search(text):
             raise ModelNotServed(message)
-        if status != 404 and _CONTEXT.search(said):
-            limit = _LIMIT.search(said)
+        if status != 404 and _CONTEXT.search(text):
+            limit = _LIMIT.search(text)
             raise ContextOverflow(message, int(limit[1][:12]) if limit else None)
     require_ok(call, reply)
     try:

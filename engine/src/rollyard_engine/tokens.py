@@ -34,8 +34,8 @@ class EngineTokenizer:
 
     def token_id(self, text: str) -> int | None:
         """Return the id of the special token with this text, or None if there is none."""
-        found: int | None = self._tokenizer.token_to_id(text)
-        return found
+        token: int | None = self._tokenizer.token_to_id(text)
+        return token
 
     @property
     def eos_token_id(self) -> int | None:

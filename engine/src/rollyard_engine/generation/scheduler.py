@@ -120,11 +120,11 @@ class Scheduler:
 
         With ``None``, all requests are aborted.
         """
-        wanted = None if request_ids is None else set(request_ids)
+        ids = None if request_ids is None else set(request_ids)
         chosen = [
             sequence
             for sequence in (*self.running, *self.waiting)
-            if wanted is None or sequence.request_id in wanted
+            if ids is None or sequence.request_id in ids
         ]
         for sequence in chosen:
             self.abort(sequence)
@@ -288,8 +288,8 @@ class Scheduler:
     def _finish_drain(self, *, force: bool = False) -> None:
         if self._draining and (force or not self.running):
             draining, self._draining = self._draining, []
-            for done in draining:
-                done()
+            for callback in draining:
+                callback()
 
     def _cache_bytes(self) -> int:
         tokens = self._kept.capacity_tokens + sum(sequence.capacity for sequence in self.running)

@@ -73,10 +73,10 @@ class RequestBody(BaseModel):
     def _only_neutral(cls, data: Any) -> Any:
         if not isinstance(data, dict):
             return data
-        kept = {}
+        fields = {}
         for name, value in data.items():
             if name in cls.model_fields:
-                kept[name] = value
+                fields[name] = value
             elif name in NEUTRAL:
                 if value is not None and value not in NEUTRAL[name]:
                     accepted = " or ".join(map(repr, NEUTRAL[name])) or "null"
@@ -86,8 +86,8 @@ class RequestBody(BaseModel):
                         param=name,
                     )
             elif name not in IGNORED:
-                kept[name] = value
-        return kept
+                fields[name] = value
+        return fields
 
 
 class SamplingFields(RequestBody):
@@ -152,21 +152,21 @@ class SamplingFields(RequestBody):
         )
 
     def _check_prompt_logprobs(self, prompt_tokens: int) -> None:
-        wanted = self.prompt_logprobs
-        if wanted is None:
+        count = self.prompt_logprobs
+        if count is None:
             return
-        if not 0 <= wanted <= MAX_LOGPROBS:
+        if not 0 <= count <= MAX_LOGPROBS:
             raise InvalidRequest(
-                f"`prompt_logprobs` must be from 0 to {MAX_LOGPROBS}, got {wanted}.",
+                f"`prompt_logprobs` must be from 0 to {MAX_LOGPROBS}, got {count}.",
                 param="prompt_logprobs",
-                value=wanted,
+                value=count,
             )
         if prompt_tokens > MAX_SCORED_PROMPT:
             raise InvalidRequest(
                 f"`prompt_logprobs` are computed for prompts of at most {MAX_SCORED_PROMPT} tokens, "
                 f"this one has {prompt_tokens}.",
                 param="prompt_logprobs",
-                value=wanted,
+                value=count,
             )
 
 

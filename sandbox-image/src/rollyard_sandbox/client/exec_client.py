@@ -282,12 +282,12 @@ class ExecClient:
         """
         if self._again is None:
             raise ConnectionLost("not connected")
-        other = await self._again()
+        client = await self._again()
         try:
-            fields, _ = await other._wire.request({"op": "tunnel"})
-            return await other._wire.into_tunnel(int(fields["port"]))
+            fields, _ = await client._wire.request({"op": "tunnel"})
+            return await client._wire.into_tunnel(int(fields["port"]))
         except BaseException:
-            await other.close()
+            await client.close()
             raise
 
     async def forward(
@@ -412,9 +412,9 @@ class ExecClient:
 def _check_proof(secret: bytes | None, purpose: str, challenge: str, answer: dict[str, Any]) -> None:
     if secret is None:
         return
-    given = answer.get("proof")
-    if not isinstance(given, str) or not compare_digest(
-        given.encode("utf-8", "surrogatepass"), proof.answer(secret, purpose, challenge).encode()
+    claimed = answer.get("proof")
+    if not isinstance(claimed, str) or not compare_digest(
+        claimed.encode("utf-8", "surrogatepass"), proof.answer(secret, purpose, challenge).encode()
     ):
         raise SandboxSabotaged(
             "the process on the exec server's socket does not know its secret: a program of the sandbox has "

@@ -40,7 +40,7 @@ def become_subreaper() -> None:
 
 def snapshot() -> dict[int, ProcessStat]:
     """Return every process that /proc shows, by pid."""
-    found = {}
+    processes = {}
     for name in os.listdir("/proc"):
         if not name.isdigit():
             continue
@@ -57,8 +57,10 @@ def snapshot() -> dict[int, ProcessStat]:
         begin, end = line.index(b"(") + 1, line.rindex(b")")
         state, parent, group, session = line[end + 2 :].split(b" ", 4)[:4]
         pid = int(name)
-        found[pid] = ProcessStat(pid, line[begin:end], state.decode(), int(parent), int(group), int(session))
-    return found
+        processes[pid] = ProcessStat(
+            pid, line[begin:end], state.decode(), int(parent), int(group), int(session)
+        )
+    return processes
 
 
 def descendants(root: int, processes: dict[int, ProcessStat]) -> list[ProcessStat]:
@@ -66,13 +68,13 @@ def descendants(root: int, processes: dict[int, ProcessStat]) -> list[ProcessSta
     children: dict[int, list[ProcessStat]] = {}
     for process in processes.values():
         children.setdefault(process.parent, []).append(process)
-    found: list[ProcessStat] = []
+    alive: list[ProcessStat] = []
     queue = [root]
     while queue:
         below = children.get(queue.pop(), [])
         queue.extend(process.pid for process in below)
-        found.extend(process for process in below if process.state not in "ZX")
-    return found
+        alive.extend(process for process in below if process.state not in "ZX")
+    return alive
 
 
 def alive_below(processes: dict[int, ProcessStat], *, own_namespace: bool) -> list[ProcessStat]:
@@ -108,14 +110,14 @@ def stop_below(root: int) -> set[int]:
 
 def children_of(pid: int) -> list[int]:
     """Return the children of a process, the newest last. Some may be missing while others end."""
-    found: list[int] = []
+    children: list[int] = []
     try:
         for thread in os.listdir(f"/proc/{pid}/task"):
             with open(f"/proc/{pid}/task/{thread}/children", "rb", buffering=0) as file:
-                found.extend(map(int, file.read().split()))
+                children.extend(map(int, file.read().split()))
     except OSError:
-        return found  # The process ended, or this kernel has no such file.
-    return found
+        return children  # The process ended, or this kernel has no such file.
+    return children
 
 
 def session_members(leader: int) -> list[ProcessStat]:

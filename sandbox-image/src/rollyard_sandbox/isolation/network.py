@@ -110,8 +110,8 @@ def _try_all(targets: Sequence[ForbiddenAddress]) -> tuple[list[ForbiddenAddress
                 if code == 0:
                     reached.append(target)
         end = monotonic() + _TRY_SECONDS
-        while pending and (left := end - monotonic()) > 0:
-            for number, _ in poll.poll(left * 1000):
+        while pending and (seconds := end - monotonic()) > 0:
+            for number, _ in poll.poll(seconds * 1000):
                 poll.unregister(number)
                 sock, target = pending.pop(number)
                 if sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) == 0:

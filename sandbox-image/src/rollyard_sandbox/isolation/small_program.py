@@ -48,7 +48,7 @@ def program(calls: Sequence[Call]) -> bytes:
     table = len(calls) + 1
     data = bytearray()
     words: list[int] = []
-    for place, (name, arguments) in enumerate([*calls, ("pause", ())], 1):
+    for number, (name, arguments) in enumerate([*calls, ("pause", ())], 1):
         row = [NUMBERS[name]]
         for argument in arguments:
             if isinstance(argument, bytes):
@@ -56,7 +56,7 @@ def program(calls: Sequence[Call]) -> bytes:
                 data += argument + b"\0"
             else:
                 row.append(argument or 0)
-        words += [*row, *[0] * (_WORDS - 1 - len(row)), place]
+        words += [*row, *[0] * (_WORDS - 1 - len(row)), number]
     second = struct.pack(f"<{len(words)}Q", *words) + data
     if len(second) > _PAGE:
         raise ValueError(f"the calls need {len(second)} bytes, and there is room for {_PAGE}")

@@ -132,7 +132,7 @@ class Calls:
         """
         self._names.append(name)
         self._purposes.append(self.purpose)
-        numbers = [self._number(one) for one in arguments]
+        numbers = [self._number(argument) for argument in arguments]
         self._words += (NUMBERS[name], *numbers, *[0] * (_RESULT - len(numbers)), may_fail)
 
     def include(self, other: Calls) -> None:
@@ -167,15 +167,15 @@ class Calls:
             ValueError: One of them holds a null byte.
         """
         data = [os.fsencode(value) for value in values]
-        if any(b"\0" in one for one in data):
+        if any(b"\0" in item for item in data):
             raise ValueError("embedded null byte")
         # One buffer for all of them takes a fraction of the time that one for each would take.
         buffer = array("B", b"\0".join(data) + b"\0")
         at = self._number(buffer)
         pointers = array("Q")
-        for one in data:
+        for item in data:
             pointers.append(at)
-            at += len(one) + 1
+            at += len(item) + 1
         pointers.append(0)
         return pointers
 
@@ -249,13 +249,13 @@ class _Table:
         """Return what each call returned: a negative error number if it failed, and 0 if it was not made."""
         return array("q", self.words[_RESULT::_WORDS].tobytes()).tolist()
 
-    def disposition(self, place: int) -> signal.Handlers:
+    def disposition(self, index: int) -> signal.Handlers:
         """Return what a call of rt_sigaction sets."""
-        return signal.Handlers(ctypes.c_uint64.from_address(self.arguments(place)[1]).value)
+        return signal.Handlers(ctypes.c_uint64.from_address(self.arguments(index)[1]).value)
 
-    def arguments(self, place: int) -> list[int]:
+    def arguments(self, index: int) -> list[int]:
         """Return the six arguments of a call."""
-        return list(self.words[place * _WORDS + 1 : place * _WORDS + _RESULT])
+        return list(self.words[index * _WORDS + 1 : index * _WORDS + _RESULT])
 
 
 class Launcher:
@@ -366,7 +366,7 @@ class _Watch:
 
 def _stopped_children() -> list[int]:
     """Return the children of this process that a signal has stopped before they executed a program."""
-    found = []
+    stopped = []
     for task in os.listdir("/proc/self/task"):
         with open(f"/proc/self/task/{task}/children", encoding="ascii") as file:
             children = file.read().split()
@@ -377,8 +377,8 @@ def _stopped_children() -> list[int]:
             except OSError:
                 continue  # It has ended.
             if state == b"T" and int(fields[5]) & _FORKED:
-                found.append(int(child))
-    return found
+                stopped.append(int(child))
+    return stopped
 
 
 @cache
@@ -427,11 +427,11 @@ def _fork(table: _Table) -> int:
 
 def _make(table: _Table, results: memoryview[int]) -> None:
     """Make the calls in this process, and note what they return in memory that the other process sees."""
-    for place, name in enumerate(table.names):
-        arguments = table.arguments(place)
+    for index, name in enumerate(table.names):
+        arguments = table.arguments(index)
         number = 0
         if name == "rt_sigaction":
-            signal.signal(arguments[0], table.disposition(place))
+            signal.signal(arguments[0], table.disposition(index))
         elif name == "rt_sigprocmask":
             signal.pthread_sigmask(signal.SIG_SETMASK, ())
         elif name == "close_range":
@@ -442,8 +442,8 @@ def _make(table: _Table, results: memoryview[int]) -> None:
             os._exit(arguments[0])
         elif getattr(libc(), name)(*map(ctypes.c_ulong, arguments)) == -1:
             number = ctypes.get_errno()
-        results[place] = -number & _LARGEST
-        if number and not table.words[place * _WORDS + _MAY_FAIL]:
+        results[index] = -number & _LARGEST
+        if number and not table.words[index * _WORDS + _MAY_FAIL]:
             return
 
 

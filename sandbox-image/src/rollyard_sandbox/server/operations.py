@@ -230,8 +230,10 @@ class Operations:
     def _begin_eval(self, connection: Connection, request: int, header: dict[str, Any], body: bytes) -> None:
         self._tunnels.close(for_good=header.get("network") is not True)
         self._end_everything()
-        if left := self._control.survivors():
-            raise SandboxError(f"{left} processes of the sandbox survive SIGKILL", reason="ProcessesSurvive")
+        if survivors := self._control.survivors():
+            raise SandboxError(
+                f"{survivors} processes of the sandbox survive SIGKILL", reason="ProcessesSurvive"
+            )
         if self._own_namespace:
             remove_segments()
         place, sabotage = self._places.make(), self._places.sabotage()
@@ -300,13 +302,13 @@ class Operations:
         max_output = self._limit(header)
         on_output = None
         if header.get("stream"):
-            left = max_output
+            remaining = max_output
 
             def on_output(data: bytes) -> None:
-                nonlocal left
-                if left > 0:
-                    connection.event(request, data[:left])
-                    left -= len(data)
+                nonlocal remaining
+                if remaining > 0:
+                    connection.event(request, data[:remaining])
+                    remaining -= len(data)
 
         session = self._session(header)
         command = session.execute(

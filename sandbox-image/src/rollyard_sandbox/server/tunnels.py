@@ -234,22 +234,22 @@ class _Pair:
             self._on_returned()
 
     def _watch(self, sock: socket.socket) -> None:
-        wanted = 0
+        events = 0
         for direction in self._directions:
             if direction.source is sock and not direction.ended and not direction.data:
-                wanted |= READ
+                events |= READ
             if direction.target is sock and direction.data:
-                wanted |= WRITE
-        before, self._watched[sock] = self._watched[sock], wanted
-        if wanted == before:
+                events |= WRITE
+        before, self._watched[sock] = self._watched[sock], events
+        if events == before:
             return
-        if not wanted:
+        if not events:
             # Otherwise a connection that is broken would be reported again and again.
             self._loop.unwatch(sock.fileno())
         elif before:
-            self._loop.change(sock.fileno(), wanted)
+            self._loop.change(sock.fileno(), events)
         else:
-            self._loop.watch(sock.fileno(), self._move, wanted)
+            self._loop.watch(sock.fileno(), self._move, events)
 
 
 class _Direction:

@@ -126,14 +126,14 @@ def read(workdir: str, path: bytes, offset: int, max_bytes: int) -> bytes:
     try:
         file = _open_file(workdir, path)
         try:
-            parts, left = [], max_bytes
-            while left > 0:
-                part = os.pread(file, min(left, _CHUNK), offset)
+            parts, remaining = [], max_bytes
+            while remaining > 0:
+                part = os.pread(file, min(remaining, _CHUNK), offset)
                 if not part:
                     break
                 parts.append(part)
                 offset += len(part)
-                left -= len(part)
+                remaining -= len(part)
         finally:
             os.close(file)
     except OSError as error:
@@ -151,24 +151,24 @@ def digests(workdir: str, ranges: list[Any]) -> bytes:
     """
     from hashlib import sha256
 
-    found = bytearray()
+    answer = bytearray()
     total = 0
-    for one in ranges:
+    for entry in ranges:
         if not (
-            isinstance(one, list)
-            and len(one) == 3
-            and isinstance(one[0], str)
-            and all(isinstance(number, int) and number >= 0 for number in one[1:])
+            isinstance(entry, list)
+            and len(entry) == 3
+            and isinstance(entry[0], str)
+            and all(isinstance(number, int) and number >= 0 for number in entry[1:])
         ):
             raise BadRequest("ranges: a list of [path, offset, length] is needed")
-        total += one[2]
+        total += entry[2]
         if total > MAX_DIGESTED:
             raise BadRequest(f"ranges: more than {MAX_DIGESTED} bytes")
         try:
-            found += sha256(read(workdir, name(one[0]), one[1], one[2])).digest()
+            answer += sha256(read(workdir, name(entry[0]), entry[1], entry[2])).digest()
         except FileError:
-            found += bytes(32)
-    return bytes(found)
+            answer += bytes(32)
+    return bytes(answer)
 
 
 def put(workdir: str, path: bytes, data: bytes, mode: int) -> None:

@@ -15,7 +15,7 @@ from typing import Any, Final
 from pydantic_core import from_json
 from rollyard_crds.fields.json_values import MAX_VALUES, too_many_values
 
-from rollyard_tasks.decompression import COMPRESSED, Damaged, Decompressor, TooLong
+from rollyard_tasks.decompression import COMPRESSED, Decompressor
 from rollyard_tasks.row_texts import (
     MAX_ROW_BYTES,
     FileRefused,
@@ -109,7 +109,6 @@ class FileRows:
     """
 
     def __init__(self, max_bytes: int, unit: str = "") -> None:
-        self._max_bytes = max_bytes
         self._decompressor = Decompressor(max_bytes)
         self._unit = unit
         # The beginning of the text, until it is known what it holds.
@@ -123,7 +122,7 @@ class FileRows:
         Raises:
             FileRefused: Nothing more can be read.
         """
-        for piece in self._checked(self._decompressor.feed(data)):
+        for piece in self._decompressor.feed(data):
             yield from self._rows(piece, last=False)
 
     def end(self) -> Iterator[FileRow | None]:
@@ -132,19 +131,11 @@ class FileRows:
         Raises:
             FileRefused: The file is damaged, or was cut.
         """
-        for piece in self._checked(self._decompressor.end()):
+        for piece in self._decompressor.end():
             yield from self._rows(piece, last=False)
         yield from self._rows(b"", last=True)
         if self._texts is not None:
             yield from self._parsed(self._texts.end())
-
-    def _checked(self, pieces: Iterator[bytes]) -> Iterator[bytes]:
-        try:
-            yield from pieces
-        except TooLong as error:
-            raise FileRefused(f"holds more than {self._max_bytes} bytes of text") from error
-        except Damaged as error:
-            raise FileRefused("the compressed file is damaged") from error
 
     def _rows(self, piece: bytes, *, last: bool) -> Iterator[FileRow | None]:
         if self._texts is None:

@@ -73,7 +73,7 @@ class ExecClient:
             BadRequest: The address is neither, or `lease` is not above 0 and up to a week.
             ProtocolError: The server speaks another version of the protocol.
             ConnectionLost: No server answers there within `timeout` seconds.
-            Unauthorized: The token is missing or wrong.
+            TokenRefused: The token is missing or wrong.
             SandboxSabotaged: The process that answers does not know the secret.
         """
         loop = asyncio.get_running_loop()

@@ -100,7 +100,7 @@ class ExecServer:
         listener.listen(128)
         self._listeners.append(listener)
         guarded = listener.family != socket.AF_UNIX and not (
-            self._allow_loopback or _listens_on_loopback(listener)
+            self._allow_loopback or _is_loopback(listener.getsockname()[0])
         )
         self._loop.watch(listener.fileno(), lambda events: self._accept_all(listener, guarded))
         return address
@@ -284,11 +284,6 @@ def serve(options: ServerOptions) -> int:
 def _is_loopback(address: str) -> bool:
     """Return whether this numeric IPv4 or IPv6 address means the machine itself."""
     return address.removeprefix("::ffff:").startswith("127.") or address == "::1"
-
-
-def _listens_on_loopback(listener: socket.socket) -> bool:
-    """Return whether only the machine itself can connect to this TCP listener."""
-    return _is_loopback(listener.getsockname()[0])
 
 
 def _comes_from_here(connection: socket.socket) -> bool:

@@ -187,6 +187,7 @@ def harbor_plan(folder: HarborFolder) -> HarborPlan:
     workdir = environment.workdir or own_workdir or WORKDIR
     if not image and workdir != WORKDIR and (problem := folder_problem(workdir)):
         raise HarborRefused("environment.workdir", f"{problem}, where the task names no docker_image")
+    notes = {UNKNOWN_KEYS: dict(root.reading.unknown), IGNORED_KEYS: list(root.reading.ignored)}
     return HarborPlan(
         steps=steps,
         strategy=strategy,
@@ -204,7 +205,7 @@ def harbor_plan(folder: HarborFolder) -> HarborPlan:
         hosts=hosts,
         tests_hosts=tests_hosts,
         reward_key=root.reading.options.reward_key or "",
-        metadata={key: value for key, value in {**about, **_notes(root)}.items() if value},
+        metadata={key: value for key, value in {**about, **notes}.items() if value},
     )
 
 
@@ -218,10 +219,6 @@ def _strategy(root: Table) -> Literal["mean", "final"]:
 
 def _is_public(stated: StatedNetwork | None, hosts: tuple[str, ...] | None) -> bool:
     return hosts is None and stated is not None and stated.public
-
-
-def _notes(root: Table) -> dict[str, Any]:
-    return {UNKNOWN_KEYS: dict(root.reading.unknown), IGNORED_KEYS: list(root.reading.ignored)}
 
 
 def solution_calls(plan: HarborPlan, step: HarborStep) -> list[dict[str, Any]]:

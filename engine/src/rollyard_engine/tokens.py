@@ -84,13 +84,13 @@ class EngineTokenizer:
             if chat_template is not None:
                 render = _compile(chat_template)
             else:
-                named = "tool_use" if tools and "tool_use" in self._renders else "default"
-                if named not in self._renders:
+                name = "tool_use" if tools and "tool_use" in self._renders else "default"
+                if name not in self._renders:
                     raise InvalidRequest(
                         "the model folder has no chat template; send `prompt` or `chat_template`",
                         param="messages",
                     )
-                render = self._renders[named]
+                render = self._renders[name]
             return render(
                 **{
                     **self._special,

@@ -76,15 +76,15 @@ class JsonFormatter(logging.Formatter):
             "logger": record.name,
             "message": one_line(record.getMessage()[:MAX_MESSAGE]),
         }
-        here = scope.current()
-        if here is not None:
+        current = scope.current()
+        if current is not None:
             fields |= {
-                "namespace": here.namespace,
-                "job": here.job,
-                "rollout": here.rollout,
-                "stage": here.stage,
-                "attempt": here.attempt,
-                "trace_id": here.trace,
+                "namespace": current.namespace,
+                "job": current.job,
+                "rollout": current.rollout,
+                "stage": current.stage,
+                "attempt": current.attempt,
+                "trace_id": current.trace,
             }
         for name in _FIELDS:
             value = getattr(record, name, None)

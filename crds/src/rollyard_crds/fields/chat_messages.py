@@ -72,8 +72,8 @@ def plain_messages(messages: Sequence[Any]) -> list[dict[str, Any]]:
         if not isinstance(message, dict):
             raise MessageRefused((number,), "must be an object with role and content")
         plain = _message(message, (number,))
-        named = plain.get("tool_call_id")
-        if isinstance(named, str) and named not in ids:
+        call_id = plain.get("tool_call_id")
+        if isinstance(call_id, str) and call_id not in ids:
             raise MessageRefused(
                 (number, "tool_call_id"), "no message before this one makes a call of this id"
             )

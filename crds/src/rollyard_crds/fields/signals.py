@@ -144,25 +144,27 @@ def task_warnings(tasks: Sequence[Task]) -> list[str]:
 def _folder_warnings(tasks: Sequence[Task]) -> list[str]:
     """Return which keys of `task.toml` have no effect, for task folders in the format of Harbor."""
     warnings = []
-    for noted, description in (
+    for metadata_key, description in (
         (UNKNOWN_KEYS, "keys that are not known here and have no effect"),
         (IGNORED_KEYS, "keys that the job's tasks.harbor leaves out"),
     ):
-        named = [
+        affected = [
             (task.id, keys)
             for task in tasks
-            if isinstance(keys := task.metadata.get(noted), dict | list) and keys
+            if isinstance(keys := task.metadata.get(metadata_key), dict | list) and keys
         ]
-        if not named:
+        if not affected:
             continue
-        first, keys = named[0]
-        near = keys if isinstance(keys, dict) else {}
+        first, keys = affected[0]
+        suggestions = keys if isinstance(keys, dict) else {}
         shown = [
-            f"{str(key)[:200]} (did you mean {str(near[key])[:200]}?)" if near.get(key) else str(key)[:200]
+            f"{str(key)[:200]} (did you mean {str(suggestions[key])[:200]}?)"
+            if suggestions.get(key)
+            else str(key)[:200]
             for key in list(keys)[:_NAMED]
         ]
         warnings.append(
-            f"task folders whose task.toml has {description}: {len(named)}. The first is {first!r}: "
+            f"task folders whose task.toml has {description}: {len(affected)}. The first is {first!r}: "
             f"{ascii(', '.join(shown))[1:-1]}"
         )
     return warnings

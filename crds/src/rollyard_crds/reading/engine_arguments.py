@@ -36,5 +36,5 @@ def given_port(args: Sequence[str], default: int) -> int:
 
     This is the value of `--port` if it is a number, and `default` otherwise.
     """
-    chosen = given(args, "--port")
-    return int(chosen) if chosen.isdigit() else default
+    port = given(args, "--port")
+    return int(port) if port.isdigit() else default

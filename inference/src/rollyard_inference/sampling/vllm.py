@@ -107,16 +107,16 @@ class VllmGenerate(_Vllm):
                 f"logprobs.content is {kind(content)}, expected a list of {len(ids)} entries"
             )
         try:
-            named = [entry["token_id"] for entry in content]
+            tokens = [entry["token_id"] for entry in content]
             values = [entry["logprob"] for entry in content]
         except (TypeError, KeyError) as error:
             raise BackendMismatch(
                 f"an entry of logprobs.content lacks token_id or logprob: {error!r}"
             ) from error
-        if named != ids and len(named) == len(ids):
-            index = next(i for i, (a, b) in enumerate(zip(named, ids, strict=True)) if a != b)
+        if tokens != ids and len(tokens) == len(ids):
+            index = next(i for i, (a, b) in enumerate(zip(tokens, ids, strict=True)) if a != b)
             raise BackendMismatch(
-                f"logprobs.content[{index}] is of token {named[index]}, token_ids[{index}] is {ids[index]}"
+                f"logprobs.content[{index}] is of token {tokens[index]}, token_ids[{index}] is {ids[index]}"
             )
         versions = versions_of(choice.get("weight_versions"), len(ids))
         return checked_answer(ids, values, choice.get("finish_reason"), versions, sampling)

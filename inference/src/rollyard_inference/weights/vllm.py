@@ -102,10 +102,10 @@ class VllmWeights(ControlCalls):
         """
         try:
             info = await self._call("GET", "/server_info?config_format=json")
-            named = info["vllm_config"]["model_config"]["dtype"]
+            dtype = info["vllm_config"]["model_config"]["dtype"]
         except (BackendError, LookupError, TypeError):
             return None
-        return named.removeprefix("torch.") if isinstance(named, str) else None
+        return dtype.removeprefix("torch.") if isinstance(dtype, str) else None
 
     async def reports_versions_of_tokens(self, model: str) -> bool:
         """Return whether an answer says which weights sampled which tokens.

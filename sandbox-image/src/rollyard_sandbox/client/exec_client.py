@@ -106,8 +106,8 @@ class ExecClient:
             wire.fail(ConnectionLost("not connected"))
             raise
         client = cls(wire, secret, proven)
-        shown = proven if proven is not None else token
-        client._again = lambda: cls.connect(address, token=shown, secret=secret, timeout=timeout)
+        credential = proven if proven is not None else token
+        client._again = lambda: cls.connect(address, token=credential, secret=secret, timeout=timeout)
         return client
 
     async def __aenter__(self) -> ExecClient:

@@ -171,11 +171,11 @@ class Calls:
             raise ValueError("embedded null byte")
         # One buffer for all of them takes a fraction of the time that one for each would take.
         buffer = array("B", b"\0".join(data) + b"\0")
-        at = self._number(buffer)
+        address = self._number(buffer)
         pointers = array("Q")
         for item in data:
-            pointers.append(at)
-            at += len(item) + 1
+            pointers.append(address)
+            address += len(item) + 1
         pointers.append(0)
         return pointers
 

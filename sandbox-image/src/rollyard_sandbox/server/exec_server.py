@@ -94,8 +94,8 @@ class ExecServer:
                 listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
                 listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                 listener.bind((host, port))
-            shown = f"[{host}]" if ":" in host else host
-            address = f"tcp://{shown}:{listener.getsockname()[1]}"
+            url_host = f"[{host}]" if ":" in host else host
+            address = f"tcp://{url_host}:{listener.getsockname()[1]}"
         listener.setblocking(False)
         listener.listen(128)
         self._listeners.append(listener)
@@ -217,17 +217,17 @@ class ExecServer:
         token = header.get("token")
         if not isinstance(token, str):
             return False
-        shown = token.encode("utf-8", "surrogatepass")
+        token_bytes = token.encode("utf-8", "surrogatepass")
         if self._token_sha256 is None:
-            return self._token is None or compare_digest(shown, self._token.encode())
-        if self._derived_token is not None and compare_digest(shown, self._derived_token.encode()):
+            return self._token is None or compare_digest(token_bytes, self._token.encode())
+        if self._derived_token is not None and compare_digest(token_bytes, self._derived_token.encode()):
             return True
         from hashlib import sha256
 
-        if not compare_digest(sha256(shown).hexdigest(), self._token_sha256):
+        if not compare_digest(sha256(token_bytes).hexdigest(), self._token_sha256):
             return False
         if self._token is not None:
-            return compare_digest(shown, self._token.encode())
+            return compare_digest(token_bytes, self._token.encode())
         self._derived_token, key = proof.derived(token)
         self._operations.prove_token(key)
         return True

@@ -66,8 +66,8 @@ def _cases(row: Row, field: str) -> list[dict[str, str]]:
     for index, case in enumerate(value):
         if not isinstance(case, dict):
             raise RowRefused(f"{field}[{index}]", "must be an object with input and output")
-        each = Row(case, row.number, f"{field}[{index}]")
-        cases.append({"input": each.text("input", ""), "output": each.text("output", "")})
+        case_row = Row(case, row.number, f"{field}[{index}]")
+        cases.append({"input": case_row.text("input", ""), "output": case_row.text("output", "")})
     return cases
 
 

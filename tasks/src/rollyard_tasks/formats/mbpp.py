@@ -90,7 +90,7 @@ def _uses(program: ast.Module, names: Iterable[str]) -> bool:
 
 def _function(code: ast.Module, tests: ast.Module) -> str:
     nodes = list(ast.walk(tests))
-    named = {node.id for node in nodes if isinstance(node, ast.Name)}
+    names = {node.id for node in nodes if isinstance(node, ast.Name)}
     called = {
         node.func.id for node in nodes if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
     }
@@ -98,7 +98,7 @@ def _function(code: ast.Module, tests: ast.Module) -> str:
         name
         for name, node in _defined(code).items()
         # A function may be given to another one. A value, such as a lambda, has to be called.
-        if name in (named if isinstance(node, _FUNCTIONS) else called) and not isinstance(node, ast.ClassDef)
+        if name in (names if isinstance(node, _FUNCTIONS) else called) and not isinstance(node, ast.ClassDef)
     ]
     if not candidates:
         raise RowRefused("test_list", "calls no function of 'code'")

@@ -40,9 +40,9 @@ class McqFormat(TaskFormat):
         """Return the task of a row, whose prompt is the question with its choices."""
         if "Correct Answer" in row.values:
             question, choices = row.text("Question"), [row.text(name).strip() for name in _GPQA]
-            right = choices[0]
+            answer = choices[0]
             choices.sort(key=lambda text: hashlib.sha256(f"{question}\0{text}".encode()).digest())
-            index = choices.index(right)
+            index = choices.index(answer)
         else:
             question = row.text("question_stem" if "question_stem" in row.values else "question")
             name = next((name for name in _CHOICES if name in row.values), "choices")
@@ -53,10 +53,10 @@ class McqFormat(TaskFormat):
                 index = self._answer(row, choices)
         if not 2 <= len(choices) <= len(string.ascii_uppercase):
             raise RowRefused("choices", "must be 2 to 26 texts")
-        before = [text for name in _BEFORE if (text := row.text(name, "").strip())]
+        passages = [text for name in _BEFORE if (text := row.text(name, "").strip())]
         lines = [f"{letter}. {text}" for letter, text in zip(string.ascii_uppercase, choices, strict=False)]
         return {
-            "prompt": "\n".join(("\n\n".join((*before, question)), "", *lines, "", _REQUEST)),
+            "prompt": "\n".join(("\n\n".join((*passages, question)), "", *lines, "", _REQUEST)),
             "choices": choices,
             "answer": string.ascii_uppercase[index],
             "metadata": {name: row.values[name] for name in _REST if name in row.values},

@@ -238,12 +238,12 @@ def resource_problems(plan: HarborPlan, resources: SandboxResources) -> list[str
         ("storage_mb", "disk", plan.disk_bytes, resources.disk),
     ]
     problems = []
-    for theirs, ours, amount, quantity in requirements:
+    for task_key, job_key, amount, quantity in requirements:
         if parse_quantity(quantity) < amount:
-            shown = f"{amount:g}" if ours == "cpu" else f"{int(amount) >> 20}Mi"
+            shown = f"{amount:g}" if job_key == "cpu" else f"{int(amount) >> 20}Mi"
             problems.append(
-                f"environment.{theirs} of its task.toml asks for more than the job's "
-                f"sandbox.resources.{ours} gives ({quantity}): give at least {shown}"
+                f"environment.{task_key} of its task.toml asks for more than the job's "
+                f"sandbox.resources.{job_key} gives ({quantity}): give at least {shown}"
             )
     return problems
 

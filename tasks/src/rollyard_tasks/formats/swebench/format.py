@@ -139,19 +139,19 @@ class SweBenchFormat(TaskFormat):
         spec = Row(self._specs, row.number).row(repo, optional=True)
         if not spec.values:
             raise RowRefused("repo", "has no entry in tasks.specs")
-        each = spec.row("versions").row(version, optional=True)
-        if not each.values:
+        version_spec = spec.row("versions").row(version, optional=True)
+        if not version_spec.values:
             raise RowRefused("version", "has no entry for this repository in tasks.specs")
         files = _labels(repo, files_to_test(row.text("test_patch")))
-        before = [_ACTIVATE, f"cd {_TESTBED}", *_texts(each, "eval_commands")]
-        install = each.text("install", "")
+        preparation = [_ACTIVATE, f"cd {_TESTBED}", *_texts(version_spec, "eval_commands")]
+        install = version_spec.text("install", "")
         if install:
-            before.append(install)
+            preparation.append(install)
         name = row.text("instance_id")
         image = f"swebench/sweb.eval.x86_64.{name.lower().replace('__', '_1776_')}:latest"
         if "environment_setup_commit" not in row.values:
             image = f"xingyaoww/sweb.eval.x86_64.{name.lower().replace('__', '_s_')}:latest"
-        script = _script_of(_TESTBED, before, [each.text("test_cmd")], files)
+        script = _script_of(_TESTBED, preparation, [version_spec.text("test_cmd")], files)
         log_parser = _parser(row, spec.text("log_parser"), "repo")
         return _task(row, row.text("image", image), _TESTBED, script, log_parser, row.text("test_patch"))
 
@@ -180,17 +180,17 @@ def _rebench(row: Row) -> dict[str, Any]:
     folder, name = _TESTBED, row.text("instance_id")
     if listed:
         # The second version has images of its own, in which the folder has the repository's name.
-        folder, before, files = f"/{row.text('repo').split('/')[-1]}", [], []
+        folder, preparation, files = f"/{row.text('repo').split('/')[-1]}", [], []
         image = row.text("image_name", "" if "repository" in row.values else None)
     else:
-        before, files = [_ACTIVATE], files_to_test(patch)
+        preparation, files = [_ACTIVATE], files_to_test(patch)
         image = f"swerebench/sweb.eval.x86_64.{name.lower().replace('__', '_1776_')}:latest"
         image = "" if "repository" in row.values else image
         for column in ("image", "image_name", "docker_image"):
             image = row.text(column, image)
     if "repository" in row.values:
-        before, folder = [], "."
-    script = _script_of(folder, before, commands, files)
+        preparation, folder = [], "."
+    script = _script_of(folder, preparation, commands, files)
     fields = _task(row, image, folder, script, log_parser, patch)
     if len(commands) > 1:
         fields["swe"]["verdict"] = "log"  # A report is that of one run of pytest.
@@ -320,8 +320,8 @@ def _is_list(row: Row, field: str) -> bool:
 
 def _texts(row: Row, field: str) -> list[str]:
     values = row.items(field) if field in row.values else []
-    for index, each in enumerate(values):
-        if not isinstance(each, str) or not each:
+    for index, text in enumerate(values):
+        if not isinstance(text, str) or not text:
             raise RowRefused(f"{row.name(field)}[{index}]", "must be a text that is not empty")
     return values
 
@@ -339,17 +339,19 @@ def _parser(row: Row, name: str, field: str) -> str:
     return short
 
 
-def _script_of(folder: str, before: Sequence[str], commands: Sequence[str], arguments: Sequence[str]) -> str:
+def _script_of(
+    folder: str, preparation: Sequence[str], commands: Sequence[str], arguments: Sequence[str]
+) -> str:
     """Return a script that runs the test commands in a folder, and exits with the status of the last one.
 
     Args:
         folder: The absolute path of the repository.
-        before: Commands that prepare the tests. They may fail, as reinstalling does without a network.
+        preparation: Commands that prepare the tests. They may fail, as reinstalling does without a network.
         commands: The test commands.
         arguments: The files or labels that are added to each command.
     """
     added = "".join(f" {shlex.quote(argument)}" for argument in arguments)
-    lines = [*before, f"cd {shlex.quote(folder)}", f"echo '{_START}'"]
+    lines = [*preparation, f"cd {shlex.quote(folder)}", f"echo '{_START}'"]
     lines += [f"{command}{added}" for command in commands]
     return "\n".join([*lines, "rollyard_status=$?", f"echo '{_END}'", "exit $rollyard_status", ""])
 

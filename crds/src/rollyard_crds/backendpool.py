@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Final, Literal
 
 from pydantic import ConfigDict, Field, model_validator
 
@@ -36,9 +36,9 @@ class EngineResources(Model):
     """GPUs of one backend, of one node; 0: the driver neither asks for nor restricts any."""
 
 
-_EXTERNAL = "'external' is required with 'type: external', and only there"
-_STARTED = "'args' and 'env' have no effect on external servers; remove them"
-_VLLM = "'command' and 'resources' belong to 'type: vllm'; remove them"
+_EXTERNAL: Final = "'external' is required with 'type: external', and only there"
+_STARTED: Final = "'args' and 'env' have no effect on external servers; remove them"
+_VLLM: Final = "'command' and 'resources' belong to 'type: vllm'; remove them"
 
 
 class EngineSpec(Model):
@@ -84,8 +84,8 @@ class EngineSpec(Model):
         return self
 
 
-_PLACED = "'placement' has no effect on external servers; remove it"
-_IMMUTABLE = "'placement' is immutable: delete the pool and create it again"
+_PLACED: Final = "'placement' has no effect on external servers; remove it"
+_IMMUTABLE: Final = "'placement' is immutable: delete the pool and create it again"
 
 
 class BackendPoolSpec(Model):

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from pydantic.json_schema import JsonSchemaValue
     from pydantic_core import CoreSchema
 
-GROUP = "rollyard.dev"
-VERSION = "v1alpha1"
+GROUP: Final = "rollyard.dev"
+VERSION: Final = "v1alpha1"
 API_VERSION: Final = "rollyard.dev/v1alpha1"
 
 DEFER_BUILD: Final = tuple(int(part) for part in PYDANTIC_VERSION.split(".")[:2]) >= (2, 14)
@@ -32,7 +32,7 @@ A program needs few of the models that it imports. Before 2.14, pydantic did not
 several threads used it first.
 """
 
-NAME_PATTERN = r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$"
+NAME_PATTERN: Final = r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$"
 Name = Annotated[str, Field(pattern=NAME_PATTERN, min_length=1, max_length=63)]
 """A DNS-1123 label, as Kubernetes wants names."""
 
@@ -42,7 +42,7 @@ EntryPointName = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_.-]*$", max_length
 MAX_SHORT_TEXT: Final = 256
 ShortText = Annotated[str, Field(max_length=MAX_SHORT_TEXT)]
 Path = Annotated[str, Field(min_length=1, max_length=4096)]
-_ENV_NAME = re.compile(r"[-._a-zA-Z][-._a-zA-Z0-9]*\Z")
+_ENV_NAME: Final = re.compile(r"[-._a-zA-Z][-._a-zA-Z0-9]*\Z")
 
 
 def _checked_env(env: dict[str, str]) -> dict[str, str]:

@@ -8,7 +8,7 @@ says so, and the claim is gone. All of it may be repeated.
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Final, Literal
 
 from pydantic import Field
 
@@ -18,11 +18,11 @@ from rollyard_crds.rolloutjob import SandboxSpec
 from rollyard_crds.task import EmptyFolder
 from rollyard_crds.trajectory import Record
 
-EXEC_PORT = 7411
+EXEC_PORT: Final = 7411
 """TCP port of the exec server in a sandbox pod."""
-EXEC_LISTEN = f"tcp://*:{EXEC_PORT}"
+EXEC_LISTEN: Final = f"tcp://*:{EXEC_PORT}"
 """Its `--listen`: every address of the pod, IPv4 and IPv6."""
-EXEC_SERVER_ARGV: tuple[str, ...] = (
+EXEC_SERVER_ARGV: Final[tuple[str, ...]] = (
     f"{RUNTIME_PATH}/loader",
     "--library-path",
     f"{RUNTIME_PATH}/libs",
@@ -37,7 +37,7 @@ EXEC_SERVER_ARGV: tuple[str, ...] = (
 
 As in `(*EXEC_SERVER_ARGV, "--listen", EXEC_LISTEN, "--workdir", "/work", "--token-sha256", HEX)`.
 """
-COPY_ARGV: tuple[str, ...] = (
+COPY_ARGV: Final[tuple[str, ...]] = (
     "/loader",
     "--library-path",
     "/libs",

@@ -6,7 +6,7 @@ complete or fail it. All calls are batched, at most MAX_BATCH rollouts each.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Final, Literal
 
 from pydantic import FailFast, Field, PlainValidator, WithJsonSchema
 
@@ -22,15 +22,15 @@ from rollyard_crds.trajectory import (
     Transcript,
 )
 
-MAX_BATCH = 64
-MAX_LIVE_TURNS = 64
+MAX_BATCH: Final = 64
+MAX_LIVE_TURNS: Final = 64
 """The number of messages of one rollout in one heartbeat."""
-MAX_LIVE_TEXT = 4096
+MAX_LIVE_TEXT: Final = 4096
 """The number of characters of a message that people who watch a running rollout see."""
-MAX_LIVE_CALLS = 16
-MAX_SECONDS = 1e9
+MAX_LIVE_CALLS: Final = 16
+MAX_SECONDS: Final = 1e9
 """The longest time that a worker may report, in seconds. Sums of such times are finite."""
-MAX_COUNT = 1 << 40
+MAX_COUNT: Final = 1 << 40
 """The largest number of tokens or requests of one stage."""
 
 

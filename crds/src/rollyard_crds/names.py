@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import Final, Literal
 
 StageName = Literal["init", "run", "eval"]
-STAGES: tuple[StageName, ...] = ("init", "run", "eval")
+STAGES: Final[tuple[StageName, ...]] = ("init", "run", "eval")
 
-PROVIDER = "kubernetes"
+PROVIDER: Final = "kubernetes"
 """`SandboxHandle.provider` of a claimed sandbox; its `id` is the claim's id, its `node` NODE."""
-NODE = "kubernetes"
+NODE: Final = "kubernetes"
 """Node name of workers and sandboxes whose sandboxes are reached over a pod network."""
-RUNTIME_PATH = "/.rollyard"
+RUNTIME_PATH: Final = "/.rollyard"
 """Where the runtime (exec server, its Python and its libraries) is mounted read-only in a sandbox."""
 
 UNVERIFIED: Final = "unverified:"

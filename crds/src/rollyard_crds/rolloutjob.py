@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from datetime import datetime
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Final, Literal
 
 from pydantic import BeforeValidator, ConfigDict, Field, model_validator
 
@@ -37,7 +37,7 @@ from rollyard_crds.task import Task
 
 Seconds = Annotated[int, Field(ge=1, le=604_800)]
 
-MAX_INLINE_TASKS = 4096
+MAX_INLINE_TASKS: Final = 4096
 
 
 class ConfigMapSource(Model):
@@ -49,15 +49,17 @@ class ConfigMapSource(Model):
     """Its key."""
 
 
-_ONE_SOURCE = "give exactly one of 'url', 'inline', 'configMapRef' and 'stream: true'"
+_ONE_SOURCE: Final = "give exactly one of 'url', 'inline', 'configMapRef' and 'stream: true'"
 
 
-_NO_CHOICE_IN_A_STREAM = "a stream takes tasks as they are pushed: it has no format, limit, shuffle or epochs"
-_INLINE_IS_OURS = "inline tasks are in the format 'rollyard'"
-_SPECS_NEED_A_FILE = "'specs' goes with 'url'"
-_BAD_ROWS_NEED_A_FILE = "'onBadRow' goes with 'url' or 'configMapRef'"
-_HARBOR_ALONE = "'harbor' goes with 'format: harbor'"
-_NETWORK_TO_ALLOW = (
+_NO_CHOICE_IN_A_STREAM: Final = (
+    "a stream takes tasks as they are pushed: it has no format, limit, shuffle or epochs"
+)
+_INLINE_IS_OURS: Final = "inline tasks are in the format 'rollyard'"
+_SPECS_NEED_A_FILE: Final = "'specs' goes with 'url'"
+_BAD_ROWS_NEED_A_FILE: Final = "'onBadRow' goes with 'url' or 'configMapRef'"
+_HARBOR_ALONE: Final = "'harbor' goes with 'format: harbor'"
+_NETWORK_TO_ALLOW: Final = (
     "'tasks.harbor.network: allow' needs 'sandbox.network: allowlist' or 'stages.eval.network: allowlist'"
 )
 
@@ -123,8 +125,8 @@ class TaskSource(Model):
 
     @model_validator(mode="after")
     def _one_source(self) -> TaskSource:
-        given = (self.url, self.inline, self.config_map_ref)
-        if sum(source is not None for source in given) + self.stream != 1:
+        sources = (self.url, self.inline, self.config_map_ref)
+        if sum(source is not None for source in sources) + self.stream != 1:
             raise ValueError(_ONE_SOURCE)
         if self.inline is not None and not self.inline:
             raise ValueError("'inline' must hold at least one task")
@@ -192,10 +194,10 @@ class BackendRef(Model):
     """Name of the BackendPool."""
 
 
-_BOUNDS = "'maxReplicas' must be at least 'replicas'"
-_BOUNDS_RULE = ("!has(self.maxReplicas) || self.maxReplicas >= self.replicas", _BOUNDS)
-_CARRY_NEEDS_FRESH = "'carry' needs 'sandbox: fresh': a shared sandbox holds all that Run left"
-_NETWORK_NEEDS_FRESH = (
+_BOUNDS: Final = "'maxReplicas' must be at least 'replicas'"
+_BOUNDS_RULE: Final = ("!has(self.maxReplicas) || self.maxReplicas >= self.replicas", _BOUNDS)
+_CARRY_NEEDS_FRESH: Final = "'carry' needs 'sandbox: fresh': a shared sandbox holds all that Run left"
+_NETWORK_NEEDS_FRESH: Final = (
     "'network: allowlist' needs 'sandbox: fresh': in a shared sandbox, what Run left decides what is fetched"
 )
 

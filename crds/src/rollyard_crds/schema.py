@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import yaml
 from pydantic import BaseModel
@@ -23,14 +23,28 @@ from rollyard_crds.rolloutjob import RolloutJob
 
 JsonSchema = dict[str, Any]
 
-_RULES = "x-kubernetes-validations"
-_PRESERVE = "x-kubernetes-preserve-unknown-fields"
-_KEPT = frozenset(
+_RULES: Final = "x-kubernetes-validations"
+_PRESERVE: Final = "x-kubernetes-preserve-unknown-fields"
+_KEPT: Final = frozenset(
     {
-        "default", "description", "enum", "format", "items", "maxItems", "maxLength", "maxProperties",
-        "maximum", "minItems", "minLength", "minimum", "pattern", "properties", "required", "type",
+        "default",
+        "description",
+        "enum",
+        "format",
+        "items",
+        "maxItems",
+        "maxLength",
+        "maxProperties",
+        "maximum",
+        "minItems",
+        "minLength",
+        "minimum",
+        "pattern",
+        "properties",
+        "required",
+        "type",
     }
-)  # fmt: skip
+)
 
 
 class SchemaError(CrdsError, ValueError):
@@ -160,9 +174,9 @@ def _condition(name: str, part: str) -> str:
     return f'.status.conditions[?(@.type=="{name}")].{part}'
 
 
-_AGE = Column("Age", ".metadata.creationTimestamp", "Time since creation", "date")
+_AGE: Final = Column("Age", ".metadata.creationTimestamp", "Time since creation", "date")
 
-RESOURCES: tuple[Resource, ...] = (
+RESOURCES: Final[tuple[Resource, ...]] = (
     Resource(
         model=RolloutJob,
         kind="RolloutJob",

@@ -16,7 +16,7 @@ from rollyard_crds.fields.harbor import HarborFolder
 from rollyard_crds.fields.json_values import HALF_CHARACTER, deeper_than, lone_surrogate
 from rollyard_crds.fields.swe_tests import SweTests
 
-MAX_DEPTH = 100
+MAX_DEPTH: Final = 100
 """How deep lists and objects nest in a task, which is stored within other documents; JSON takes depth 254."""
 
 TaskId = Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[A-Za-z0-9][A-Za-z0-9._/:-]*$")]
@@ -65,10 +65,28 @@ class Message(Model):
 _FOLDER_PATTERN: Final = r"^/[a-z][a-z0-9_-]{0,31}$"
 _SYSTEM: Final = frozenset(
     {
-        "/bin", "/boot", "/dev", "/etc", "/lib", "/lib32", "/lib64", "/libx32", "/nix", "/opt", "/proc",
-        "/root", "/run", "/sbin", "/snap", "/sys", "/tmp", "/usr", "/var", "/work",
+        "/bin",
+        "/boot",
+        "/dev",
+        "/etc",
+        "/lib",
+        "/lib32",
+        "/lib64",
+        "/libx32",
+        "/nix",
+        "/opt",
+        "/proc",
+        "/root",
+        "/run",
+        "/sbin",
+        "/snap",
+        "/sys",
+        "/tmp",
+        "/usr",
+        "/var",
+        "/work",
     }
-)  # fmt: skip
+)
 
 
 def folder_problem(path: str) -> str:
@@ -117,7 +135,7 @@ class TaskSandbox(Model):
         return self
 
 
-MAX_ANSWERS = 64
+MAX_ANSWERS: Final = 64
 """The largest number of accepted answers of a task."""
 Choice = Annotated[str, Field(max_length=1 << 16)]
 
@@ -197,31 +215,31 @@ class Task(Model):
         document = cls._with_plain_messages(document)
         if deeper_than(document, MAX_DEPTH):
             raise ValueError(f"lists and objects may nest {MAX_DEPTH} deep")
-        place = lone_surrogate(document)
-        if place is not None:
-            raise cls._refused("lone_surrogate", HALF_CHARACTER, place)
+        location = lone_surrogate(document)
+        if location is not None:
+            raise cls._refused("lone_surrogate", HALF_CHARACTER, location)
         return document
 
     @classmethod
     def _with_plain_messages(cls, document: Any) -> Any:
-        given = document.get("messages") if isinstance(document, dict) else None
-        if not isinstance(given, list) or not all(isinstance(message, dict) for message in given):
+        messages = document.get("messages") if isinstance(document, dict) else None
+        if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
             return document
         try:
-            return {**document, "messages": plain_messages(given)}
+            return {**document, "messages": plain_messages(messages)}
         except MessageRefused as error:
-            place = ("messages", *error.place)
-            raise cls._refused("message_refused", error.problem, place, error.shown) from error
+            location = ("messages", *error.location)
+            raise cls._refused("message_refused", error.problem, location, error.shown) from error
 
     @classmethod
     def _refused(
-        cls, kind: LiteralString, problem: str, place: tuple[int | str, ...], shown: Any = None
+        cls, kind: LiteralString, problem: str, location: tuple[int | str, ...], shown: Any = None
     ) -> ValidationError:
         """Return the error of one field, which shows `shown` unless it is None."""
         fault = PydanticCustomError(kind, "{problem}", {"problem": problem})
         shown = {} if shown is None else shown  # No message shows an object.
         return ValidationError.from_exception_data(
-            cls.__name__, [{"type": fault, "loc": place, "input": shown}]
+            cls.__name__, [{"type": fault, "loc": location, "input": shown}]
         )
 
     @field_validator("answer", mode="before")

@@ -141,7 +141,7 @@ class VersionRuns(Record):
     @model_validator(mode="after")
     def _pairs(self) -> VersionRuns:
         # A body may have millions of runs, and pydantic takes some microseconds for each.
-        for place, run in enumerate(self.runs):
+        for index, run in enumerate(self.runs):
             if (
                 type(run) is not list
                 or len(run) != 2
@@ -149,7 +149,7 @@ class VersionRuns(Record):
                 or type(run[1]) is not int
                 or not 1 <= run[1] <= _MAX_RUN
             ):
-                raise ValueError(f"runs[{place}]: must be [version, number of tokens]")
+                raise ValueError(f"runs[{index}]: must be [version, number of tokens]")
         return self
 
     @classmethod

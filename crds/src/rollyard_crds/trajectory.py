@@ -74,11 +74,11 @@ class Segment(Record):
         for name in ("loss_mask", "logprobs", "policy_versions"):
             if len(getattr(self, name)) != n:
                 raise ValueError(f"{name} has {len(getattr(self, name))} entries, response_ids has {n}")
-        for place, (mask, logprob) in enumerate(zip(self.loss_mask, self.logprobs, strict=True)):
+        for index, (mask, logprob) in enumerate(zip(self.loss_mask, self.logprobs, strict=True)):
             if mask not in (0, 1):
-                raise ValueError(f"loss_mask[{place}] is {mask}, must be 0 or 1")
+                raise ValueError(f"loss_mask[{index}] is {mask}, must be 0 or 1")
             if mask == 0 and logprob != 0.0:
-                raise ValueError(f"logprobs[{place}] is {logprob} where loss_mask is 0, must be 0.0")
+                raise ValueError(f"logprobs[{index}] is {logprob} where loss_mask is 0, must be 0.0")
         return self
 
 
@@ -143,9 +143,9 @@ def turns_said(roles: Sequence[str], turns: int) -> dict[int, int]:
         roles: The roles of the messages.
         turns: The number of turns.
     """
-    said = [place for place, role in enumerate(roles) if role == "assistant"]
-    count = min(turns, len(said))
-    return dict(zip(said[len(said) - count :], range(turns - count, turns), strict=True))
+    indices = [index for index, role in enumerate(roles) if role == "assistant"]
+    count = min(turns, len(indices))
+    return dict(zip(indices[len(indices) - count :], range(turns - count, turns), strict=True))
 
 
 class StageTiming(Record):

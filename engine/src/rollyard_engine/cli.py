@@ -7,6 +7,7 @@ import logging
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Final
 
 from rollyard_process.log_text import log_to
 from rollyard_process.telemetry.options import add_log_option
@@ -15,8 +16,8 @@ from rollyard_process.telemetry.variables import TraceOptionError
 from rollyard_engine.errors import EngineError
 from rollyard_engine.settings import EngineSettings
 
-USAGE_ERROR = 2
-INTERRUPTED = 130
+USAGE_ERROR: Final = 2
+INTERRUPTED: Final = 130
 
 
 def parse_arguments(argv: Sequence[str] | None) -> EngineSettings:

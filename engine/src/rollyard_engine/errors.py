@@ -5,6 +5,8 @@ The HTTP form is that of vLLM: ``{"error": {"message", "type", "param", "code"}}
 
 from __future__ import annotations
 
+from typing import Final
+
 
 class EngineError(Exception):
     """The base class of the package's exceptions.
@@ -40,7 +42,7 @@ class InvalidRequest(EngineError):
         super().__init__(f"{message} ({', '.join(extras)})" if extras else message, param=param)
 
 
-_REFUSALS = {
+_REFUSALS: Final = {
     "MalformedRequest": (400, "Bad Request"),
     "BodyTooLarge": (413, "Request Entity Too Large"),
     "ModelNotServed": (404, "NotFoundError"),

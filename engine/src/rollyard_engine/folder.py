@@ -6,14 +6,14 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from rollyard_engine.errors import ModelFolderInvalid
 
-CONFIG_FILE = "genai_config.json"
+CONFIG_FILE: Final = "genai_config.json"
 # The builder does not record the element type of the cache. float32 is the widest type that it uses, so the
 # memory is not underestimated.
-KV_ELEMENT_BYTES = 4
+KV_ELEMENT_BYTES: Final = 4
 
 
 @dataclass(frozen=True, slots=True)

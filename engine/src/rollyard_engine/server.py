@@ -10,6 +10,7 @@ import signal
 import socket
 import sys
 from collections.abc import Callable, Iterator
+from typing import Final
 
 import uvicorn
 import uvloop
@@ -28,14 +29,14 @@ from rollyard_engine.tokens import load_tokenizer
 
 log = logging.getLogger(__name__)
 
-SHUTDOWN_SECONDS = 1.0
+SHUTDOWN_SECONDS: Final = 1.0
 """The seconds that the engine thread may take to end. Connections then have one more second to drain."""
 
-SWITCH_INTERVAL_SECONDS = 0.0005
+SWITCH_INTERVAL_SECONDS: Final = 0.0005
 """The interpreter's switch interval in seconds. The runtime holds the interpreter lock during a step, and
 this bounds how long the event loop waits for the lock."""
 
-SMALLEST_DEFAULT_CONTEXT = 256
+SMALLEST_DEFAULT_CONTEXT: Final = 256
 
 
 def context_limit(folder: ModelFolder, settings: EngineSettings) -> int:
@@ -46,19 +47,19 @@ def context_limit(folder: ModelFolder, settings: EngineSettings) -> int:
             memory.
     """
     fitting = settings.cache_bytes // folder.kv_bytes_per_token
-    wanted = settings.max_model_len
-    if wanted is None:
-        wanted = min(folder.context_length, max(fitting, SMALLEST_DEFAULT_CONTEXT))
-    if wanted > folder.context_length:
+    length = settings.max_model_len
+    if length is None:
+        length = min(folder.context_length, max(fitting, SMALLEST_DEFAULT_CONTEXT))
+    if length > folder.context_length:
         raise StartupFailed(
-            f"--max-model-len {wanted} is longer than the model's context of {folder.context_length} tokens"
+            f"--max-model-len {length} is longer than the model's context of {folder.context_length} tokens"
         )
-    if wanted > fitting:
+    if length > fitting:
         raise StartupFailed(
-            f"one sequence of {wanted} tokens needs {wanted * folder.kv_bytes_per_token >> 20} MiB of KV "
+            f"one sequence of {length} tokens needs {length * folder.kv_bytes_per_token >> 20} MiB of KV "
             f"cache, --kv-cache-mib allows {settings.cache_bytes >> 20}: raise it or lower --max-model-len"
         )
-    return wanted
+    return length
 
 
 def listen(host: str, port: int) -> socket.socket:

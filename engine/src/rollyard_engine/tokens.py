@@ -7,13 +7,13 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, Final, NoReturn
 
 from rollyard_engine.errors import InvalidRequest, ModelFolderInvalid
 
 Render = Callable[..., str]
 
-REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+REPLACEMENT: Final = "\N{REPLACEMENT CHARACTER}"
 
 
 class EngineTokenizer:
@@ -34,8 +34,8 @@ class EngineTokenizer:
 
     def token_id(self, text: str) -> int | None:
         """Return the id of the special token with this text, or None if there is none."""
-        found: int | None = self._tokenizer.token_to_id(text)
-        return found
+        token: int | None = self._tokenizer.token_to_id(text)
+        return token
 
     @property
     def eos_token_id(self) -> int | None:
@@ -84,13 +84,13 @@ class EngineTokenizer:
             if chat_template is not None:
                 render = _compile(chat_template)
             else:
-                named = "tool_use" if tools and "tool_use" in self._renders else "default"
-                if named not in self._renders:
+                name = "tool_use" if tools and "tool_use" in self._renders else "default"
+                if name not in self._renders:
                     raise InvalidRequest(
                         "the model folder has no chat template; send `prompt` or `chat_template`",
                         param="messages",
                     )
-                render = self._renders[named]
+                render = self._renders[name]
             return render(
                 **{
                     **self._special,

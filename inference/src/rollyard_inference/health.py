@@ -91,21 +91,23 @@ async def first_request(transport: Transport, url: str, model: str, seconds: flo
     Raises:
         BackendError: The server does not sample one token with its log-probability.
     """
-    can = await probe(transport, url, min(seconds, PROBE_SECONDS))
-    if not can.serves(model):
-        raise ModelNotServed(f"the server does not serve {model!r}; it serves: {', '.join(can.models or ())}")
-    address = base_url(url) + can.call.path
-    body = can.call.body(can.model(model), _PROMPT, _FIRST)
+    capabilities = await probe(transport, url, min(seconds, PROBE_SECONDS))
+    if not capabilities.serves(model):
+        raise ModelNotServed(
+            f"the server does not serve {model!r}; it serves: {', '.join(capabilities.models or ())}"
+        )
+    address = base_url(url) + capabilities.call.path
+    body = capabilities.call.body(capabilities.model(model), _PROMPT, _FIRST)
     reply = await transport.request("POST", address, body, seconds=seconds, limit=_MAX_BYTES)
-    said = sampled(f"POST {address}", reply)
+    document = sampled(f"POST {address}", reply)
     try:
-        answer = can.call.parse(said, _PROMPT, _FIRST)
+        answer = capabilities.call.parse(document, _PROMPT, _FIRST)
     except BackendMismatch as error:
         raise BackendMismatch(f"POST {address}: {error}") from error
     if len(answer.token_ids) != 1:
         raise BackendMismatch(f"POST {address}: one token was asked for, there are {len(answer.token_ids)}")
     label = answer.versions[-1] if answer.versions else answer.label
-    return label or can.weights.label
+    return label or capabilities.weights.label
 
 
 async def weight_label(transport: Transport, url: str, seconds: float) -> str | None:

@@ -48,12 +48,12 @@ def parse(text: bytes) -> ServerMetrics:
 
     Only the metrics listed above are read, because the whole text of a vLLM server is about 60 KB.
     """
-    found: defaultdict[str, float] = defaultdict(float)
+    totals: defaultdict[str, float] = defaultdict(float)
     for match in _SAMPLE.finditer(text):
         try:
             value = float(match[2])
         except ValueError:
             continue
         if math.isfinite(value) and value >= 0:
-            found[_NAMES[match[1]]] += value
-    return ServerMetrics(**found)
+            totals[_NAMES[match[1]]] += value
+    return ServerMetrics(**totals)

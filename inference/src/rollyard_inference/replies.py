@@ -24,7 +24,7 @@ NO_SUCH_CALL: Final = frozenset({403, 404, 405, 501})
 answers 403."""
 _ERROR_TEXT: Final = 500  # The number of characters of an error answer that are quoted.
 _TRANSIENT: Final = frozenset({408, 409, 425, 429})
-_CONTEXT = re.compile(
+_CONTEXT: Final = re.compile(
     r"maximum (?:context|model|sequence|input) length|context length|context window|maximum prompt length"
     r"|max_model_len|max_total_tokens|prompt is too long|too many (?:input |prompt )?tokens"
     # Every request asks for at least one token. If the prompt fills the context, nothing is left of that
@@ -32,12 +32,14 @@ _CONTEXT = re.compile(
     r"|max_tokens must be at least 1, got (?:0|-\d+)",
     re.IGNORECASE,
 )
-_LIMIT = re.compile(
+_LIMIT: Final = re.compile(
     r"(?:maximum (?:context|model|sequence) length(?: is| of)?|context length \(|context length(?: is| of))"
     r"\s*[:=]?\s*(\d+)",
     re.IGNORECASE,
 )
-_NO_MODEL = re.compile(r"\bmodel\b.{0,300}(?:does not exist|not found|not served|unknown)", re.I | re.S)
+_NO_MODEL: Final = re.compile(
+    r"\bmodel\b.{0,300}(?:does not exist|not found|not served|unknown)", re.I | re.S
+)
 
 
 def require_ok(call: str, reply: Reply) -> None:
@@ -56,11 +58,11 @@ def require_ok(call: str, reply: Reply) -> None:
     status = reply.status
     if status == 200:
         return
-    said = reply.content[:_ERROR_TEXT].decode(errors="replace")
+    text = reply.content[:_ERROR_TEXT].decode(errors="replace")
     if status >= 500 or status in _TRANSIENT:
         wait = _seconds(reply.headers.get("retry-after"))
         overloaded = status == 429 or (status == 503 and wait is not None)
-        raise ServerFailed(f"{call} answered {status}: {said}", overloaded=overloaded, retry_after=wait)
+        raise ServerFailed(f"{call} answered {status}: {text}", overloaded=overloaded, retry_after=wait)
     if 300 <= status < 400:
         raise BackendMismatch(
             f"{call} answered {status}, a redirect to {reply.headers.get('location')}: "
@@ -68,7 +70,7 @@ def require_ok(call: str, reply: Reply) -> None:
         )
     if status < 300:
         raise BackendMismatch(f"{call} answered {status}, expected 200")
-    raise BackendRefused(f"{call} answered {status}: {(_message(reply.content) or said)[:_ERROR_TEXT]}")
+    raise BackendRefused(f"{call} answered {status}: {(_message(reply.content) or text)[:_ERROR_TEXT]}")
 
 
 def require_call(call: str, reply: Reply, hint: str = "") -> None:
@@ -98,12 +100,12 @@ def sampled(call: str, reply: Reply) -> object:
     """
     status = reply.status
     if status in (400, 404, 413, 422):
-        said = _message(reply.content) or reply.content[:_ERROR_TEXT].decode(errors="replace")
-        message = f"{call} answered {status}: {said[:_ERROR_TEXT]}"
-        if status in (400, 404) and _NO_MODEL.search(said):
+        text = _message(reply.content) or reply.content[:_ERROR_TEXT].decode(errors="replace")
+        message = f"{call} answered {status}: {text[:_ERROR_TEXT]}"
+        if status in (400, 404) and _NO_MODEL.search(text):
             raise ModelNotServed(message)
-        if status != 404 and _CONTEXT.search(said):
-            limit = _LIMIT.search(said)
+        if status != 404 and _CONTEXT.search(text):
+            limit = _LIMIT.search(text)
             raise ContextOverflow(message, int(limit[1][:12]) if limit else None)
     require_ok(call, reply)
     try:

@@ -30,6 +30,6 @@ class Backoff:
             retry_after: seconds that the other side asks for; the pause is at least as long, up to `longest`.
         """
         steps = min(max(failures, 1) - 1, _MOST)
-        whole = min(self.longest, self.first * self.factor**steps)
-        asked = 0.0 if retry_after is None else min(retry_after, self.longest)
-        return max(whole * (1.0 - self.jitter * random.random()), asked)
+        unjittered = min(self.longest, self.first * self.factor**steps)
+        minimum = 0.0 if retry_after is None else min(retry_after, self.longest)
+        return max(unjittered * (1.0 - self.jitter * random.random()), minimum)

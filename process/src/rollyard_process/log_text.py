@@ -27,8 +27,8 @@ MAX_MESSAGE: Final = 16_384
 _FIELDS: Final = ("namespace", "job", "rollout", "stage", "attempt", "trace_id")
 
 
-def _escape(found: re.Match[str]) -> str:
-    return found[0].encode("unicode_escape").decode()
+def _escape(match: re.Match[str]) -> str:
+    return match[0].encode("unicode_escape").decode()
 
 
 def one_line(text: str) -> str:
@@ -51,13 +51,13 @@ class LogFormatter(logging.Formatter):
         """Return the record as text, with control characters escaped."""
         record.message = record.getMessage()
         record.asctime = self.formatTime(record, self.datefmt)
-        told = [one_line(self.formatMessage(record))]
+        output = [one_line(self.formatMessage(record))]
         for text in (
             self.formatException(record.exc_info) if record.exc_info else "",
             self.formatStack(record.stack_info) if record.stack_info else "",
         ):
-            told += [f"{_OF_TRACEBACK}{one_line(line)}" for line in text.split("\n") if text]
-        return "\n".join(told)
+            output += [f"{_OF_TRACEBACK}{one_line(line)}" for line in text.split("\n") if text]
+        return "\n".join(output)
 
 
 class JsonFormatter(logging.Formatter):
@@ -70,31 +70,31 @@ class JsonFormatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         """Return the record as JSON. Control characters are escaped as in the other form."""
-        told: dict[str, object] = {
+        fields: dict[str, object] = {
             "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
             "level": record.levelname,
             "logger": record.name,
             "message": one_line(record.getMessage()[:MAX_MESSAGE]),
         }
-        here = scope.current()
-        if here is not None:
-            told |= {
-                "namespace": here.namespace,
-                "job": here.job,
-                "rollout": here.rollout,
-                "stage": here.stage,
-                "attempt": here.attempt,
-                "trace_id": here.trace,
+        current = scope.current()
+        if current is not None:
+            fields |= {
+                "namespace": current.namespace,
+                "job": current.job,
+                "rollout": current.rollout,
+                "stage": current.stage,
+                "attempt": current.attempt,
+                "trace_id": current.trace,
             }
         for name in _FIELDS:
             value = getattr(record, name, None)
             if value is not None:
-                told[name] = one_line(value[:MAX_MESSAGE]) if isinstance(value, str) else value
+                fields[name] = one_line(value[:MAX_MESSAGE]) if isinstance(value, str) else value
         if record.exc_info:
-            told["exception"] = lines(self.formatException(record.exc_info)[-MAX_MESSAGE:])
+            fields["exception"] = lines(self.formatException(record.exc_info)[-MAX_MESSAGE:])
         if record.stack_info:
-            told["stack"] = lines(self.formatStack(record.stack_info)[-MAX_MESSAGE:])
-        return json.dumps(told, default=str)
+            fields["stack"] = lines(self.formatStack(record.stack_info)[-MAX_MESSAGE:])
+        return json.dumps(fields, default=str)
 
 
 def log_to(stream: TextIO | None = None, level: int | str = logging.INFO, form: str | None = None) -> None:

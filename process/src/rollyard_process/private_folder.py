@@ -11,12 +11,13 @@ import contextlib
 import os
 import stat
 from pathlib import Path
+from typing import Final
 
 from rollyard_process.errors import ProcessError
 
-_MAX_LINKS = 40  # as the kernel itself allows in one path
-_ALL_USERS = "4294967295"
-_OPEN = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_MAX_LINKS: Final = 40  # as the kernel itself allows in one path
+_ALL_USERS: Final = "4294967295"
+_OPEN: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 class NotPrivateError(ProcessError, OSError):
@@ -50,62 +51,62 @@ def open_private_folder(path: Path) -> int:
     trusted = _trusted()
     waiting = list(path.absolute().parts[1:])
     links = 0
-    where, at = Path("/"), os.open("/", _OPEN)
+    folder, descriptor = Path("/"), os.open("/", _OPEN)
     try:
-        _check(os.fstat(at), where, trusted)
+        _check(os.fstat(descriptor), folder, trusted)
         while waiting:
             name = waiting.pop(0)
-            found = _made(name, at)
-            if not stat.S_ISLNK(found.st_mode):
-                below = os.open(name, _OPEN, dir_fd=at)
-                os.close(at)
-                at, where = below, where.parent if name == ".." else where / name
-                _check(os.fstat(at), where, trusted)
+            entry = _made(name, descriptor)
+            if not stat.S_ISLNK(entry.st_mode):
+                below = os.open(name, _OPEN, dir_fd=descriptor)
+                os.close(descriptor)
+                descriptor, folder = below, folder.parent if name == ".." else folder / name
+                _check(os.fstat(descriptor), folder, trusted)
                 continue
             links += 1
-            if found.st_uid not in trusted or not waiting or links > _MAX_LINKS:
+            if entry.st_uid not in trusted or not waiting or links > _MAX_LINKS:
                 raise NotPrivateError(
-                    f"{where / name} is a symbolic link of user {found.st_uid}; choose another folder"
+                    f"{folder / name} is a symbolic link of user {entry.st_uid}; choose another folder"
                 )
-            target = Path(os.readlink(name, dir_fd=at))
+            target = Path(os.readlink(name, dir_fd=descriptor))
             waiting = [*(target.parts[1:] if target.is_absolute() else target.parts), *waiting]
             if target.is_absolute():
-                os.close(at)
-                where, at = Path("/"), os.open("/", _OPEN)
-        status = os.fstat(at)
+                os.close(descriptor)
+                folder, descriptor = Path("/"), os.open("/", _OPEN)
+        status = os.fstat(descriptor)
         if status.st_uid != os.geteuid():
-            raise NotPrivateError(f"{where} belongs to user {status.st_uid}; choose another folder")
+            raise NotPrivateError(f"{folder} belongs to user {status.st_uid}; choose another folder")
         if stat.S_IMODE(status.st_mode) & 0o077:
-            os.fchmod(at, 0o700)
-        return at
+            os.fchmod(descriptor, 0o700)
+        return descriptor
     except BaseException:
-        os.close(at)
+        os.close(descriptor)
         raise
 
 
-def _made(name: str, at: int) -> os.stat_result:
+def _made(name: str, descriptor: int) -> os.stat_result:
     """Return what has this name. Where there is nothing, a folder is made."""
     try:
-        return os.stat(name, dir_fd=at, follow_symlinks=False)
+        return os.stat(name, dir_fd=descriptor, follow_symlinks=False)
     except FileNotFoundError:
         # Another process of this user may be faster, or somebody else, which the checks tell.
         with contextlib.suppress(FileExistsError):
-            os.mkdir(name, 0o700, dir_fd=at)
-        return os.stat(name, dir_fd=at, follow_symlinks=False)
+            os.mkdir(name, 0o700, dir_fd=descriptor)
+        return os.stat(name, dir_fd=descriptor, follow_symlinks=False)
 
 
-def _check(status: os.stat_result, where: Path, trusted: frozenset[int]) -> None:
+def _check(status: os.stat_result, folder: Path, trusted: frozenset[int]) -> None:
     mode = stat.S_IMODE(status.st_mode)
     if status.st_uid not in trusted:
         raise NotPrivateError(
-            f"{where} belongs to user {status.st_uid}, who could replace what is in it; choose a folder "
+            f"{folder} belongs to user {status.st_uid}, who could replace what is in it; choose a folder "
             "whose whole path belongs to root or to you"
         )
     if mode & stat.S_ISVTX:
         return
     if mode & stat.S_IWOTH or (mode & stat.S_IWGRP and not _own_group(status.st_gid)):
         raise NotPrivateError(
-            f"{where} can be written by others (mode {mode:04o}), who could replace what is in it; choose "
+            f"{folder} can be written by others (mode {mode:04o}), who could replace what is in it; choose "
             "another folder, or take their right away with chmod go-w"
         )
 
@@ -116,11 +117,11 @@ def _own_group(group: int) -> bool:
     import pwd
 
     try:
-        user, found = pwd.getpwuid(os.geteuid()), grp.getgrgid(group)
+        user, entry = pwd.getpwuid(os.geteuid()), grp.getgrgid(group)
     except KeyError:
         return False
-    members = set(found.gr_mem)
-    return found.gr_gid == user.pw_gid and found.gr_name == user.pw_name and members <= {user.pw_name}
+    members = set(entry.gr_mem)
+    return entry.gr_gid == user.pw_gid and entry.gr_name == user.pw_name and members <= {user.pw_name}
 
 
 def _trusted() -> frozenset[int]:

@@ -10,7 +10,11 @@ import os
 import shutil
 import sys
 
-ENTRIES = ("copy-runtime.py", "exec-server.py", "lib", "libs", "loader", "python", "site", "venv")
+TYPE_CHECKING = False  # `typing` is slow to import.
+if TYPE_CHECKING:
+    from typing import Final
+
+ENTRIES: Final = ("copy-runtime.py", "exec-server.py", "lib", "libs", "loader", "python", "site", "venv")
 
 
 def copy_runtime(source: str, target: str) -> None:

@@ -6,6 +6,10 @@ that `from_wire` finds for it.
 
 from __future__ import annotations
 
+TYPE_CHECKING = False  # `typing` is slow to import, and the server must start fast.
+if TYPE_CHECKING:
+    from typing import Final
+
 __all__ = [
     "BadRequest",
     "CommandTooLarge",
@@ -97,7 +101,7 @@ class FileError(SandboxError):
     reason = "FileError"
 
 
-_FILE_REASONS = {
+_FILE_REASONS: Final = {
     "ENOENT": "FileNotFound",
     "EISDIR": "IsADirectory",
     "ENOTDIR": "NotADirectory",
@@ -115,7 +119,7 @@ _FILE_REASONS = {
     "EIO": "InputOutputError",
 }
 
-_CLASSES: dict[str, type[SandboxError]] = {
+_CLASSES: Final[dict[str, type[SandboxError]]] = {
     cls.reason: cls
     for cls in (
         ConnectionLost,

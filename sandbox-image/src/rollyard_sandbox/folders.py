@@ -16,10 +16,11 @@ from rollyard_sandbox.errors import FileError
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from typing import Final
 
-FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+FOLDER_FLAGS: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 """The flags with which a folder is opened, and a link to one is not."""
-MAX_LINKS = 40
+MAX_LINKS: Final = 40
 """How many symbolic links in a row are followed, as in Linux (path_resolution(7))."""
 
 

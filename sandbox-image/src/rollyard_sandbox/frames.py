@@ -14,13 +14,13 @@ from rollyard_sandbox.errors import CommandTooLarge, ProtocolError
 TYPE_CHECKING = False  # `typing` is slow to import, and the server must start fast.
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from typing import Any
+    from typing import Any, Final
 
-PROTOCOL_VERSION = 1
-MAX_HEADER = 256 * 1024  # bytes
-MAX_BODY = 64 * 1024 * 1024  # bytes
+PROTOCOL_VERSION: Final = 1
+MAX_HEADER: Final = 256 * 1024  # bytes
+MAX_BODY: Final = 64 * 1024 * 1024  # bytes
 
-_PREFIX = Struct("!II")
+_PREFIX: Final = Struct("!II")
 _dumps = json.JSONEncoder(separators=(",", ":")).encode
 _loads = json.JSONDecoder().decode
 

@@ -18,10 +18,14 @@ try:
 except ImportError:
     from hashlib import blake2b
 
-SECRET_BYTES = 32
-_CHALLENGE_BYTES = 32
-_MAX_CHALLENGE = 256  # characters
-PROVEN = "proven."
+TYPE_CHECKING = False  # `typing` is slow to import, and the server must start fast.
+if TYPE_CHECKING:
+    from typing import Final
+
+SECRET_BYTES: Final = 32
+_CHALLENGE_BYTES: Final = 32
+_MAX_CHALLENGE: Final = 256  # characters
+PROVEN: Final = "proven."
 """The prefix of a token that the server has seen once, and must prove to know."""
 
 

@@ -8,24 +8,12 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import Final, Protocol
 
-from rollyard_tasks.errors import TasksError
+from rollyard_tasks.row_texts import FileRefused
 
 PIECE_BYTES: Final = 1 << 20
 """The number of bytes that are decompressed at once."""
 _XZ_MEMORY: Final = 64 << 20
 """The memory in bytes that an xz stream may ask for. The presets up to -6 need less for decompression."""
-
-
-class TooLong(TasksError):
-    """The text is longer than its limit."""
-
-    reason = "TextTooLong"
-
-
-class Damaged(TasksError):
-    """The compressed data is broken or cut short."""
-
-    reason = "DataDamaged"
 
 
 class _Unpacker(Protocol):
@@ -61,11 +49,12 @@ COMPRESSED: Final[Mapping[bytes, Callable[[], _Unpacker]]] = {
 }
 """The decompressors by the first bytes of what they read. No text begins with these."""
 _MAGIC: Final = max(map(len, COMPRESSED))
+_DAMAGED: Final = "the compressed file is damaged"
 
 
 def _unpacker_of(start: bytes) -> _Unpacker | None:
     """Return a decompressor for data that begins with `start`, or None for data that is not compressed."""
-    return next((made() for magic, made in COMPRESSED.items() if start.startswith(magic)), None)
+    return next((make() for magic, make in COMPRESSED.items() if start.startswith(magic)), None)
 
 
 class Decompressor:
@@ -76,6 +65,7 @@ class Decompressor:
     """
 
     def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
         self._left = max_bytes
         self._unpacker: _Unpacker | None = None
         self._streams = 0
@@ -86,7 +76,7 @@ class Decompressor:
         """Yield the text in these bytes, in pieces of at most PIECE_BYTES if it was compressed.
 
         Raises:
-            TooLong, Damaged: The text is refused. Nothing more can be fed after this.
+            FileRefused: The text is too long, or the file is damaged. Nothing more can be fed after this.
         """
         return self._counted(data, last=False)
 
@@ -94,17 +84,17 @@ class Decompressor:
         """Yield what is left of the text.
 
         Raises:
-            TooLong, Damaged: The text is refused as by `feed`, or the compressed data is cut short.
+            FileRefused: The text is refused as by `feed`, or the compressed data is cut short.
         """
         yield from self._counted(b"", last=True)
         if self._start is None and self._unpacker is not None:
-            raise Damaged
+            raise FileRefused(_DAMAGED)
 
     def _counted(self, data: bytes, *, last: bool) -> Iterator[bytes]:
         for piece in self._unpacked(data, last=last):
             self._left -= len(piece)
             if self._left < 0:
-                raise TooLong
+                raise FileRefused(f"holds more than {self._max_bytes} bytes of text")
             yield piece
 
     def _unpacked(self, data: bytes, *, last: bool) -> Iterator[bytes]:
@@ -127,7 +117,7 @@ class Decompressor:
                 else:
                     data = b""
         except (zlib.error, OSError, lzma.LZMAError, EOFError) as error:
-            raise Damaged from error
+            raise FileRefused(_DAMAGED) from error
 
     def _begin(self, data: bytes, last: bool) -> bool:
         """Return whether enough of a stream has arrived to identify its compression."""
@@ -139,6 +129,6 @@ class Decompressor:
             return False
         self._unpacker = _unpacker_of(self._start)
         if self._streams and self._unpacker is None:
-            raise Damaged
+            raise FileRefused(_DAMAGED)
         self._streams += 1
         return True

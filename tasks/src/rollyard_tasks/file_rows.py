@@ -15,7 +15,7 @@ from typing import Any, Final
 from pydantic_core import from_json
 from rollyard_crds.fields.json_values import MAX_VALUES, too_many_values
 
-from rollyard_tasks.decompression import COMPRESSED, Damaged, Decompressor, TooLong
+from rollyard_tasks.decompression import COMPRESSED, Decompressor
 from rollyard_tasks.row_texts import (
     MAX_ROW_BYTES,
     FileRefused,
@@ -109,7 +109,6 @@ class FileRows:
     """
 
     def __init__(self, max_bytes: int, unit: str = "") -> None:
-        self._max_bytes = max_bytes
         self._decompressor = Decompressor(max_bytes)
         self._unit = unit
         # The beginning of the text, until it is known what it holds.
@@ -123,7 +122,7 @@ class FileRows:
         Raises:
             FileRefused: Nothing more can be read.
         """
-        for piece in self._checked(self._decompressor.feed(data)):
+        for piece in self._decompressor.feed(data):
             yield from self._rows(piece, last=False)
 
     def end(self) -> Iterator[FileRow | None]:
@@ -132,19 +131,11 @@ class FileRows:
         Raises:
             FileRefused: The file is damaged, or was cut.
         """
-        for piece in self._checked(self._decompressor.end()):
+        for piece in self._decompressor.end():
             yield from self._rows(piece, last=False)
         yield from self._rows(b"", last=True)
         if self._texts is not None:
             yield from self._parsed(self._texts.end())
-
-    def _checked(self, pieces: Iterator[bytes]) -> Iterator[bytes]:
-        try:
-            yield from pieces
-        except TooLong as error:
-            raise FileRefused(f"holds more than {self._max_bytes} bytes of text") from error
-        except Damaged as error:
-            raise FileRefused("the compressed file is damaged") from error
 
     def _rows(self, piece: bytes, *, last: bool) -> Iterator[FileRow | None]:
         if self._texts is None:
@@ -246,13 +237,13 @@ class _Table:
         assert text.text is not None
         if text.number == 0:
             return None
-        found = _cells(text.text)
-        if found is None:
+        values = _cells(text.text)
+        if values is None:
             problem = "a quote is not closed, or stands in a cell that is not in quotes as a whole"
-        elif len(found) != len(self._names):
-            problem = f"has {len(found)} cells, and the header names {len(self._names)} columns"
+        elif len(values) != len(self._names):
+            problem = f"has {len(values)} cells, and the header names {len(self._names)} columns"
         else:
-            pairs = zip(self._names, found, strict=True)
+            pairs = zip(self._names, values, strict=True)
             try:
                 cells = {name: cell.decode() for name, cell in pairs if name and cell}
                 return FileRow(text.number, cells, unit=self._unit)
@@ -263,12 +254,12 @@ class _Table:
 
 def _cells(text: bytes | bytearray) -> list[bytes] | None:
     """Return the cells of a row in CSV, or None if its quotes are wrong."""
-    found: list[bytes] = []
+    cells: list[bytes] = []
     at = 0
-    while (cell := _CELL.match(text, at)) is not None and len(found) <= 2 * MAX_COLUMNS:
+    while (cell := _CELL.match(text, at)) is not None and len(cells) <= 2 * MAX_COLUMNS:
         quoted, plain, separator = cell.groups()
-        found.append(plain if quoted is None else quoted.replace(b'""', b'"') if b'""' in quoted else quoted)
+        cells.append(plain if quoted is None else quoted.replace(b'""', b'"') if b'""' in quoted else quoted)
         if separator != b",":
-            return found
+            return cells
         at = cell.end()
-    return None if len(found) <= 2 * MAX_COLUMNS else found
+    return None if len(cells) <= 2 * MAX_COLUMNS else cells

@@ -202,8 +202,8 @@ class ListTexts:
     def _next(self, piece: bytes, at: int) -> int:
         """Return the place of the next byte that decides, or the end of the piece."""
         pattern = _IN_STRING if self._in_string else _BETWEEN_ITEMS if self._depth == 1 else _IN_ITEM
-        found = pattern.match(piece, at)
-        return at if found is None else found.end()
+        match = pattern.match(piece, at)
+        return at if match is None else match.end()
 
     def _passed(self, letter: int, piece: bytes, at: int) -> int:
         """Note a byte that decides, and return how many bytes to move on."""

@@ -82,25 +82,25 @@ class KeptTasks(Sequence[TaskT]):
     """
 
     def __init__(
-        self, spool: _Spool, chosen: list[tuple[str, _Place]], made: Callable[[str, bytes], TaskT]
+        self, spool: _Spool, chosen: list[tuple[str, _Place]], make: Callable[[str, bytes], TaskT]
     ) -> None:
         self._spool = spool
         self._chosen = chosen
-        self._made = made
+        self._make = make
 
     def __len__(self) -> int:
         return len(self._chosen)
 
     @overload
-    def __getitem__(self, place: int) -> TaskT: ...
+    def __getitem__(self, index: int) -> TaskT: ...
     @overload
-    def __getitem__(self, place: slice) -> KeptTasks[TaskT]: ...
-    def __getitem__(self, place: int | slice) -> TaskT | KeptTasks[TaskT]:
+    def __getitem__(self, index: slice) -> KeptTasks[TaskT]: ...
+    def __getitem__(self, index: int | slice) -> TaskT | KeptTasks[TaskT]:
         """Return a task, or some of the tasks."""
-        if isinstance(place, slice):
-            return KeptTasks(self._spool, self._chosen[place], self._made)
-        name, kept = self._chosen[place]
-        return self._made(name, self._spool.read(kept))
+        if isinstance(index, slice):
+            return KeptTasks(self._spool, self._chosen[index], self._make)
+        name, place = self._chosen[index]
+        return self._make(name, self._spool.read(place))
 
 
 class TaskFile:
@@ -187,11 +187,11 @@ class TaskFile:
         self._selection.add(name, self._spool.add(self._pack(data)))
         self._count += 1
 
-    def tasks(self, made: Callable[[str, bytes], TaskT], deadline: float = math.inf) -> KeptTasks[TaskT]:
+    def tasks(self, make: Callable[[str, bytes], TaskT], deadline: float = math.inf) -> KeptTasks[TaskT]:
         """Return the selected tasks in their order, once everything has been checked.
 
         Args:
-            made: Returns a task of its id in its epoch and the form in which it is stored.
+            make: Returns a task of its id in its epoch and the form in which it is stored.
             deadline: The time on the clock `time.monotonic` until which tasks get the ids of their epochs.
 
         Raises:
@@ -209,7 +209,7 @@ class TaskFile:
             chosen.append((name, place))
             if time.monotonic() > deadline:
                 raise TimeoutError
-        return KeptTasks(self._spool, chosen, made)
+        return KeptTasks(self._spool, chosen, make)
 
     def _steps(self, rows: Iterator[FileRow | None]) -> Iterator[None]:
         try:

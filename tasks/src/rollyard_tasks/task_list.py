@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, Final
 
 from pydantic import ValidationError
 from rollyard_crds.fields.json_values import HALF_CHARACTER, lone_surrogate
@@ -28,12 +28,12 @@ from rollyard_tasks.formats.registry import (
 from rollyard_tasks.formats.rollyard import RollyardFormat
 from rollyard_tasks.task_selection import TaskSelection
 
-MAX_SPECS_BYTES = 8 << 20
+MAX_SPECS_BYTES: Final = 8 << 20
 """The largest size of a file `specs`, in bytes."""
-MAX_PROBLEMS = 20
-MAX_FAULTS = 1000
+MAX_PROBLEMS: Final = 20
+MAX_FAULTS: Final = 1000
 """The largest number of faults of one task that are looked at one by one."""
-MAX_TASKS = 1_000_000
+MAX_TASKS: Final = 1_000_000
 """The largest number of tasks of one list, with their epochs."""
 
 
@@ -134,15 +134,15 @@ class TaskLines:
 
     def _read(self, row: FileRow) -> tuple[list[str], Task | None]:
         if not isinstance(row.document, dict):
-            what = f", not {type(row.document).__name__}" if self._quote else ""
-            return [f"must be a JSON object{what}"], None
+            actual = f", not {type(row.document).__name__}" if self._quote else ""
+            return [f"must be a JSON object{actual}"], None
         columns = {name for name, value in row.document.items() if value is not None}
         problems, task = self._task(row)
-        other = self._other_format(columns) if problems else ""
-        if other:
+        hint = self._other_format(columns) if problems else ""
+        if hint:
             # What a task lacks is beside the point where the row has columns that no task has.
             foreign = self._format is None and columns - Task.model_fields.keys()
-            problems = [f"is no task; {other}"] if foreign else [f"{problems[0]}; {other}"]
+            problems = [f"is no task; {hint}"] if foreign else [f"{problems[0]}; {hint}"]
         return problems, task
 
     def _other_format(self, columns: Iterable[str]) -> str:
@@ -153,9 +153,9 @@ class TaskLines:
     def _task(self, row: FileRow) -> tuple[list[str], Task | None]:
         document, row.document = row.document, None
         if self._format is not None:
-            place = lone_surrogate(document)
-            if place is not None:
-                return [f"{place[0]!s}: {HALF_CHARACTER}" if self._quote else HALF_CHARACTER], None
+            location = lone_surrogate(document)
+            if location is not None:
+                return [f"{location[0]!s}: {HALF_CHARACTER}" if self._quote else HALF_CHARACTER], None
             try:
                 document = self._format.read(document, row.number)
             except RowRefused as error:
@@ -225,12 +225,12 @@ def parse_specs(text: str | bytes) -> Mapping[str, Any]:
     if len(text) > MAX_SPECS_BYTES:
         raise TaskListError([f"specs: longer than {MAX_SPECS_BYTES} bytes"])
     try:
-        found = json.loads(text)
+        specs = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise TaskListError(["specs: is no JSON"]) from error
-    if not isinstance(found, dict):
+    if not isinstance(specs, dict):
         raise TaskListError(["specs: must be a JSON object"])
-    return found
+    return specs
 
 
 def select(selection: TaskSelection[Task]) -> list[Task]:

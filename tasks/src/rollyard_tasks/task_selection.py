@@ -75,27 +75,27 @@ class TaskSelection(Generic[T]):
         self._digest = digest
         return digest in self._hashes
 
-    def add(self, task: str, kept: T) -> None:
+    def add(self, task: str, value: T) -> None:
         """Take the next task of the list."""
         if self._hashes is not None and self._digest is not None:
             self._hashes.add(self._digest)
         if self.full:
             return
-        self._kept.append((task, kept))
+        self._kept.append((task, value))
         if self._limit is not None and self._seed is not None and len(self._kept) >= 2 * self._limit:
             self._kept = list(self._ordered(1))[: self._limit]
 
     def __len__(self) -> int:
         """Return the number of tasks in all epochs together."""
-        kept = len(self._kept) if self._limit is None else min(len(self._kept), self._limit)
-        return kept * self._epochs
+        count = len(self._kept) if self._limit is None else min(len(self._kept), self._limit)
+        return count * self._epochs
 
     def chosen(self) -> Iterator[tuple[int, str, T]]:
         """Yield the number of the epoch, the id in it, and what was kept of each task, in their order."""
         self._kept = list(self._ordered(1))[: self._limit]
         for epoch in range(1, self._epochs + 1):
-            for task, kept in self._ordered(epoch):
-                yield epoch, epoch_id(task, epoch), kept
+            for task, value in self._ordered(epoch):
+                yield epoch, epoch_id(task, epoch), value
 
     def _ordered(self, epoch: int) -> Iterable[tuple[str, T]]:
         if self._seed is None:

@@ -14,13 +14,13 @@ USUAL_PORTS: Final = frozenset({80, 443})
 """The ports of an entry that names none."""
 EVERY_HOST: Final = "*"
 """The installer's entry that contains every host. A job cannot use it."""
-_LABEL = "[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?"
-_TOP = "[a-z]([a-z0-9-]{0,61}[a-z0-9])?"
+_LABEL: Final = "[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?"
+_TOP: Final = "[a-z]([a-z0-9-]{0,61}[a-z0-9])?"
 # A top-level label begins with a letter, so no entry is an IP address in any spelling.
 HOST_PATTERN: Final = rf"^([*][.])?({_LABEL}[.])+{_TOP}(:[0-9]{{1,5}})?$"
 _ENTRY: Final = re.compile(HOST_PATTERN.removesuffix("$"))
 _NAME: Final = re.compile(rf"({_LABEL}[.])+{_TOP}")
-_MAX_NAME = 253
+_MAX_NAME: Final = 253
 
 IPNetwork = ipaddress.IPv4Network | ipaddress.IPv6Network
 AllowedHost = Annotated[str, Field(pattern=HOST_PATTERN, max_length=262)]

@@ -19,7 +19,7 @@ def attribute_docstrings(model: type) -> dict[str, str]:
 
     The fields of base classes are included. A class whose source code cannot be read adds none.
     """
-    found: dict[str, str] = {}
+    docstrings: dict[str, str] = {}
     for base in reversed(model.__mro__):
         if base.__module__.startswith(("builtins", "pydantic", "typing", "abc")):
             continue
@@ -30,11 +30,11 @@ def attribute_docstrings(model: type) -> dict[str, str]:
         body = tree.body[0].body if isinstance(tree.body[0], ast.ClassDef) else []
         for field, after in pairwise(body):
             if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name):
-                found.pop(field.target.id, None)
+                docstrings.pop(field.target.id, None)
                 if (
                     isinstance(after, ast.Expr)
                     and isinstance(after.value, ast.Constant)
                     and isinstance(after.value.value, str)
                 ):
-                    found[field.target.id] = inspect.cleandoc(after.value.value)
-    return found
+                    docstrings[field.target.id] = inspect.cleandoc(after.value.value)
+    return docstrings

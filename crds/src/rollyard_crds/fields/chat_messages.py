@@ -33,47 +33,47 @@ _SPEAKERS: Final = {
 }
 MAX_ARGUMENTS: Final = 1 << 20
 """The number of characters of arguments that are a JSON text."""
-_Place = tuple[int | str, ...]
+_Location = tuple[int | str, ...]
 
 
 class MessageRefused(CrdsError, ValueError):
     """A message that no task can have.
 
     Args:
-        place: The keys and indices that lead to the field, beginning with the number of the message.
+        location: The keys and indices that lead to the field, beginning with the number of the message.
         problem: What is wrong with the field, without its content.
         shown: The content, where those who may see it are helped by it.
     """
 
     reason = "InvalidTasks"
 
-    def __init__(self, place: _Place, problem: str, shown: Any = None) -> None:
-        self.place = place
+    def __init__(self, location: _Location, problem: str, shown: Any = None) -> None:
+        self.location = location
         self.problem = problem
         self.shown = shown
         super().__init__(f"{self.path}: {problem}")
 
     @property
     def path(self) -> str:
-        """The place as messages show it, such as `[1].content`."""
-        return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in self.place)
+        """The location as messages show it, such as `[1].content`."""
+        return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in self.location)
 
 
-def plain_messages(given: Sequence[Any]) -> list[dict[str, Any]]:
+def plain_messages(messages: Sequence[Any]) -> list[dict[str, Any]]:
     """Return messages in the form of a task. Those in this form already are returned as they are.
 
     Raises:
         MessageRefused: A message is no object, has an unknown role, holds what cannot be shown to a model or
             arguments that are no object, or names a call that no message before it makes.
     """
-    made: list[dict[str, Any]] = []
+    result: list[dict[str, Any]] = []
     ids: set[Any] = set()
-    for number, message in enumerate(given):
+    for number, message in enumerate(messages):
         if not isinstance(message, dict):
             raise MessageRefused((number,), "must be an object with role and content")
         plain = _message(message, (number,))
-        named = plain.get("tool_call_id")
-        if isinstance(named, str) and named not in ids:
+        call_id = plain.get("tool_call_id")
+        if isinstance(call_id, str) and call_id not in ids:
             raise MessageRefused(
                 (number, "tool_call_id"), "no message before this one makes a call of this id"
             )
@@ -81,98 +81,98 @@ def plain_messages(given: Sequence[Any]) -> list[dict[str, Any]]:
         for call in calls if isinstance(calls, list) else ():
             if isinstance(call, dict) and isinstance(call.get("id"), str):
                 ids.add(call["id"])
-        made.append(plain)
-    return made
+        result.append(plain)
+    return result
 
 
-def _message(message: Mapping[str, Any], place: _Place) -> dict[str, Any]:
-    made = _present(message)
-    role = made.get("role")
+def _message(message: Mapping[str, Any], location: _Location) -> dict[str, Any]:
+    plain = _present(message)
+    role = plain.get("role")
     if role not in ROLES:
-        raise MessageRefused((*place, "role"), f"must be one of {', '.join(ROLES)}", role)
+        raise MessageRefused((*location, "role"), f"must be one of {', '.join(ROLES)}", role)
     if role == "developer":
-        made["role"] = "system"
+        plain["role"] = "system"
     for name, problem in _REFUSED.items():
-        if name in made:
-            raise MessageRefused((*place, name), problem)
-    if isinstance(made.get("content"), list):
-        made["content"] = _joined(made["content"], (*place, "content"))
-    given = {name: made.pop(name) for name in _THOUGHTS if name in made}
-    thoughts = {name: text for name, text in given.items() if text != ""}
+        if name in plain:
+            raise MessageRefused((*location, name), problem)
+    if isinstance(plain.get("content"), list):
+        plain["content"] = _joined(plain["content"], (*location, "content"))
+    fields = {name: plain.pop(name) for name in _THOUGHTS if name in plain}
+    thoughts = {name: text for name, text in fields.items() if text != ""}
     if thoughts:
         first, *others = thoughts
         for name in others:
             if thoughts[name] != thoughts[first]:
-                raise MessageRefused((*place, name), f"must be the same as {first!r}, which is here, too")
-        made["reasoning_content"] = thoughts[first]
-    if made.get("tool_calls") == []:
-        del made["tool_calls"]
+                raise MessageRefused((*location, name), f"must be the same as {first!r}, which is here, too")
+        plain["reasoning_content"] = thoughts[first]
+    if plain.get("tool_calls") == []:
+        del plain["tool_calls"]
     for name, (speaker, problem) in _SPEAKERS.items():
-        if name in made and role != speaker:
-            raise MessageRefused((*place, name), problem)
-    if isinstance(made.get("tool_calls"), list):
-        at = (*place, "tool_calls")
-        made["tool_calls"] = [_call(call, number, at) for number, call in enumerate(made["tool_calls"])]
-    return made
+        if name in plain and role != speaker:
+            raise MessageRefused((*location, name), problem)
+    if isinstance(plain.get("tool_calls"), list):
+        at = (*location, "tool_calls")
+        plain["tool_calls"] = [_call(call, number, at) for number, call in enumerate(plain["tool_calls"])]
+    return plain
 
 
 def _present(fields: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in fields.items() if value is not None}
 
 
-def _joined(parts: Sequence[Any], place: _Place) -> str:
+def _joined(parts: Sequence[Any], location: _Location) -> str:
     texts: list[str] = []
     for number, part in enumerate(parts):
-        made = _present(part) if isinstance(part, dict) else {}
-        kind = made.get("type")
+        plain = _present(part) if isinstance(part, dict) else {}
+        kind = plain.get("type")
         if kind != "text":
             problem = "must be 'text': a model gets only texts here, and no image, audio or file"
-            raise MessageRefused((*place, number, "type"), problem, kind)
-        if made.keys() != {"type", "text"} or not isinstance(made["text"], str):
-            raise MessageRefused((*place, number), 'must be {"type": "text", "text": "…"}')
-        texts.append(made["text"])
+            raise MessageRefused((*location, number, "type"), problem, kind)
+        if plain.keys() != {"type", "text"} or not isinstance(plain["text"], str):
+            raise MessageRefused((*location, number), 'must be {"type": "text", "text": "…"}')
+        texts.append(plain["text"])
     return "\n".join(texts)
 
 
-def _call(call: Any, number: int, place: _Place) -> Any:
+def _call(call: Any, number: int, location: _Location) -> Any:
     """Return a call. `index`, which streamed calls have, is left out if it is the call's place."""
     if not isinstance(call, dict):
         return call
-    made = _present(call)
-    if made.pop("index", number) != number:
-        raise MessageRefused((*place, number, "index"), "must be the place of the call in its list")
-    function = made.get("function")
+    plain = _present(call)
+    if plain.pop("index", number) != number:
+        raise MessageRefused((*location, number, "index"), "must be the place of the call in its list")
+    function = plain.get("function")
     if isinstance(function, dict):
         function = _present(function)
         if isinstance(function.get("arguments"), str):
-            at = (*place, number, "function", "arguments")
+            at = (*location, number, "function", "arguments")
             function["arguments"] = _decoded(function["arguments"], at)
-        made["function"] = function
-    return made
+        plain["function"] = function
+    return plain
 
 
-def _decoded(text: str, place: _Place) -> dict[str, Any]:
+def _decoded(text: str, location: _Location) -> dict[str, Any]:
     """Return the object that a text of arguments is. An empty text is one without arguments."""
     if not text:
         return {}
     if len(text) > MAX_ARGUMENTS:
-        raise MessageRefused(place, f"is longer than {MAX_ARGUMENTS} characters")
+        raise MessageRefused(location, f"is longer than {MAX_ARGUMENTS} characters")
     try:
-        found = json.loads(text, object_pairs_hook=_once, parse_constant=_no_number)
+        arguments = json.loads(text, object_pairs_hook=_once, parse_constant=_no_number)
     except MessageRefused as error:
-        raise MessageRefused(place, error.problem) from error
+        raise MessageRefused(location, error.problem) from error
     except (ValueError, RecursionError) as error:
-        raise MessageRefused(place, "is a text that is no JSON") from error
-    if not isinstance(found, dict):
-        raise MessageRefused(place, "is the text of no JSON object")
-    return found
+        raise MessageRefused(location, "is a text that is no JSON") from error
+    if not isinstance(arguments, dict):
+        raise MessageRefused(location, "is the text of no JSON object")
+    return arguments
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):  # Readers of JSON differ in which of the values they take.
+    members = dict(pairs)
+    if len(members) != len(pairs):  # Readers of JSON differ in which of the values they take.
         raise MessageRefused((), "has the same key twice in one object")
-    return found
+    return members
 
 
 def _no_number(name: str) -> NoReturn:

@@ -18,7 +18,7 @@ Input = Annotated[str, Field(max_length=16 << 20)]
 Output = Annotated[str, Field(max_length=4 << 20)]
 MAX_CASES: Final = 1024
 """The largest number of tests of a task."""
-_ONE_KIND = "give either 'program', or 'input' and 'output'"
+_ONE_KIND: Final = "give either 'program', or 'input' and 'output'"
 _NO_JSON: Final = "must be JSON where there is an 'entry_point': the arguments one a line, and the result"
 _MOST_DIGITS: Final = 100_000
 """The most digits of an integer in JSON. The time to read one grows with the square of its length."""
@@ -103,21 +103,21 @@ class CodeTests(Model):
         if self.entry_point is None and any(case.program is not None for case in self.cases):
             raise ValueError("'entry_point' is required where a case has a 'program'")
         if self.entry_point is not None:
-            for place, case in enumerate(self.cases):
-                _check_json(place, case)
+            for index, case in enumerate(self.cases):
+                _check_json(index, case)
         if (self.compare == "checker") != (self.checker is not None):
             raise ValueError("'checker' and 'compare: checker' need each other")
         return self
 
 
-def _check_json(place: int, case: CodeCase) -> None:
+def _check_json(index: int, case: CodeCase) -> None:
     if case.program is None:
         if any(map(too_many_values, (case.input or "", case.output or ""))):
-            raise ValueError(f"cases[{place}]: 'input' or 'output' holds more than {MAX_VALUES} values")
+            raise ValueError(f"cases[{index}]: 'input' or 'output' holds more than {MAX_VALUES} values")
         try:
             case.arguments(_checked), case.result(_checked)
         except (ValueError, RecursionError) as error:
-            raise ValueError(f"cases[{place}]: 'input' and 'output' {_NO_JSON} ({error})") from error
+            raise ValueError(f"cases[{index}]: 'input' and 'output' {_NO_JSON} ({error})") from error
 
 
 def _checked(digits: str) -> None:

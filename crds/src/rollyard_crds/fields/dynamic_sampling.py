@@ -20,9 +20,11 @@ TARGET_MET: Final = "TargetMet"
 """The reason of a job that reached its target, and of the rollouts that were cancelled because of it."""
 TARGET_NOT_MET: Final = "TargetNotMet"
 """The reason of a job that ran out of groups before it reached its target."""
-_ORDERED = "'maxGroups' must be at least 'targetGroups'"
-_NEEDS_SAMPLES = "'dynamicSampling' compares the samples of a task: 'samplesPerTask' must be at least 2"
-_TOO_MANY = (
+_ORDERED: Final = "'maxGroups' must be at least 'targetGroups'"
+_NEEDS_SAMPLES: Final = (
+    "'dynamicSampling' compares the samples of a task: 'samplesPerTask' must be at least 2"
+)
+_TOO_MANY: Final = (
     f"'dynamicSampling.maxInFlightGroups' times 'samplesPerTask' must be at most {MAX_IN_FLIGHT_ROLLOUTS}"
 )
 JOB_RULES: Final = (

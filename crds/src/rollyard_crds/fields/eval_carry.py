@@ -11,12 +11,12 @@ from rollyard_crds.base import Model, cel
 WORKDIR: Final = "/work"
 """The work folder, as an absolute path of `files` names it."""
 MAX_CARRY_BYTES: Final = 64 << 20
-_ONE_OF = "give exactly one of 'files' and 'diff: true'"
-_PATHS = (
+_ONE_OF: Final = "give exactly one of 'files' and 'diff: true'"
+_PATHS: Final = (
     "a path must be relative to the work folder or begin with '/work/', without '.', '..' and empty parts, "
     "and without '*', '?', '[' (name a folder to carry all that is in it)"
 )
-_PATHS_RULE = (
+_PATHS_RULE: Final = (
     "!has(self.files) || self.files.all(p, (!p.startsWith('/') || p.startsWith('/work/')) && "
     "!p.matches('[*?\\\\[]|//|(^|/)[.][.]?(/|$)|^/work/$'))"
 )

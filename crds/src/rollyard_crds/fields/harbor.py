@@ -144,11 +144,11 @@ class HarborFolder(Model):
         Args:
             tops: The folders. Where two have a file of the same path, that of the later one is returned.
         """
-        found: dict[str, tuple[bytes, int]] = {}
+        files: dict[str, tuple[bytes, int]] = {}
         runnable = set(self.executable)
         for top in tops:
             for path in self.paths():
                 if path.startswith(f"{top}/"):
                     mode = 0o755 if path in runnable else 0o644
-                    found[path[len(top) + 1 :]] = (self.content(path), mode)
-        return found
+                    files[path[len(top) + 1 :]] = (self.content(path), mode)
+        return files

@@ -28,10 +28,10 @@ def too_many_values(text: str | bytes | bytearray) -> bool:
     if sum(map(text.count, marks)) <= MAX_VALUES:
         return False
     pattern: re.Pattern[Any] = _VALUES[not isinstance(text, str)]
-    found, at = 0, 0
-    while found <= MAX_VALUES and (value := pattern.match(text, at)) is not None:
-        found, at = found + 1, value.end()
-    return found > MAX_VALUES
+    count, at = 0, 0
+    while count <= MAX_VALUES and (value := pattern.match(text, at)) is not None:
+        count, at = count + 1, value.end()
+    return count > MAX_VALUES
 
 
 def deeper_than(document: Any, most: int) -> bool:
@@ -52,26 +52,26 @@ def deeper_than(document: Any, most: int) -> bool:
 def lone_surrogate(document: Any) -> tuple[int | str, ...] | None:
     """Return where a document has a text with half of a character, or None if it has none.
 
-    JSON can express such a text, as `"\\ud800"`, and UTF-8 cannot. The place is the keys and indices that
+    JSON can express such a text, as `"\\ud800"`, and UTF-8 cannot. The result is the keys and indices that
     lead to it. No depth exhausts the stack.
     """
     waiting: list[tuple[tuple[int | str, ...], Any]] = [((), document)]
     while waiting:
-        place, value = waiting.pop()
+        path, value = waiting.pop()
         pairs: Iterable[tuple[Any, Any]] = ()
         if type(value) is dict:
             for key in value:
                 if type(key) is str and not _whole(key):
-                    return (*place, ascii(key)[1:-1])
+                    return (*path, ascii(key)[1:-1])
             pairs = value.items()
         elif type(value) is list:
             pairs = enumerate(value)
         for key, inner in pairs:
             if type(inner) is str:
                 if not _whole(inner):
-                    return (*place, key)
+                    return (*path, key)
             elif type(inner) is dict or type(inner) is list:
-                waiting.append(((*place, key), inner))
+                waiting.append(((*path, key), inner))
     return None
 
 

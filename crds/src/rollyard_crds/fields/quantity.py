@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated
+from typing import Annotated, Final
 
 from pydantic import Field
 
 Quantity = Annotated[str, Field(pattern=r"^[0-9]+(\.[0-9]+)?(m|k|M|G|T|Ki|Mi|Gi|Ti)?$", max_length=32)]
 """A Kubernetes resource quantity, such as `500m`, `2` or `2Gi`."""
 
-_UNITS = {
-    "": 1.0, "m": 1e-3, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12,
-    "Ki": 2.0**10, "Mi": 2.0**20, "Gi": 2.0**30, "Ti": 2.0**40,
-}  # fmt: skip
-_QUANTITY = re.compile(r"([0-9]+(?:\.[0-9]+)?)(|m|k|M|G|T|Ki|Mi|Gi|Ti)")
+_UNITS: Final = {
+    "": 1.0,
+    "m": 1e-3,
+    "k": 1e3,
+    "M": 1e6,
+    "G": 1e9,
+    "T": 1e12,
+    "Ki": 2.0**10,
+    "Mi": 2.0**20,
+    "Gi": 2.0**30,
+    "Ti": 2.0**40,
+}
+_QUANTITY: Final = re.compile(r"([0-9]+(?:\.[0-9]+)?)(|m|k|M|G|T|Ki|Mi|Gi|Ti)")
 
 
 def parse_quantity(quantity: str) -> float:

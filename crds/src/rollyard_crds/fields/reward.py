@@ -30,16 +30,18 @@ _INLINE_FLAGS: Final = re.compile(r"\(\?[aiLmsux]*(-[imsx]+)?[:)]")
 ComponentName = Annotated[str, Field(pattern=COMPONENT_PATTERN, max_length=128)]
 Weight = Annotated[float, Field(ge=-1e6, le=1e6, allow_inf_nan=False)]
 
-_BUFFER = "'bufferTokens' must be at most 'maxTokens'"
-_ONE_CHECK = "give exactly one of 'pattern' and 'tags'"
-_TAKEN = f"'name' must not be one of {', '.join(RESERVED)}"
-_ONE_SCORER = "give at most one of 'function' and 'service'"
-_NO_WEIGHT = f"'weights' must not name '{REWARD}', which is their result, or '{OVERLONG}', which has a factor"
-_FUNCTION_MISSING = "'weights' names 'function', but no function is given"
-_SERVICE_MISSING = "'weights' names 'service', but no service is given"
-_NO_WEIGHTS = "'weights' must name at least one component"
-_IMMUTABLE = "'reward' is immutable: delete the job and create it again"
-_UNSCORED = "the handler 'unscored' gives no reward: 'reward.function' or 'reward.service' is required"
+_BUFFER: Final = "'bufferTokens' must be at most 'maxTokens'"
+_ONE_CHECK: Final = "give exactly one of 'pattern' and 'tags'"
+_TAKEN: Final = f"'name' must not be one of {', '.join(RESERVED)}"
+_ONE_SCORER: Final = "give at most one of 'function' and 'service'"
+_NO_WEIGHT: Final = (
+    f"'weights' must not name '{REWARD}', which is their result, or '{OVERLONG}', which has a factor"
+)
+_FUNCTION_MISSING: Final = "'weights' names 'function', but no function is given"
+_SERVICE_MISSING: Final = "'weights' names 'service', but no service is given"
+_NO_WEIGHTS: Final = "'weights' must name at least one component"
+_IMMUTABLE: Final = "'reward' is immutable: delete the job and create it again"
+_UNSCORED: Final = "the handler 'unscored' gives no reward: 'reward.function' or 'reward.service' is required"
 UNSCORED: Final = "unscored"
 """The handler that gives no reward of its own."""
 JOB_RULES: Final = (
@@ -207,9 +209,9 @@ class RewardSpec(Model):
         if self.weights is not None and not self.weights:
             raise ValueError(_NO_WEIGHTS)
         names = [check.name for check in self.format]
-        for place, name in enumerate(names):
-            if name in names[:place]:
-                raise ValueError(f"'format[{place}].name' {name!r} stands twice")
+        for index, name in enumerate(names):
+            if name in names[:index]:
+                raise ValueError(f"'format[{index}].name' {name!r} stands twice")
         weights = self.weights or {}
         if REWARD in weights or OVERLONG in weights:
             raise ValueError(_NO_WEIGHT)

@@ -72,33 +72,33 @@ def problems(spec: RolloutJobSpec, groups: int | None) -> list[str]:
     sampling = spec.dynamic_sampling
     if sampling is None:
         return []
-    found = []
+    lines = []
     if groups is not None and groups < sampling.target_groups:
-        found.append(
+        lines.append(
             f"spec.dynamicSampling.targetGroups: must be at most {groups}, which is how many tasks the job "
             f"has (got {sampling.target_groups})"
         )
     if not _may_exist(sampling.metric, spec):
-        found.append(
+        lines.append(
             f"spec.dynamicSampling.metric: there is no component {sampling.metric!r}; there are "
             f"{', '.join(sorted(_stated(spec)))}"
         )
-        return found
+        return lines
     low, high = _bounds(sampling.metric, spec)
     # Half of the values at either end deviate most. Infrastructure failures may leave an even number of them.
     most = (high - low) / 2
     if not most:
-        found.append(
+        lines.append(
             f"spec.dynamicSampling.metric: {sampling.metric!r} is {low:g} in every rollout of this job, "
             "which is no signal"
         )
     elif sampling.min_std >= most:
-        found.append(
+        lines.append(
             f"spec.dynamicSampling.minStd: must be less than {most:g}, because {sampling.metric!r} is from "
             f"{low:g} to {high:g}, and no such values have a larger standard deviation "
             f"(got {sampling.min_std:g})"
         )
-    return found
+    return lines
 
 
 def warnings_of(spec: RolloutJobSpec, tasks: Sequence[Task] = ()) -> list[str]:
@@ -108,22 +108,22 @@ def warnings_of(spec: RolloutJobSpec, tasks: Sequence[Task] = ()) -> list[str]:
         spec: The spec of the job.
         tasks: The tasks of its file, where that has been read. Tasks in the spec itself are looked at anyway.
     """
-    found = []
+    warnings = []
     if spec.samples_per_task > 1 and not spec.sampling.temperature and spec.agent.type != "oracle":
-        found.append(
+        warnings.append(
             f"spec.sampling.temperature: at 0 the {spec.samples_per_task} samples of a task are alike, "
             "unless tools or servers answer differently; a group of equal rewards teaches nothing"
         )
     field = "spec.tasks.url" if spec.tasks.inline is None else "spec.tasks.inline"
-    return found + [f"{field}: {warning}" for warning in task_warnings(spec.tasks.inline or tasks)]
+    return warnings + [f"{field}: {warning}" for warning in task_warnings(spec.tasks.inline or tasks)]
 
 
 def task_warnings(tasks: Sequence[Task]) -> list[str]:
     """Return what in a list of tasks is allowed but hardly meant."""
-    found = []
+    warnings = []
     printed = sum(task.swe is not None and task.swe.verdict == "log" for task in tasks)
     if printed:
-        found.append(
+        warnings.append(
             f"tasks whose swe.verdict is 'log': {printed}. It believes what tests print, and the policy's "
             "code can print the same"
         )
@@ -134,38 +134,40 @@ def task_warnings(tasks: Sequence[Task]) -> list[str]:
     ]
     if dropped:
         first, names = dropped[0]
-        found.append(
+        warnings.append(
             f"tasks whose row names tests that no test runner reports, which were left out: {len(dropped)}. "
             f"The first is {first!r}, with {', '.join(map(ascii, names[:_NAMED]))}"
         )
-    return found + _folder_warnings(tasks)
+    return warnings + _folder_warnings(tasks)
 
 
 def _folder_warnings(tasks: Sequence[Task]) -> list[str]:
     """Return which keys of `task.toml` have no effect, for task folders in the format of Harbor."""
-    found = []
-    for noted, what in (
+    warnings = []
+    for metadata_key, description in (
         (UNKNOWN_KEYS, "keys that are not known here and have no effect"),
         (IGNORED_KEYS, "keys that the job's tasks.harbor leaves out"),
     ):
-        named = [
+        affected = [
             (task.id, keys)
             for task in tasks
-            if isinstance(keys := task.metadata.get(noted), dict | list) and keys
+            if isinstance(keys := task.metadata.get(metadata_key), dict | list) and keys
         ]
-        if not named:
+        if not affected:
             continue
-        first, keys = named[0]
-        near = keys if isinstance(keys, dict) else {}
+        first, keys = affected[0]
+        suggestions = keys if isinstance(keys, dict) else {}
         shown = [
-            f"{str(key)[:200]} (did you mean {str(near[key])[:200]}?)" if near.get(key) else str(key)[:200]
+            f"{str(key)[:200]} (did you mean {str(suggestions[key])[:200]}?)"
+            if suggestions.get(key)
+            else str(key)[:200]
             for key in list(keys)[:_NAMED]
         ]
-        found.append(
-            f"task folders whose task.toml has {what}: {len(named)}. The first is {first!r}: "
+        warnings.append(
+            f"task folders whose task.toml has {description}: {len(affected)}. The first is {first!r}: "
             f"{ascii(', '.join(shown))[1:-1]}"
         )
-    return found
+    return warnings
 
 
 def _stated(spec: RolloutJobSpec) -> set[str]:

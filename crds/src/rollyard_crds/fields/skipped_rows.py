@@ -53,7 +53,7 @@ class SkippedRows(Model):
 def _shown(reason: str) -> str:
     """Return a reason as one line that fits into a status, in which every character is visible."""
     text = "".join(
-        one if one.isprintable() else one.encode("unicode_escape").decode()
-        for one in reason[: MAX_SHORT_TEXT + 1]
+        character if character.isprintable() else character.encode("unicode_escape").decode()
+        for character in reason[: MAX_SHORT_TEXT + 1]
     )
     return text if len(text) <= MAX_SHORT_TEXT else f"{text[: MAX_SHORT_TEXT - 1]}…"

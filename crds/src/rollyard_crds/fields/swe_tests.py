@@ -14,9 +14,20 @@ TestName = Annotated[str, Field(min_length=1, max_length=4096)]
 TestNames = Annotated[list[TestName], Field(max_length=100_000)]
 ShortStatus = Annotated[str, Field(min_length=1, max_length=16)]
 LogParser = Literal[
-    "pytest", "pytest_options", "pytest_v2", "matplotlib", "seaborn", "r2e", "django", "unittest", "sympy",
-    "go", "cargo", "jest", "tap",
-]  # fmt: skip
+    "pytest",
+    "pytest_options",
+    "pytest_v2",
+    "matplotlib",
+    "seaborn",
+    "r2e",
+    "django",
+    "unittest",
+    "sympy",
+    "go",
+    "cargo",
+    "jest",
+    "tap",
+]
 PYTEST_PARSERS: Final = frozenset({"pytest", "pytest_options", "pytest_v2", "matplotlib", "seaborn", "r2e"})
 """The parsers of pytest's output. They differ in how they name tests."""
 DROPPED_TESTS: Final = "dropped_tests"

@@ -24,10 +24,10 @@ def given(args: Sequence[str], flag: str) -> str:
     If the flag is given several times, the last value counts. If it is not given, the result is empty.
     """
     value = ""
-    for place, argument in enumerate(args):
+    for index, argument in enumerate(args):
         if flag_of(argument) == flag:
-            _name, equals, rest = argument.partition("=")
-            value = rest if equals else args[place + 1] if place + 1 < len(args) else ""
+            _name, equals, text = argument.partition("=")
+            value = text if equals else args[index + 1] if index + 1 < len(args) else ""
     return value
 
 
@@ -36,5 +36,5 @@ def given_port(args: Sequence[str], default: int) -> int:
 
     This is the value of `--port` if it is a number, and `default` otherwise.
     """
-    chosen = given(args, "--port")
-    return int(chosen) if chosen.isdigit() else default
+    port = given(args, "--port")
+    return int(port) if port.isdigit() else default

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Sequence
-from typing import Any, get_args
+from typing import Any, Final, get_args
 
 from pydantic import BaseModel, ValidationError
 
@@ -15,7 +15,7 @@ from rollyard_crds.reading.yaml_text import YamlError, load_all
 from rollyard_crds.rolloutjob import RolloutJob
 
 Manifest = RolloutJob | BackendPool
-_KINDS: dict[str, type[RolloutJob] | type[BackendPool]] = {
+_KINDS: Final[dict[str, type[RolloutJob] | type[BackendPool]]] = {
     "RolloutJob": RolloutJob,
     "BackendPool": BackendPool,
 }
@@ -84,8 +84,8 @@ def describe(
     lines = []
     for item in error.errors(include_url=False):
         path = prefix
-        for place, part in enumerate(item["loc"]):
-            if not quote and isinstance(part, str) and part not in _fields_at(model, item["loc"][:place]):
+        for index, part in enumerate(item["loc"]):
+            if not quote and isinstance(part, str) and part not in _fields_at(model, item["loc"][:index]):
                 part = "(not shown)"
             path += f"[{part}]" if isinstance(part, int) else (f".{part}" if path else str(part))
         message = item["msg"].removeprefix("Value error, ")

@@ -41,10 +41,10 @@ def load_all(text: str | bytes) -> list[Any]:
         return list(yaml.load_all(text, Loader=_Loader))
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark
-        where = "" if mark is None else f"line {mark.line + 1}, column {mark.column + 1}: "
+        position = "" if mark is None else f"line {mark.line + 1}, column {mark.column + 1}: "
         # The scanner of newer versions of libyaml reads ahead of the events, and ends at a depth of 1,000.
         problem = _TOO_DEEP if "nesting depth" in str(error.problem) else error.problem
-        raise YamlError(f"{where}{problem}") from error
+        raise YamlError(f"{position}{problem}") from error
     except yaml.YAMLError as error:
         raise YamlError(" ".join(str(error).split())) from error
     except YamlError:
@@ -85,8 +85,8 @@ def _check(text: str | bytes) -> None:
             problem = f"there are more than {MAX_VALUES} values; send JSON, or tasks apart from the manifest"
         if problem:
             mark = event.start_mark
-            where = "" if mark is None else f"line {mark.line + 1}, column {mark.column + 1}: "
-            raise YamlError(f"{where}{problem}")
+            position = "" if mark is None else f"line {mark.line + 1}, column {mark.column + 1}: "
+            raise YamlError(f"{position}{problem}")
 
 
 def _is_number(event: yaml.ScalarEvent) -> bool:

@@ -12,10 +12,11 @@ import hashlib
 import hmac
 import re
 from dataclasses import dataclass
+from typing import Final
 
-_PREFIX = "ry-job"
-_LABEL = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
-_UID = re.compile(r"[A-Za-z0-9_-]{1,128}")
+_PREFIX: Final = "ry-job"
+_LABEL: Final = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
+_UID: Final = re.compile(r"[A-Za-z0-9_-]{1,128}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,9 +41,9 @@ def job_token(worker_token: str, namespace: str, name: str, uid: str) -> str:
     Raises:
         ValueError: a part is not of its form; a dot, for example, would separate other parts.
     """
-    for what, text, form in (("namespace", namespace, _LABEL), ("name", name, _LABEL), ("uid", uid, _UID)):
+    for part, text, form in (("namespace", namespace, _LABEL), ("name", name, _LABEL), ("uid", uid, _UID)):
         if form.fullmatch(text) is None:
-            raise ValueError(f"a job token needs the job's {what}, and {text!r} is none")
+            raise ValueError(f"a job token needs the job's {part}, and {text!r} is none")
     return f"{_PREFIX}.{namespace}.{name}.{uid}.{_proof(worker_token, f'job {namespace}/{name} {uid}')}"
 
 
@@ -57,5 +58,5 @@ def job_of(token: str, worker_token: str) -> JobIdentity | None:
     return JobIdentity(namespace, name, uid) if genuine else None
 
 
-def _proof(worker_token: str, said: str) -> str:
-    return hmac.new(worker_token.encode(), said.encode(), hashlib.sha256).hexdigest()
+def _proof(worker_token: str, message: str) -> str:
+    return hmac.new(worker_token.encode(), message.encode(), hashlib.sha256).hexdigest()

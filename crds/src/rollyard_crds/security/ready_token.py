@@ -10,9 +10,10 @@ import hashlib
 import hmac
 import re
 from dataclasses import dataclass
+from typing import Final
 
-_PREFIX = "ry-ready"
-_LABEL = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
+_PREFIX: Final = "ry-ready"
+_LABEL: Final = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,10 +35,10 @@ def ready_token(worker_token: str, namespace: str, worker: str) -> str:
     Raises:
         ValueError: A name is not a DNS label; a dot, for example, would separate other parts.
     """
-    for what, text in (("namespace", namespace), ("name", worker)):
+    for part, text in (("namespace", namespace), ("name", worker)):
         if _LABEL.fullmatch(text) is None:
             raise ValueError(
-                f"a ready token needs the ready worker's {what}, and {text!r} is not a DNS label"
+                f"a ready token needs the ready worker's {part}, and {text!r} is not a DNS label"
             )
     return f"{_PREFIX}.{namespace}.{worker}.{_proof(worker_token, namespace, worker)}"
 
@@ -53,5 +54,5 @@ def ready_worker_of(token: str, worker_token: str) -> ReadyIdentity | None:
 
 
 def _proof(worker_token: str, namespace: str, worker: str) -> str:
-    said = f"ready {namespace}/{worker}".encode()
-    return hmac.new(worker_token.encode(), said, hashlib.sha256).hexdigest()
+    message = f"ready {namespace}/{worker}".encode()
+    return hmac.new(worker_token.encode(), message, hashlib.sha256).hexdigest()

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,7 +21,7 @@ from rollyard_engine.generation.sampling import Logits
 
 # Below this size of the weights, a second thread is not worthwhile, because synchronising costs more than it
 # computes.
-SINGLE_THREAD_BELOW_BYTES = 64 << 20
+SINGLE_THREAD_BELOW_BYTES: Final = 64 << 20
 
 
 class KVCache(Protocol):

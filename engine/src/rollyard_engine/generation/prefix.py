@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rollyard_engine.generation.model import KVCache
 
-MIN_SHARED_TOKENS = 32
+MIN_SHARED_TOKENS: Final = 32
 """The shortest common prefix, in tokens, that is taken from another conversation's cache rather than
 recomputed."""
 
-DONOR_IDLE_SECONDS = 1.0
+DONOR_IDLE_SECONDS: Final = 1.0
 """The seconds that a cache must have been idle before it is truncated for another prompt, because its own
 conversation may continue."""
 

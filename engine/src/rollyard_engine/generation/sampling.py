@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Final, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,7 +20,7 @@ from rollyard_engine.errors import GenerationFailed
 
 Logits: TypeAlias = NDArray[np.float32]
 
-GREEDY_BELOW = 1e-5
+GREEDY_BELOW: Final = 1e-5
 """Temperatures below this value sample greedily. It equals vLLM's ``_SAMPLING_EPS``."""
 
 

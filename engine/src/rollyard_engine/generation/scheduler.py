@@ -9,7 +9,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Literal, TypeAlias
+from typing import Final, Literal, TypeAlias
 
 from rollyard_engine.errors import GenerationFailed, ModelFolderInvalid
 from rollyard_engine.generation.model import PolicyModel
@@ -18,14 +18,14 @@ from rollyard_engine.generation.sequence import FinishReason, Sequence
 
 PauseMode: TypeAlias = Literal["abort", "wait", "keep"]
 
-PREFILL_CHUNK = 128
+PREFILL_CHUNK: Final = 128
 """The number of prompt tokens in one call of the model. It is constant, so the same prompt gives the same
 logits."""
 
-PREFILL_BUDGET = 512
+PREFILL_BUDGET: Final = 512
 """The number of prompt tokens that are computed between two decoding steps of the running sequences."""
 
-SLICE_SECONDS = 0.02
+SLICE_SECONDS: Final = 0.02
 """The seconds that a step may take. It may exceed them by one call of the model."""
 
 
@@ -120,11 +120,11 @@ class Scheduler:
 
         With ``None``, all requests are aborted.
         """
-        wanted = None if request_ids is None else set(request_ids)
+        ids = None if request_ids is None else set(request_ids)
         chosen = [
             sequence
             for sequence in (*self.running, *self.waiting)
-            if wanted is None or sequence.request_id in wanted
+            if ids is None or sequence.request_id in ids
         ]
         for sequence in chosen:
             self.abort(sequence)
@@ -288,8 +288,8 @@ class Scheduler:
     def _finish_drain(self, *, force: bool = False) -> None:
         if self._draining and (force or not self.running):
             draining, self._draining = self._draining, []
-            for done in draining:
-                done()
+            for callback in draining:
+                callback()
 
     def _cache_bytes(self) -> int:
         tokens = self._kept.capacity_tokens + sum(sequence.capacity for sequence in self.running)

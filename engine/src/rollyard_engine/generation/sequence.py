@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Final, Literal, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,7 +22,7 @@ from rollyard_engine.generation.sampling import (
 
 FinishReason: TypeAlias = Literal["stop", "length", "abort"]
 
-MIN_CAPACITY = 512
+MIN_CAPACITY: Final = 512
 """The capacity of the smallest KV cache that is opened, in tokens."""
 
 

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 from rollyard_engine.errors import EngineError, EngineStopped, TooManyRequests
 from rollyard_engine.generation.scheduler import Scheduler
@@ -15,8 +15,8 @@ from rollyard_engine.generation.sequence import Sequence
 
 T = TypeVar("T")
 
-IDLE_WAIT_SECONDS = 1.0
-RETRY_AFTER_SECONDS = 1
+IDLE_WAIT_SECONDS: Final = 1.0
+RETRY_AFTER_SECONDS: Final = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +157,7 @@ class EngineThread:
         """Fail all requests and commands that are left, because they would otherwise wait forever."""
         with self._wake:
             self._stopped = True
-            left = [*self._inbox, *self._scheduler.running, *self._scheduler.waiting]
+            sequences = [*self._inbox, *self._scheduler.running, *self._scheduler.waiting]
             commands = tuple(self._commands)
             self._inbox.clear()
             self._commands.clear()
@@ -165,10 +165,10 @@ class EngineThread:
             if command.outcome.set_running_or_notify_cancel():
                 command.outcome.set_exception(failure)
         self._scheduler.resume()  # This completes a pause that callers still wait for.
-        for sequence in left:
+        for sequence in sequences:
             sequence.error = failure
-        if left:
-            self._notify(left)
+        if sequences:
+            self._notify(sequences)
 
 
 def _execute(command: _Command, scheduler: Scheduler) -> None:

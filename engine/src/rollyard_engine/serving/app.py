@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import aclosing
 from pathlib import Path
-from typing import Any, TypeVar, get_args
+from typing import Any, Final, TypeVar, get_args
 
 import orjson
 from rollyard_process.version import installed_version
@@ -27,8 +27,8 @@ Handler = Callable[[EngineService, Request], Awaitable[Response]]
 
 T = TypeVar("T")
 
-MAX_BODY_BYTES = 32 << 20
-LOGPROBS_MODE = "processed_logprobs"
+MAX_BODY_BYTES: Final = 32 << 20
+LOGPROBS_MODE: Final = "processed_logprobs"
 
 
 def create_app(service: EngineService) -> Starlette:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Final
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -10,7 +11,7 @@ from prometheus_client.registry import Collector
 
 from rollyard_engine.generation.thread import EngineThread
 
-LABELS = ("model_name", "engine")
+LABELS: Final = ("model_name", "engine")
 
 
 class EngineCollector(Collector):

@@ -8,26 +8,26 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Final, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from rollyard_engine.errors import InvalidRequest, RequestRefused
 from rollyard_engine.generation.sampling import SamplingParams
 
-MAX_LOGPROBS = 20
+MAX_LOGPROBS: Final = 20
 """The maximum number of alternatives that a request may ask for. It is vLLM's default ``--max-logprobs``."""
 
-MAX_SCORED_PROMPT = 4096
+MAX_SCORED_PROMPT: Final = 4096
 """The longest prompt, in tokens, whose log-probabilities are computed. Each token costs one call of the
 model."""
 
-DEFAULT_MAX_TOKENS = 16
+DEFAULT_MAX_TOKENS: Final = 16
 
 TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
 
 # These fields of vLLM change what is sampled or returned. At the values listed, they change nothing.
-NEUTRAL: Mapping[str, tuple[object, ...]] = {
+NEUTRAL: Final[Mapping[str, tuple[object, ...]]] = {
     "n": (1,),
     "best_of": (1,),
     "echo": (False,),
@@ -56,8 +56,8 @@ NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "output_kind": (2,),
 }
 # These fields concern only vLLM's logging or scheduling. Ignoring them changes no token.
-IGNORED = frozenset({"user", "session_id", "detokenize", "flat_logprobs", "stream_interval"})
-ADVICE = {
+IGNORED: Final = frozenset({"user", "session_id", "detokenize", "flat_logprobs", "stream_interval"})
+ADVICE: Final = {
     "stop": "; end generation by stop_token_ids",
     "n": "; send one request a sample, each with its own seed",
 }
@@ -73,10 +73,10 @@ class RequestBody(BaseModel):
     def _only_neutral(cls, data: Any) -> Any:
         if not isinstance(data, dict):
             return data
-        kept = {}
+        fields = {}
         for name, value in data.items():
             if name in cls.model_fields:
-                kept[name] = value
+                fields[name] = value
             elif name in NEUTRAL:
                 if value is not None and value not in NEUTRAL[name]:
                     accepted = " or ".join(map(repr, NEUTRAL[name])) or "null"
@@ -86,8 +86,8 @@ class RequestBody(BaseModel):
                         param=name,
                     )
             elif name not in IGNORED:
-                kept[name] = value
-        return kept
+                fields[name] = value
+        return fields
 
 
 class SamplingFields(RequestBody):
@@ -152,21 +152,21 @@ class SamplingFields(RequestBody):
         )
 
     def _check_prompt_logprobs(self, prompt_tokens: int) -> None:
-        wanted = self.prompt_logprobs
-        if wanted is None:
+        count = self.prompt_logprobs
+        if count is None:
             return
-        if not 0 <= wanted <= MAX_LOGPROBS:
+        if not 0 <= count <= MAX_LOGPROBS:
             raise InvalidRequest(
-                f"`prompt_logprobs` must be from 0 to {MAX_LOGPROBS}, got {wanted}.",
+                f"`prompt_logprobs` must be from 0 to {MAX_LOGPROBS}, got {count}.",
                 param="prompt_logprobs",
-                value=wanted,
+                value=count,
             )
         if prompt_tokens > MAX_SCORED_PROMPT:
             raise InvalidRequest(
                 f"`prompt_logprobs` are computed for prompts of at most {MAX_SCORED_PROMPT} tokens, "
                 f"this one has {prompt_tokens}.",
                 param="prompt_logprobs",
-                value=wanted,
+                value=count,
             )
 
 
@@ -257,7 +257,7 @@ class AbortBody(RequestBody):
 
 B = TypeVar("B", bound=BaseModel)
 
-_BRANCH = re.compile(r"str|int|.*[\[\](){}].*")
+_BRANCH: Final = re.compile(r"str|int|.*[\[\](){}].*")
 
 
 def parse(kind: type[B], data: object) -> B:

@@ -186,7 +186,7 @@ class QueuedRequest:
 
         The last range is yielded even if it is empty.
         """
-        sequence, seen = self.sequence, 0
+        sequence, start = self.sequence, 0
         try:
             while True:
                 await self._news.wait()
@@ -195,9 +195,9 @@ class QueuedRequest:
                     raise sequence.error
                 ended = sequence.finished
                 size = len(sequence.output)
-                if size > seen or ended:
-                    yield seen, size
-                    seen = size
+                if size > start or ended:
+                    yield start, size
+                    start = size
                 if ended:
                     return
         finally:
@@ -206,13 +206,13 @@ class QueuedRequest:
                     self._engine.call(lambda scheduler: scheduler.abort(sequence))
 
 
-def new_request_id(header: str | None, given: str | None) -> str:
+def new_request_id(header: str | None, body_id: str | None) -> str:
     """Return the id of a request, in the same way as vLLM.
 
     It is the ``X-Request-Id`` header if there is one, otherwise the id in the body, and otherwise a random
     id.
     """
-    return header or given or uuid.uuid4().hex
+    return header or body_id or uuid.uuid4().hex
 
 
 def now() -> int:

@@ -61,22 +61,22 @@ def _logprobs(ids: Sequence[int], values: Sequence[object]) -> tuple[float, ...]
     ):
         return floats
     return tuple(
-        _logprob(place, token, value) for place, (token, value) in enumerate(zip(ids, values, strict=True))
+        _logprob(index, token, value) for index, (token, value) in enumerate(zip(ids, values, strict=True))
     )
 
 
-def _logprob(place: int, token: int, value: object) -> float:
-    what = f"logprob {place}, of the sampled token {token}, is {value!r}"
+def _logprob(index: int, token: int, value: object) -> float:
+    description = f"logprob {index}, of the sampled token {token}, is {value!r}"
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise BackendMismatch(f"{what}, expected a number")
+        raise BackendMismatch(f"{description}, expected a number")
     if value > LOGPROB_TOLERANCE:
-        raise BackendMismatch(f"{what}, above 0")
+        raise BackendMismatch(f"{description}, above 0")
     if value >= LOWEST_LOGPROB:
         return min(float(value), 0.0)
     raise BackendMismatch(
-        f"{what}, expected a number from {LOWEST_LOGPROB:g} to 0: servers write minus infinity, and vLLM "
-        "-9999, for a token that a mask, top-k or top-p excludes from the distribution that they report, so "
-        "the token was sampled from another one"
+        f"{description}, expected a number from {LOWEST_LOGPROB:g} to 0: servers write minus infinity, and "
+        "vLLM -9999, for a token that a mask, top-k or top-p excludes from the distribution that they "
+        "report, so the token was sampled from another one"
     )
 
 
@@ -104,7 +104,7 @@ def versions_of(ranges: object, count: int) -> tuple[str | None, ...] | None:
     return tuple(labels)
 
 
-def same_prompt(echoed: object, sent: Sequence[int], what: str = "prompt_token_ids") -> None:
+def same_prompt(echoed: object, sent: Sequence[int], field: str = "prompt_token_ids") -> None:
     """Compare the prompt that a backend reports to have read with the one that was sent.
 
     Raises:
@@ -113,21 +113,21 @@ def same_prompt(echoed: object, sent: Sequence[int], what: str = "prompt_token_i
     # Comparing the JSON is ten times as fast as checking the type of every id, and equally strict.
     if isinstance(echoed, list) and orjson.dumps(echoed) == orjson.dumps(tuple(sent)):
         return
-    ids = token_ids(echoed, what)
+    ids = token_ids(echoed, field)
     if len(ids) != len(sent):
         raise BackendMismatch(f"the backend read {len(ids)} prompt ids, {len(sent)} were sent")
-    place = next(i for i, (a, b) in enumerate(zip(ids, sent, strict=True)) if a != b)
-    raise BackendMismatch(f"prompt id {place} is {ids[place]} at the backend, {sent[place]} was sent")
+    index = next(i for i, (a, b) in enumerate(zip(ids, sent, strict=True)) if a != b)
+    raise BackendMismatch(f"prompt id {index} is {ids[index]} at the backend, {sent[index]} was sent")
 
 
-def same_count(count: object, ids: Sequence[int], what: str) -> None:
+def same_count(count: object, ids: Sequence[int], field: str) -> None:
     """Compare a number of tokens that a backend reports with the number of ids.
 
     Raises:
         BackendMismatch: The numbers differ.
     """
     if type(count) is not int or count != len(ids):
-        raise BackendMismatch(f"{what} is {count!r} at the backend, there are {len(ids)} ids")
+        raise BackendMismatch(f"{field} is {count!r} at the backend, there are {len(ids)} ids")
 
 
 def one_choice(body: dict[str, Any]) -> dict[str, Any]:
@@ -139,23 +139,23 @@ def one_choice(body: dict[str, Any]) -> dict[str, Any]:
     return mapping(choices[0], "choices[0]")
 
 
-def mapping(value: object, what: str) -> dict[str, Any]:
+def mapping(value: object, field: str) -> dict[str, Any]:
     """Return the value if it is a JSON object, or raise BackendMismatch."""
     if not isinstance(value, dict):
-        raise BackendMismatch(f"{what} is {kind(value)}, expected an object")
+        raise BackendMismatch(f"{field} is {kind(value)}, expected an object")
     return value
 
 
-def token_ids(value: object, what: str) -> list[int]:
+def token_ids(value: object, field: str) -> list[int]:
     """Return the value if it is a list of token ids, or raise BackendMismatch."""
     if not isinstance(value, list):
-        raise BackendMismatch(f"{what} is {kind(value)}, expected a list of token ids")
+        raise BackendMismatch(f"{field} is {kind(value)}, expected a list of token ids")
     if set(map(type, value)) <= {int} and min(value, default=0) >= 0 and max(value, default=0) < ID_END:
         return value
-    place, item = next(
-        (i, one) for i, one in enumerate(value) if type(one) is not int or not 0 <= one < ID_END
+    index, item = next(
+        (i, token) for i, token in enumerate(value) if type(token) is not int or not 0 <= token < ID_END
     )
-    raise BackendMismatch(f"{what}[{place}] is {item!r}, expected a token id")
+    raise BackendMismatch(f"{field}[{index}] is {item!r}, expected a token id")
 
 
 def kind(value: object) -> str:

@@ -28,8 +28,10 @@ class ProrlGenerate:
             BackendRefused: The protocol cannot restrict the tokens as it is asked to.
         """
         if sampling.top_k > 0 or sampling.allowed:
-            what = "topK" if sampling.top_k > 0 else "a list of allowed tokens"
-            raise BackendRefused(f"ProRL's {self.path} knows no {what}; leave it out, or use another server")
+            feature = "topK" if sampling.top_k > 0 else "a list of allowed tokens"
+            raise BackendRefused(
+                f"ProRL's {self.path} knows no {feature}; leave it out, or use another server"
+            )
         return {
             "prompt_ids": list(prompt),
             "max_tokens": sampling.max_tokens,

@@ -70,7 +70,7 @@ class SglangGenerate:
         entries = meta.get("output_token_logprobs")
         if not isinstance(entries, list):
             raise BackendMismatch(f"meta_info.output_token_logprobs is {kind(entries)}, expected a list")
-        pairs = [_pair(place, entry) for place, entry in enumerate(entries)]
+        pairs = [_pair(index, entry) for index, entry in enumerate(entries)]
         ids = token_ids([token for _, token in pairs], "meta_info.output_token_logprobs")
         same_count(meta.get("completion_tokens"), ids, "meta_info.completion_tokens")
         if "output_ids" in body:
@@ -118,15 +118,15 @@ def _finish(meta: dict[str, Any]) -> dict[str, Any]:
     finish = mapping(meta.get("finish_reason"), "meta_info.finish_reason")
     status = finish.get("status_code")
     if finish.get("type") == "abort" and isinstance(status, int):
-        said = f"aborted with status {status}: {finish.get('message')}"
-        raise BackendUnavailable(said) if status >= 500 else BackendRefused(said)
+        message = f"aborted with status {status}: {finish.get('message')}"
+        raise BackendUnavailable(message) if status >= 500 else BackendRefused(message)
     return finish
 
 
-def _pair(place: int, entry: object) -> tuple[object, object]:
+def _pair(index: int, entry: object) -> tuple[object, object]:
     if not isinstance(entry, list) or len(entry) < 2:
         raise BackendMismatch(
-            f"meta_info.output_token_logprobs[{place}] is {entry!r}, expected [logprob, token id, text]"
+            f"meta_info.output_token_logprobs[{index}] is {entry!r}, expected [logprob, token id, text]"
         )
     return entry[0], entry[1]
 
@@ -145,11 +145,11 @@ def _difference(answer: object, ids: tuple[int, int]) -> float | None:
     steps = meta.get("output_token_ids_logprobs") if isinstance(meta, dict) else None
     if not isinstance(steps, list) or len(steps) != 1 or not isinstance(steps[0], list):
         return None
-    found = {
+    logprobs = {
         entry[1]: entry[0]
         for entry in steps[0]
         if isinstance(entry, list) and len(entry) >= 2 and isinstance(entry[0], float)
     }
-    if not all(one in found for one in ids):
+    if not all(token in logprobs for token in ids):
         return None
-    return float(found[ids[0]]) - float(found[ids[1]])
+    return float(logprobs[ids[0]]) - float(logprobs[ids[1]])

@@ -44,7 +44,8 @@ def _params(sampling: Sampling) -> dict[str, Any]:
 
 def _mode_samplings(ids: tuple[int, int]) -> list[Sampling]:
     return [
-        Sampling(temperature=1.0, top_p=1.0, top_k=-1, max_tokens=1, seed=0, allowed=(one,)) for one in ids
+        Sampling(temperature=1.0, top_p=1.0, top_k=-1, max_tokens=1, seed=0, allowed=(token,))
+        for token in ids
     ]
 
 
@@ -53,7 +54,7 @@ def _mode(answers: Sequence[Answer], ids: tuple[int, int]) -> str:
 
     After processing, the only token has probability 1. Before processing, two tokens cannot both have it.
     """
-    if [answer.token_ids for answer in answers] != [(one,) for one in ids]:
+    if [answer.token_ids for answer in answers] != [(token,) for token in ids]:
         return "unknown"
     processed = all(abs(answer.logprobs[0]) <= LOGPROB_TOLERANCE for answer in answers)
     return "processed_logprobs" if processed else "raw_logprobs"
@@ -106,16 +107,16 @@ class VllmGenerate(_Vllm):
                 f"logprobs.content is {kind(content)}, expected a list of {len(ids)} entries"
             )
         try:
-            named = [entry["token_id"] for entry in content]
+            tokens = [entry["token_id"] for entry in content]
             values = [entry["logprob"] for entry in content]
         except (TypeError, KeyError) as error:
             raise BackendMismatch(
                 f"an entry of logprobs.content lacks token_id or logprob: {error!r}"
             ) from error
-        if named != ids and len(named) == len(ids):
-            place = next(i for i, (a, b) in enumerate(zip(named, ids, strict=True)) if a != b)
+        if tokens != ids and len(tokens) == len(ids):
+            index = next(i for i, (a, b) in enumerate(zip(tokens, ids, strict=True)) if a != b)
             raise BackendMismatch(
-                f"logprobs.content[{place}] is of token {named[place]}, token_ids[{place}] is {ids[place]}"
+                f"logprobs.content[{index}] is of token {tokens[index]}, token_ids[{index}] is {ids[index]}"
             )
         versions = versions_of(choice.get("weight_versions"), len(ids))
         return checked_answer(ids, values, choice.get("finish_reason"), versions, sampling)

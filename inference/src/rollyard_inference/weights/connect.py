@@ -15,7 +15,7 @@ async def weight_control(transport: Transport, url: str, limits: WeightCallLimit
     Raises:
         BackendUnavailable: The server did not answer.
     """
-    known = await weight_info(transport, url, limits.call)
-    if known.shape == "sglang" and known.path is not None:
-        return SglangWeights(transport, url, limits, known.path)
+    info = await weight_info(transport, url, limits.call)
+    if info.shape == "sglang" and info.path is not None:
+        return SglangWeights(transport, url, limits, info.path)
     return VllmWeights(transport, url, limits)

@@ -55,12 +55,12 @@ class SglangWeights(ControlCalls):
 
     async def label(self) -> str:
         """Return the label of the server's weights."""
-        found = await self._call("GET", self._info_path)
-        if not isinstance(found, dict):
+        info = await self._call("GET", self._info_path)
+        if not isinstance(info, dict):
             raise BackendMismatch(f"GET {self._base}{self._info_path} gave no JSON object")
-        if not isinstance(found.get("weight_version"), str):
+        if not isinstance(info.get("weight_version"), str):
             raise NoSuchCall(f"GET {self._base}{self._info_path} gave no weight_version: SGLang is too old")
-        version: str = found["weight_version"]
+        version: str = info["weight_version"]
         return version
 
     async def set_label(self, version: str) -> None:
@@ -127,8 +127,8 @@ class SglangWeights(ControlCalls):
         params = {"max_new_tokens": 1}
         body = {"input_ids": [1], "sampling_params": params, "return_logprob": True, "stream": False}
         try:
-            found = await self._call("POST", SglangGenerate.path, body, PROBE_SECONDS)
-            return bool(found["meta_info"]["weight_versions"])
+            answer = await self._call("POST", SglangGenerate.path, body, PROBE_SECONDS)
+            return bool(answer["meta_info"]["weight_versions"])
         except (NoSuchCall, KeyError, IndexError, TypeError):
             return False
 
@@ -144,12 +144,12 @@ class SglangWeights(ControlCalls):
             "logprob_start_len": 0,
             "stream": False,
         }
-        known = (await self._models()).get(model)
-        if known is not None and known.parent is not None:
+        served = (await self._models()).get(model)
+        if served is not None and served.parent is not None:
             body["lora_path"] = model
-        found = await self._call("POST", SglangGenerate.path, body, COMPARE_SECONDS, known=True)
+        answer = await self._call("POST", SglangGenerate.path, body, COMPARE_SECONDS, known=True)
         try:
-            entries = found["meta_info"]["input_token_logprobs"]
+            entries = answer["meta_info"]["input_token_logprobs"]
             if [entry[1] for entry in entries] != list(ids):
                 raise ValueError(f"{len(entries)} entries that are not of the prompt's {len(ids)} tokens")
             return [float(entry[0]) for entry in entries[1:]]
@@ -159,9 +159,9 @@ class SglangWeights(ControlCalls):
             ) from error
 
     async def _load(self, path: str, body: dict[str, Any]) -> None:
-        found = await self._call("POST", path, body, self._limits.load)
-        if isinstance(found, dict) and found.get("success") is False:
-            raise BackendRefused(f"POST {self._base}{path} answered success: false: {found.get('message')}")
+        answer = await self._call("POST", path, body, self._limits.load)
+        if isinstance(answer, dict) and answer.get("success") is False:
+            raise BackendRefused(f"POST {self._base}{path} answered success: false: {answer.get('message')}")
 
     async def _models(self) -> dict[str, ServedModel]:
         return await served_models(self._transport, self._base, self._limits.call) or {}

@@ -32,10 +32,10 @@ class VllmWeights(ControlCalls):
 
     async def label(self) -> str:
         """Return the label of the server's weights."""
-        found = await self._call("GET", "/weight_info")
-        if not isinstance(found, dict) or not isinstance(found.get("weight_version"), str):
+        info = await self._call("GET", "/weight_info")
+        if not isinstance(info, dict) or not isinstance(info.get("weight_version"), str):
             raise BackendMismatch(f"GET {self._base}/weight_info gave no weight_version")
-        version: str = found["weight_version"]
+        version: str = info["weight_version"]
         return version
 
     async def set_label(self, version: str) -> None:
@@ -44,8 +44,8 @@ class VllmWeights(ControlCalls):
 
     async def is_paused(self) -> bool:
         """Return whether the server reports that it samples nothing."""
-        found = await self._call("GET", "/is_paused")
-        return isinstance(found, dict) and found.get("is_paused") is True
+        answer = await self._call("GET", "/is_paused")
+        return isinstance(answer, dict) and answer.get("is_paused") is True
 
     async def pause(self, mode: PauseMode) -> None:
         """Stop sampling. The mode says what happens to the requests in flight."""
@@ -63,8 +63,8 @@ class VllmWeights(ControlCalls):
         requests (it answers 200 with `success: false`), and every later request with the same beginning would
         continue from the cache of the old weights.
         """
-        found = await self._call("POST", "/reset_prefix_cache?reset_running_requests=true")
-        if isinstance(found, dict) and found.get("success") is False:
+        answer = await self._call("POST", "/reset_prefix_cache?reset_running_requests=true")
+        if isinstance(answer, dict) and answer.get("success") is False:
             raise ServerFailed(f"POST {self._base}/reset_prefix_cache answered success: false")
 
     async def load(self, source: WeightSource) -> None:
@@ -101,11 +101,11 @@ class VllmWeights(ControlCalls):
         vLLM computes in bfloat16 where a checkpoint is float32 and no `--dtype` is given.
         """
         try:
-            found = await self._call("GET", "/server_info?config_format=json")
-            named = found["vllm_config"]["model_config"]["dtype"]
+            info = await self._call("GET", "/server_info?config_format=json")
+            dtype = info["vllm_config"]["model_config"]["dtype"]
         except (BackendError, LookupError, TypeError):
             return None
-        return named.removeprefix("torch.") if isinstance(named, str) else None
+        return dtype.removeprefix("torch.") if isinstance(dtype, str) else None
 
     async def reports_versions_of_tokens(self, model: str) -> bool:
         """Return whether an answer says which weights sampled which tokens.
@@ -116,8 +116,8 @@ class VllmWeights(ControlCalls):
             return True
         body = {"model": model, "token_ids": [1], "sampling_params": {"max_tokens": 1}, "stream": False}
         try:
-            found = await self._call("POST", VllmGenerate.path, body, PROBE_SECONDS)
-            return bool(found["choices"][0]["weight_versions"])
+            answer = await self._call("POST", VllmGenerate.path, body, PROBE_SECONDS)
+            return bool(answer["choices"][0]["weight_versions"])
         except (NoSuchCall, KeyError, IndexError, TypeError):
             return False
 
@@ -126,11 +126,11 @@ class VllmWeights(ControlCalls):
 
         They come from `prompt_logprobs` of `/v1/completions`.
         """
-        asked = {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0, "stream": False}
-        body = {"model": model, "prompt": list(ids), **asked}
-        found = await self._call("POST", "/v1/completions", body, COMPARE_SECONDS, known=True)
+        options = {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0, "stream": False}
+        body = {"model": model, "prompt": list(ids), **options}
+        answer = await self._call("POST", "/v1/completions", body, COMPARE_SECONDS, known=True)
         try:
-            entries = found["choices"][0]["prompt_logprobs"]
+            entries = answer["choices"][0]["prompt_logprobs"]
             if len(entries) != len(ids):
                 raise ValueError(f"{len(entries)} entries for {len(ids)} tokens")
             return [
@@ -142,8 +142,8 @@ class VllmWeights(ControlCalls):
             ) from error
 
     async def _cards(self) -> list[dict[str, Any]]:
-        found = await self._call("GET", "/v1/models", known=True)
-        cards = found.get("data") if isinstance(found, dict) else None
+        answer = await self._call("GET", "/v1/models", known=True)
+        cards = answer.get("data") if isinstance(answer, dict) else None
         if not isinstance(cards, list) or not all(isinstance(card, dict) for card in cards):
             raise BackendMismatch(f"GET {self._base}/v1/models gave no list of models")
         return cards

@@ -222,8 +222,8 @@ class _Conversion:
 def text(value: str) -> str:
     """Return a text from outside as spans may hold it: without control characters, and not too long."""
     # One lone surrogate would keep the whole request from being encoded.
-    found = one_line(value[:MAX_TEXT])[:MAX_TEXT]
-    return found.encode("utf-8", "replace").decode()
+    line = one_line(value[:MAX_TEXT])[:MAX_TEXT]
+    return line.encode("utf-8", "replace").decode()
 
 
 def _plain(value: Value) -> Value:

@@ -84,29 +84,34 @@ def trace_options(
     Raises:
         TraceOptionError: A value cannot be used. The message says which one, and what is right.
     """
-    given = os.environ if environ is None else environ
-    fraction = _fraction(sample, "--trace-sample") if sample else _fraction(given.get(SAMPLE) or "1", SAMPLE)
+    variables = os.environ if environ is None else environ
+    fraction = (
+        _fraction(sample, "--trace-sample") if sample else _fraction(variables.get(SAMPLE) or "1", SAMPLE)
+    )
     if endpoint:
         return TraceOptions(checked_url(endpoint, "--otlp-endpoint").rstrip("/") + PATH, fraction)
-    if given.get(OWN_ENDPOINT):
-        return TraceOptions(checked_url(given[OWN_ENDPOINT], OWN_ENDPOINT).rstrip("/") + PATH, fraction)
-    if given.get("OTEL_SDK_DISABLED", "").lower() == "true" or given.get("OTEL_TRACES_EXPORTER") == "none":
+    if variables.get(OWN_ENDPOINT):
+        return TraceOptions(checked_url(variables[OWN_ENDPOINT], OWN_ENDPOINT).rstrip("/") + PATH, fraction)
+    if (
+        variables.get("OTEL_SDK_DISABLED", "").lower() == "true"
+        or variables.get("OTEL_TRACES_EXPORTER") == "none"
+    ):
         return TraceOptions("", fraction)
-    if given.get(TRACES_ENDPOINT):
-        return TraceOptions(checked_url(given[TRACES_ENDPOINT], TRACES_ENDPOINT), fraction)
-    if given.get(ENDPOINT):
-        return TraceOptions(checked_url(given[ENDPOINT], ENDPOINT).rstrip("/") + PATH, fraction)
+    if variables.get(TRACES_ENDPOINT):
+        return TraceOptions(checked_url(variables[TRACES_ENDPOINT], TRACES_ENDPOINT), fraction)
+    if variables.get(ENDPOINT):
+        return TraceOptions(checked_url(variables[ENDPOINT], ENDPOINT).rstrip("/") + PATH, fraction)
     return TraceOptions("", fraction)
 
 
-def log_form(given: str | None = None, environ: Mapping[str, str] | None = None) -> LogForm:
+def log_form(flag: str | None = None, environ: Mapping[str, str] | None = None) -> LogForm:
     """Return the form of log lines: the given one, else that of the variable, else `text`.
 
     Raises:
         TraceOptionError: There is no such form.
     """
-    known = os.environ if environ is None else environ
-    name, value = ("--log-format", given) if given else (LOG_FORMAT, known.get(LOG_FORMAT) or "text")
+    variables = os.environ if environ is None else environ
+    name, value = ("--log-format", flag) if flag else (LOG_FORMAT, variables.get(LOG_FORMAT) or "text")
     for form in LOG_FORMS:
         if value == form:
             return form

@@ -48,9 +48,9 @@ def trace_variables(endpoint: str, sample: float | None, form: str | None) -> di
     Raises:
         TraceOptionError: The endpoint is no URL of a receiver.
     """
-    found = {OWN_ENDPOINT: checked_url(endpoint, "--otlp-endpoint")} if endpoint else {}
+    variables = {OWN_ENDPOINT: checked_url(endpoint, "--otlp-endpoint")} if endpoint else {}
     if sample is not None:
-        found[SAMPLE] = f"{sample:.10g}"
+        variables[SAMPLE] = f"{sample:.10g}"
     if form:
-        found[LOG_FORMAT] = form
-    return found
+        variables[LOG_FORMAT] = form
+    return variables

@@ -6,7 +6,7 @@ import asyncio
 import json
 from collections.abc import Awaitable, Callable, Coroutine
 from hmac import compare_digest
-from typing import Any
+from typing import Any, Final
 
 from rollyard_sandbox import proof
 from rollyard_sandbox.client.results import (
@@ -24,10 +24,10 @@ from rollyard_sandbox.client.work_folder import WorkFolder
 from rollyard_sandbox.errors import BadRequest, ConnectionLost, SandboxSabotaged
 from rollyard_sandbox.frames import PROTOCOL_VERSION
 
-_KERNEL_START = 60.0  # The seconds that the first cell may wait for its kernel.
+_KERNEL_START: Final = 60.0  # The seconds that the first cell may wait for its kernel.
 # The seconds beyond a command's timeout. The server interrupts, kills and answers within 5 of them. A command
 # that has filled the sandbox with busy processes delays a new shell by 10 more, and each step a little.
-_LIMIT_MARGIN = 45.0
+_LIMIT_MARGIN: Final = 45.0
 
 
 class ExecClient:
@@ -73,7 +73,7 @@ class ExecClient:
             BadRequest: The address is neither, or `lease` is not above 0 and up to a week.
             ProtocolError: The server speaks another version of the protocol.
             ConnectionLost: No server answers there within `timeout` seconds.
-            Unauthorized: The token is missing or wrong.
+            TokenRefused: The token is missing or wrong.
             SandboxSabotaged: The process that answers does not know the secret.
         """
         loop = asyncio.get_running_loop()
@@ -106,8 +106,8 @@ class ExecClient:
             wire.fail(ConnectionLost("not connected"))
             raise
         client = cls(wire, secret, proven)
-        shown = proven if proven is not None else token
-        client._again = lambda: cls.connect(address, token=shown, secret=secret, timeout=timeout)
+        credential = proven if proven is not None else token
+        client._again = lambda: cls.connect(address, token=credential, secret=secret, timeout=timeout)
         return client
 
     async def __aenter__(self) -> ExecClient:
@@ -282,12 +282,12 @@ class ExecClient:
         """
         if self._again is None:
             raise ConnectionLost("not connected")
-        other = await self._again()
+        client = await self._again()
         try:
-            fields, _ = await other._wire.request({"op": "tunnel"})
-            return await other._wire.into_tunnel(int(fields["port"]))
+            fields, _ = await client._wire.request({"op": "tunnel"})
+            return await client._wire.into_tunnel(int(fields["port"]))
         except BaseException:
-            await other.close()
+            await client.close()
             raise
 
     async def forward(
@@ -412,9 +412,9 @@ class ExecClient:
 def _check_proof(secret: bytes | None, purpose: str, challenge: str, answer: dict[str, Any]) -> None:
     if secret is None:
         return
-    given = answer.get("proof")
-    if not isinstance(given, str) or not compare_digest(
-        given.encode("utf-8", "surrogatepass"), proof.answer(secret, purpose, challenge).encode()
+    claimed = answer.get("proof")
+    if not isinstance(claimed, str) or not compare_digest(
+        claimed.encode("utf-8", "surrogatepass"), proof.answer(secret, purpose, challenge).encode()
     ):
         raise SandboxSabotaged(
             "the process on the exec server's socket does not know its secret: a program of the sandbox has "

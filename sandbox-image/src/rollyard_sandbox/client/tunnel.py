@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass
+from typing import Final
 
-READY = b"+"
+READY: Final = b"+"
 """What the worker sends when it listens, and what the server sends when a program uses the tunnel."""
-_BUFFER = 64 * 1024  # bytes
+_BUFFER: Final = 64 * 1024  # bytes
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any, Final, cast
 
 from rollyard_sandbox.client.tunnel import SandboxTunnel, tunnel_over
 from rollyard_sandbox.errors import ConnectionLost, ProtocolError, SandboxError, from_wire
 from rollyard_sandbox.frames import FrameReader, encode
 
-ANSWER_LIMIT = 30.0  # The limit in seconds for a request that has no time limit of its own.
+ANSWER_LIMIT: Final = 30.0  # The limit in seconds for a request that has no time limit of its own.
 
 
 class Wire(asyncio.Protocol):

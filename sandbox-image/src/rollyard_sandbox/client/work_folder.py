@@ -59,11 +59,11 @@ class WorkFolder:
         """
         top = self._full(path)
         _, body = await self._request("tree", {"path": _text(top)})
-        found = parse_tree(body, top)
+        entries = parse_tree(body, top)
         if not self._above:
-            return found
+            return entries
         start = len(self._above) + 1
-        return {path[start:]: entry for path, entry in found.items() if len(path) > start}
+        return {path[start:]: entry for path, entry in entries.items() if len(path) > start}
 
     async def read(self, path: bytes, *, offset: int = 0, max_bytes: int) -> bytes:
         """Return at most `max_bytes` of a regular file, starting at `offset` (in bytes).

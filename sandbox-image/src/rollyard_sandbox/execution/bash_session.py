@@ -40,19 +40,20 @@ from rollyard_sandbox.execution.shell import Report, Shell, parse_report
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from typing import Final
 
     from rollyard_sandbox.execution.event_loop import EventLoop
     from rollyard_sandbox.isolation.protections import Protections
 
-START_LIMIT = 10.0  # The seconds that bash has to report for the first time, and after an interrupt.
-KILL_GRACE = 0.5  # The seconds between killing the foreground and killing the shell.
-REAP_GRACE = 2.0  # The seconds that a killed shell has to end.
-IDLE_OUTPUT = 64 * 1024  # The bytes that are kept of what background jobs print between commands.
-_INTERRUPTED = 128 + signal.SIGINT
-_AT_INTERRUPT = b"\n"  # Bash prints this when it acts on a SIGINT at its prompt.
-_INPUT_BACKLOG = 1024 * 1024  # bytes of unread input
-_READ = 65536
-_DRAIN_LIMIT = 256 * 1024  # bytes that are read after a report; a terminal buffers less
+START_LIMIT: Final = 10.0  # The seconds that bash has to report for the first time, and after an interrupt.
+KILL_GRACE: Final = 0.5  # The seconds between killing the foreground and killing the shell.
+REAP_GRACE: Final = 2.0  # The seconds that a killed shell has to end.
+IDLE_OUTPUT: Final = 64 * 1024  # The bytes that are kept of what background jobs print between commands.
+_INTERRUPTED: Final = 128 + signal.SIGINT
+_AT_INTERRUPT: Final = b"\n"  # Bash prints this when it acts on a SIGINT at its prompt.
+_INPUT_BACKLOG: Final = 1024 * 1024  # bytes of unread input
+_READ: Final = 65536
+_DRAIN_LIMIT: Final = 256 * 1024  # bytes that are read after a report; a terminal buffers less
 
 
 class _State(Enum):
@@ -66,7 +67,7 @@ class _State(Enum):
     RESETTLING = "resettling"
 
 
-_RUNNING = (_State.BUSY, _State.INTERRUPTED)
+_RUNNING: Final = (_State.BUSY, _State.INTERRUPTED)
 
 
 class _Probes:

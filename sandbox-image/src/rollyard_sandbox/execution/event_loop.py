@@ -20,14 +20,15 @@ from rollyard_sandbox.isolation.system_calls import libc
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
+    from typing import Final
 
-MAX_FAULTS = 100
+MAX_FAULTS: Final = 100
 """How many exceptions of callbacks are survived, because one that comes back at once would spin for ever."""
-READ = select.EPOLLIN
-WRITE = select.EPOLLOUT
+READ: Final = select.EPOLLIN
+WRITE: Final = select.EPOLLOUT
 _NONBLOCK, _CLOEXEC = 0o4000, 0o2000000  # sys/signalfd.h
-_INFO = struct.Struct("=IiiI112x")  # signalfd_siginfo: signo, errno, code, pid, …
-_SENT_BY_KILL = 0  # With SI_USER the kernel has filled in the sender, which programs cannot forge.
+_INFO: Final = struct.Struct("=IiiI112x")  # signalfd_siginfo: signo, errno, code, pid, …
+_SENT_BY_KILL: Final = 0  # With SI_USER the kernel has filled in the sender, which programs cannot forge.
 
 
 class Timer:

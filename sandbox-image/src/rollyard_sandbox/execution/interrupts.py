@@ -10,14 +10,15 @@ from rollyard_sandbox.execution.processes import forked_by, send_signal, with_de
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from typing import Final
 
     from rollyard_sandbox.execution.event_loop import EventLoop
     from rollyard_sandbox.execution.shell import Shell
 
-INTERRUPT_GRACE = 1.0  # The seconds between SIGINT and SIGKILL.
-_REPEATS = 2
-_MOST_REPEATS = 20  # The limit of further repeats while a program may have missed the signal.
-_REPEAT_AFTER = 0.1  # seconds
+INTERRUPT_GRACE: Final = 1.0  # The seconds between SIGINT and SIGKILL.
+_REPEATS: Final = 2
+_MOST_REPEATS: Final = 20  # The limit of further repeats while a program may have missed the signal.
+_REPEAT_AFTER: Final = 0.1  # seconds
 
 
 def signal_foreground(shell: Shell, number: int) -> None:
@@ -51,16 +52,16 @@ class Interrupt:
     of a pipeline may be started after the first one has received the signal.
 
     Args:
-        wanted: Returns whether the command in question still runs in this shell.
-        spare_shell: Whether to signal jobs only, and to look for them as long as `wanted` returns True.
+        is_wanted: Returns whether the command in question still runs in this shell.
+        spare_shell: Whether to signal jobs only, and to look for them as long as `is_wanted` returns True.
     """
 
     def __init__(
-        self, loop: EventLoop, shell: Shell, wanted: Callable[[], bool], *, spare_shell: bool = False
+        self, loop: EventLoop, shell: Shell, is_wanted: Callable[[], bool], *, spare_shell: bool = False
     ) -> None:
         self._loop = loop
         self._shell = shell
-        self._wanted = wanted
+        self._is_wanted = is_wanted
         self._spare_shell = spare_shell
         self._looks_left = _REPEATS
         self._signalled = 0  # The process group that was signalled last.
@@ -70,7 +71,7 @@ class Interrupt:
 
     def send(self) -> None:
         """Signal now, and look again every tenth of a second until all programs of the job are signalled."""
-        if not self._wanted():
+        if not self._is_wanted():
             return
         group = self._shell.foreground()
         in_shell = group in (0, self._shell.pid)
@@ -126,18 +127,18 @@ class Stragglers:
     other command.
 
     Args:
-        wanted: Returns True as long as the shell has not shown that it is idle.
+        is_wanted: Returns True as long as the shell has not shown that it is idle.
     """
 
-    def __init__(self, loop: EventLoop, shell: Shell, wanted: Callable[[], bool]) -> None:
+    def __init__(self, loop: EventLoop, shell: Shell, is_wanted: Callable[[], bool]) -> None:
         self._loop = loop
         self._shell = shell
-        self._wanted = wanted
-        Interrupt(loop, shell, wanted, spare_shell=True).send()
+        self._is_wanted = is_wanted
+        Interrupt(loop, shell, is_wanted, spare_shell=True).send()
         loop.call_later(INTERRUPT_GRACE, self._kill)
 
     def _kill(self) -> None:
-        if not self._wanted():
+        if not self._is_wanted():
             return
         kill_foreground_job(self._shell)
         self._loop.call_later(_REPEAT_AFTER, self._kill)

@@ -26,18 +26,19 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable
     from queue import SimpleQueue
+    from typing import Final
 
     from rollyard_sandbox.execution.event_loop import EventLoop
     from rollyard_sandbox.execution.jupyter_wire import JupyterWire
     from rollyard_sandbox.isolation.protections import Protections
 
-_START_LIMIT = 45.0  # The seconds that a new kernel has to answer.
-_INTERRUPT_GRACE = 2.0  # The seconds between SIGINT and SIGKILL.
-_CLEANUP_LIMIT = 2.0  # seconds
-_INJECTED = "/.rollyard/"  # A server that runs from this folder is a guest in another system.
+_START_LIMIT: Final = 45.0  # The seconds that a new kernel has to answer.
+_INTERRUPT_GRACE: Final = 2.0  # The seconds between SIGINT and SIGKILL.
+_CLEANUP_LIMIT: Final = 2.0  # seconds
+_INJECTED: Final = "/.rollyard/"  # A server that runs from this folder is a guest in another system.
 # The image's Python runs this: it starts its own kernel or, if it has no working ipykernel, the command that
 # follows.
-_CHOOSE = """
+_CHOOSE: Final = """
 import os, sys
 try:
     import ipykernel.kernelapp
@@ -47,7 +48,7 @@ import runpy
 sys.argv = sys.argv[3:]
 runpy.run_module("ipykernel_launcher", run_name="__main__", alter_sys=True)
 """
-_PORTS = ("shell_port", "iopub_port", "stdin_port", "control_port", "hb_port")
+_PORTS: Final = ("shell_port", "iopub_port", "stdin_port", "control_port", "hb_port")
 
 
 class Cell:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from time import monotonic
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import zmq
 from jupyter_client.session import Session
@@ -15,9 +15,10 @@ if TYPE_CHECKING:
 
     from rollyard_sandbox.execution.capture import Capture
 
-_ANSI = re.compile(r"\x1b\[[0-9;]*m")
-_PROBE_INTERVAL = 0.1  # seconds; probes repeat, as a subscription misses what was published before it arrived
-_HIGH_WATER = 20_000  # messages
+_ANSI: Final = re.compile(r"\x1b\[[0-9;]*m")
+_PROBE_INTERVAL: Final = 0.1  # seconds
+"""The time between two probes. They repeat, as a subscription misses what was published before it arrived."""
+_HIGH_WATER: Final = 20_000  # messages
 
 
 class JupyterWire:
@@ -53,15 +54,15 @@ class JupyterWire:
         socket.connect(f"ipc://{connection['ip']}-{connection[port]}")
         return socket
 
-    def wait_until_ready(self, limit: float, wanted: Callable[[], bool]) -> bool:
-        """Return whether the kernel answered on both sockets within `limit` seconds while it was `wanted`."""
+    def wait_until_ready(self, limit: float, is_wanted: Callable[[], bool]) -> bool:
+        """Return whether the kernel answered on both sockets within `limit` seconds while `is_wanted()`."""
         deadline = monotonic() + limit
         sent, replied, published = set(), False, False
-        while wanted() and monotonic() < deadline:
+        while is_wanted() and monotonic() < deadline:
             sent.add(self._send("kernel_info_request", {}))
             probe_end = monotonic() + _PROBE_INTERVAL
-            while (left := probe_end - monotonic()) > 0 and wanted():
-                ready = dict(self._poller.poll(int(left * 1000) + 1))
+            while (seconds := probe_end - monotonic()) > 0 and is_wanted():
+                ready = dict(self._poller.poll(int(seconds * 1000) + 1))
                 if self._wake in ready:
                     self._clear_wake()
                 if self._shell in ready:
@@ -186,5 +187,5 @@ def _bytes(text: str) -> bytes:
 
 def _milliseconds(deadline: float) -> int:
     """Return the milliseconds until `deadline`, rounded up: rounding down would spin in the last one."""
-    left = deadline - monotonic()
-    return int(left * 1000) + 1 if left > 0 else 0
+    seconds = deadline - monotonic()
+    return int(seconds * 1000) + 1 if seconds > 0 else 0

@@ -12,11 +12,12 @@ from rollyard_sandbox.isolation.system_calls import Calls
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Mapping
+    from typing import Final
 
     from rollyard_sandbox.isolation.protections import Protections
 
 # Python handles or ignores some of these. A program still ignores what the process that executed it ignored.
-_DEFAULTED = (
+_DEFAULTED: Final = (
     signal.SIGINT,
     signal.SIGQUIT,
     signal.SIGTERM,

@@ -11,11 +11,12 @@ from rollyard_sandbox.isolation.syscalls import call
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
+    from typing import Final
 
-_PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
-_LONG_PAUSE = 0.01  # seconds
-_STAT_BYTES = 4096  # A line of /proc/PID/stat has at most some hundred.
-_OOM_SCORE = 500  # With this score children die of a full memory limit before the server does.
+_PR_SET_CHILD_SUBREAPER: Final = 36  # linux/prctl.h
+_LONG_PAUSE: Final = 0.01  # seconds
+_STAT_BYTES: Final = 4096  # A line of /proc/PID/stat has at most some hundred.
+_OOM_SCORE: Final = 500  # With this score children die of a full memory limit before the server does.
 
 
 class ProcessStat:
@@ -39,7 +40,7 @@ def become_subreaper() -> None:
 
 def snapshot() -> dict[int, ProcessStat]:
     """Return every process that /proc shows, by pid."""
-    found = {}
+    processes = {}
     for name in os.listdir("/proc"):
         if not name.isdigit():
             continue
@@ -56,8 +57,10 @@ def snapshot() -> dict[int, ProcessStat]:
         begin, end = line.index(b"(") + 1, line.rindex(b")")
         state, parent, group, session = line[end + 2 :].split(b" ", 4)[:4]
         pid = int(name)
-        found[pid] = ProcessStat(pid, line[begin:end], state.decode(), int(parent), int(group), int(session))
-    return found
+        processes[pid] = ProcessStat(
+            pid, line[begin:end], state.decode(), int(parent), int(group), int(session)
+        )
+    return processes
 
 
 def descendants(root: int, processes: dict[int, ProcessStat]) -> list[ProcessStat]:
@@ -65,13 +68,13 @@ def descendants(root: int, processes: dict[int, ProcessStat]) -> list[ProcessSta
     children: dict[int, list[ProcessStat]] = {}
     for process in processes.values():
         children.setdefault(process.parent, []).append(process)
-    found: list[ProcessStat] = []
+    alive: list[ProcessStat] = []
     queue = [root]
     while queue:
         below = children.get(queue.pop(), [])
         queue.extend(process.pid for process in below)
-        found.extend(process for process in below if process.state not in "ZX")
-    return found
+        alive.extend(process for process in below if process.state not in "ZX")
+    return alive
 
 
 def alive_below(processes: dict[int, ProcessStat], *, own_namespace: bool) -> list[ProcessStat]:
@@ -107,14 +110,14 @@ def stop_below(root: int) -> set[int]:
 
 def children_of(pid: int) -> list[int]:
     """Return the children of a process, the newest last. Some may be missing while others end."""
-    found: list[int] = []
+    children: list[int] = []
     try:
         for thread in os.listdir(f"/proc/{pid}/task"):
             with open(f"/proc/{pid}/task/{thread}/children", "rb", buffering=0) as file:
-                found.extend(map(int, file.read().split()))
+                children.extend(map(int, file.read().split()))
     except OSError:
-        return found  # The process ended, or this kernel has no such file.
-    return found
+        return children  # The process ended, or this kernel has no such file.
+    return children
 
 
 def session_members(leader: int) -> list[ProcessStat]:

@@ -17,13 +17,14 @@ from rollyard_sandbox.execution.processes import prefer_for_oom, send_signal, se
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from typing import Final
 
     from rollyard_sandbox.execution.event_loop import EventLoop
     from rollyard_sandbox.isolation.protections import Protections
 
-_REAP_GRACE = 2.0  # The seconds that a killed program has to end.
-_READ = 65536
-_DRAIN_LIMIT = 1024 * 1024 + _READ  # bytes; this is more than the largest pipe holds
+_REAP_GRACE: Final = 2.0  # The seconds that a killed program has to end.
+_READ: Final = 65536
+_DRAIN_LIMIT: Final = 1024 * 1024 + _READ  # bytes; this is more than the largest pipe holds
 
 
 def _launch_reason(error: Exception, program: str) -> str | None:

@@ -33,25 +33,29 @@ from rollyard_sandbox.execution.processes import prefer_for_oom
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from typing import Final
+
     from ptyprocess import PtyProcess
 
     from rollyard_sandbox.isolation.protections import Protections
 
-CHANNEL = 11  # The descriptor of the channel in bash.
-_MEMORY = 12  # The descriptor of the memory file in bash.
-_TIOCGPTPEER = 0x5441  # This opens the slave without a path, in any mount namespace (Linux 4.13).
-_CREDENTIALS = struct.Struct("3i")
-_TYPED_LIMIT = 3500  # bytes; the terminal's line buffer holds 4,096
-_WINDOW = (50, 512)  # Rows and columns. The window is wide to keep programs from wrapping lines.
+CHANNEL: Final = 11  # The descriptor of the channel in bash.
+_MEMORY: Final = 12  # The descriptor of the memory file in bash.
+_TIOCGPTPEER: Final = 0x5441  # This opens the slave without a path, in any mount namespace (Linux 4.13).
+_CREDENTIALS: Final = struct.Struct("3i")
+_TYPED_LIMIT: Final = 3500  # bytes; the terminal's line buffer holds 4,096
+_WINDOW: Final = (50, 512)  # Rows and columns. The window is wide to keep programs from wrapping lines.
 
-_REPORT = (
+_REPORT: Final = (
     r"""{ \builtin printf '%s %s' "$?" "${__ry-}" >&CHANNEL; \builtin read -r -N 8 -u CHANNEL __ry; }"""
     r""" 2>/dev/null"""
 ).replace("CHANNEL", str(CHANNEL))
-_FAREWELL = r"""{ \builtin printf 'x%s %s %s' "$?" "${__ry-}" "$PWD" >&CHANNEL; } 2>/dev/null""".replace(
-    "CHANNEL", str(CHANNEL)
+_FAREWELL: Final = (
+    r"""{ \builtin printf 'x%s %s %s' "$?" "${__ry-}" "$PWD" >&CHANNEL; } 2>/dev/null""".replace(
+        "CHANNEL", str(CHANNEL)
+    )
 )
-_INIT = (
+_INIT: Final = (
     "set +o history +H; unset HISTFILE MAILCHECK; export -n PS1 PS2; PS1= PS2=; shopt -u checkwinsize; "
     "{{ exec {channel}>&10; }} {inherited_channel}>&- || exec {channel}>&{inherited_channel}; "
     "{{ exec {memory}<&10; }} {inherited_memory}<&- || exec {memory}<&{inherited_memory}; "
@@ -59,8 +63,8 @@ _INIT = (
     "trap {farewell} EXIT; readonly PROMPT_COMMAND={report}\n"
 )
 
-_PLAIN = bytes(range(0x20, 0x7F)).translate(None, b"'\\")
-_ESCAPES = {code: b"\\%03o" % code for code in range(256) if code not in _PLAIN} | {
+_PLAIN: Final = bytes(range(0x20, 0x7F)).translate(None, b"'\\")
+_ESCAPES: Final = {code: b"\\%03o" % code for code in range(256) if code not in _PLAIN} | {
     ord("\n"): b"\\n",
     ord("'"): b"\\'",
     ord("\\"): b"\\\\",

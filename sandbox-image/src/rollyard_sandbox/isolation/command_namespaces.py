@@ -38,23 +38,23 @@ from rollyard_sandbox.isolation.system_calls import Calls, libc, starter
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
-    from typing import NoReturn
+    from typing import Final, NoReturn
 
 _VM, _NEWNS, _NEWUSER, _NEWPID = 0x100, 0x20000, 0x10000000, 0x20000000
-_STACK_BYTES = 16 * 1024  # This is ample for a function that calls nothing.
+_STACK_BYTES: Final = 16 * 1024  # This is ample for a function that calls nothing.
 _SET_PDEATHSIG, _SET_DUMPABLE, _SET_NAME = 1, 4, 15
 _CAP_AMBIENT, _RAISE, _SYS_ADMIN = 47, 2, 21  # PR_CAP_AMBIENT, PR_CAP_AMBIENT_RAISE, CAP_SYS_ADMIN
-_EMPTY_PATH = 0x1000  # AT_EMPTY_PATH
-_STANDARD = 64  # A number above those that programs use.
-_CHANNEL = 3  # The first process's end of a socket.
-_READY = b"+"
+_EMPTY_PATH: Final = 0x1000  # AT_EMPTY_PATH
+_STANDARD: Final = 64  # A number above those that programs use.
+_CHANNEL: Final = 3  # The first process's end of a socket.
+_READY: Final = b"+"
 # These are the capabilities that Docker leaves to a container's root, except mknod, net_raw and audit_write:
 # chown, dac_override, fowner, fsetid, kill, setgid, setuid, setpcap, net_bind_service, sys_chroot, setfcap.
-ROOT_KEEPS = frozenset({0, 1, 3, 4, 5, 6, 7, 8, 10, 18, 31})
+ROOT_KEEPS: Final = frozenset({0, 1, 3, 4, 5, 6, 7, 8, 10, 18, 31})
 # The kernel counts these for this user namespace and those below it, and beside that for the machine's user,
 # who starts other sandboxes, too.
-_MOST_OF_USERS = (("user_namespaces", "0"), ("inotify_instances", "16"), ("inotify_watches", "8192"))
-_SERVER_KEEPS = frozenset({18, 21})  # sys_chroot, sys_admin
+_MOST_OF_USERS: Final = (("user_namespaces", "0"), ("inotify_instances", "16"), ("inotify_watches", "8192"))
+_SERVER_KEEPS: Final = frozenset({18, 21})  # sys_chroot, sys_admin
 
 
 class NamespaceOptions:

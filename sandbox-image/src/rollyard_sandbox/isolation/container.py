@@ -66,7 +66,7 @@ class Confinement:
         self.hostname = hostname
 
 
-def confine(wanted: Confinement) -> None:
+def confine(confinement: Confinement) -> None:
     """Make a new sandbox, and return in its process 1.
 
     The calling process ends, and another process ends the container when the sandbox has ended. If the
@@ -78,14 +78,14 @@ def confine(wanted: Confinement) -> None:
         os._exit(0)
     os.setsid()
     try:
-        _namespaces(wanted.uid)
+        _namespaces(confinement.uid)
         child = os.fork()
         if child:
             _keep(child)
         call("prctl", _SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         os.setsid()
-        _mounts(wanted)
-        call("sethostname", wanted.hostname.encode(), len(wanted.hostname))
+        _mounts(confinement)
+        call("sethostname", confinement.hostname.encode(), len(confinement.hostname))
         call("prctl", _SET_NO_NEW_PRIVS, 1, 0, 0, 0)
     except OSError as error:
         print(f"{NOT_CONFINED}: {error}", file=sys.stderr, flush=True)
@@ -137,16 +137,16 @@ def _end_container() -> NoReturn:
     os._exit(FAILED)
 
 
-def _mounts(wanted: Confinement) -> None:
+def _mounts(confinement: Confinement) -> None:
     mount("", "/", flags=REC | PRIVATE)
     # The container's /proc shows the processes that manage it. A new /proc shows this sandbox only. Commands
     # get another one, which hides more.
     mount("proc", "/proc", "proc", NOSUID | NODEV | NOEXEC)
-    for folder, (size, mode) in wanted.sizes.items():
+    for folder, (size, mode) in confinement.sizes.items():
         mount_memory(folder, size, mode)
-    for alias, folder in wanted.aliases.items():
+    for alias, folder in confinement.aliases.items():
         if os.path.isdir(alias) and not os.path.islink(alias):
             mount(folder, alias, flags=BIND)
-    for folder in wanted.read_only:
+    for folder in confinement.read_only:
         if os.path.ismount(folder):
             mount_read_only(folder)

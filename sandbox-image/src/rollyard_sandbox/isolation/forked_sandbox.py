@@ -34,13 +34,14 @@ from rollyard_sandbox.isolation.syscalls import (
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Mapping
+    from typing import Final
 
 _NEWNS, _NEWCGROUP, _NEWUTS, _NEWIPC = 0x20000, 0x2000000, 0x4000000, 0x8000000
 _NEWUSER, _NEWPID, _NEWNET = 0x10000000, 0x20000000, 0x40000000
-_MOVE = 8192
+_MOVE: Final = 8192
 _SET_INTERFACE_FLAGS, _UP, _RUNNING = 0x8914, 0x1, 0x40  # ioctl SIOCSIFFLAGS; netdevice(7)
-_CLONE = {"x86_64": 56, "aarch64": 220}  # The number of clone(2), by the name of the processor.
-_SERVER_RIGHTS = frozenset({18, 21, 24, 31})  # sys_chroot, sys_admin, sys_resource, setfcap
+_CLONE: Final = {"x86_64": 56, "aarch64": 220}  # The number of clone(2), by the name of the processor.
+_SERVER_RIGHTS: Final = frozenset({18, 21, 24, 31})  # sys_chroot, sys_admin, sys_resource, setfcap
 
 
 def replace_proc(spare: str) -> None:

@@ -17,12 +17,14 @@ from time import monotonic, sleep
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from typing import Final
 
-NOT_ISOLATED = 78  # The exit status of a server that is not isolated (EX_CONFIG).
-DEFAULT_SECONDS = 10.0
-_TRY_SECONDS = 0.25
-_PAUSE_SECONDS = 0.02
-_TERMINATION_LOG = "/dev/termination-log"  # Kubernetes shows its content as the container's last message.
+NOT_ISOLATED: Final = 78  # The exit status of a server that is not isolated (EX_CONFIG).
+DEFAULT_SECONDS: Final = 10.0
+_TRY_SECONDS: Final = 0.25
+_PAUSE_SECONDS: Final = 0.02
+_TERMINATION_LOG: Final = "/dev/termination-log"
+"""The file whose content Kubernetes shows as the container's last message."""
 
 
 class ForbiddenAddress:
@@ -108,8 +110,8 @@ def _try_all(targets: Sequence[ForbiddenAddress]) -> tuple[list[ForbiddenAddress
                 if code == 0:
                     reached.append(target)
         end = monotonic() + _TRY_SECONDS
-        while pending and (left := end - monotonic()) > 0:
-            for number, _ in poll.poll(left * 1000):
+        while pending and (seconds := end - monotonic()) > 0:
+            for number, _ in poll.poll(seconds * 1000):
                 poll.unregister(number)
                 sock, target = pending.pop(number)
                 if sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) == 0:

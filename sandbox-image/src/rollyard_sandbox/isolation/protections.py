@@ -20,22 +20,23 @@ from rollyard_sandbox.isolation.system_calls import libc, starter
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from typing import Final
 
     from rollyard_sandbox.isolation.command_namespaces import CommandNamespaces, NamespaceOptions
     from rollyard_sandbox.isolation.system_calls import Calls
 
-FAILED = 78  # The exit status when the kernel refuses a protection (EX_CONFIG).
-NOT_CONFINED = "NotConfined"
+FAILED: Final = 78  # The exit status when the kernel refuses a protection (EX_CONFIG).
+NOT_CONFINED: Final = "NotConfined"
 """The first word of the message on standard error in this case, and the `filename` of the error of a command
 that could not enter the protections."""
-_SET_DUMPABLE = 4  # linux/prctl.h
-_LOWEST = 19  # setpriority(2)
+_SET_DUMPABLE: Final = 4  # linux/prctl.h
+_LOWEST: Final = 19  # setpriority(2)
 # The kernel counts these for all sandboxes of one user of the machine together. Message queues are therefore
 # refused. As many descriptors may be in flight on sockets as a process may have open: a worker that may have
 # more can still pass some when sandboxes hold all that they can (unix(7), ETOOMANYREFS).
-_LIMITS = {resource.RLIMIT_MSGQUEUE: 0, resource.RLIMIT_NOFILE: 4096}
+_LIMITS: Final = {resource.RLIMIT_MSGQUEUE: 0, resource.RLIMIT_NOFILE: 4096}
 # These are counted for a user namespace, too: queued signals with timers, and bytes of locked memory.
-_LIMITS_OF_USERS = {resource.RLIMIT_SIGPENDING: 1024, resource.RLIMIT_MEMLOCK: 64 << 10}
+_LIMITS_OF_USERS: Final = {resource.RLIMIT_SIGPENDING: 1024, resource.RLIMIT_MEMLOCK: 64 << 10}
 
 
 def limit_shared_resources(*, own_users: bool) -> None:

@@ -21,24 +21,25 @@ from rollyard_sandbox.isolation.system_calls import libc
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from typing import Final
 
     from rollyard_sandbox.isolation.system_calls import Calls
 
 _SET_NO_NEW_PRIVS, _GET_SECCOMP, _SET_SECCOMP = 38, 21, 22
-_MODE_FILTER = 2
+_MODE_FILTER: Final = 2
 _ALLOW, _ERRNO, _KILL_PROCESS = 0x7FFF0000, 0x00050000, 0x80000000
 # These instructions of classic BPF load a word of the call's data, compare it, and return.
 _LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 _NUMBER, _ARCHITECTURE, _FIRST_ARGUMENT = 0, 4, 16
-_X32 = 0x40000000
-_AF_VSOCK = 40
+_X32: Final = 0x40000000
+_AF_VSOCK: Final = 40
 # These are CLONE_NEW{TIME,NS,CGROUP,UTS,IPC,USER,PID,NET}. In the place of unshare(2)'s NEWTIME clone(2) has
 # a signal's number.
-_NEW_NAMESPACES = 0x7E020000
-_NEW_TIME = 0x80
+_NEW_NAMESPACES: Final = 0x7E020000
+_NEW_TIME: Final = 0x80
 
 # Each name has its number on x86_64 and its number on aarch64.
-_REFUSED: dict[str, tuple[int | None, int | None]] = {
+_REFUSED: Final[dict[str, tuple[int | None, int | None]]] = {
     "acct": (163, 89),
     "add_key": (248, 217),
     "bpf": (321, 280),
@@ -98,10 +99,10 @@ _REFUSED: dict[str, tuple[int | None, int | None]] = {
 }
 # These fail as in a kernel that lacks them, so that libraries use something else. The flags of clone3 lie in
 # memory, where a filter cannot see them.
-_ABSENT = {"clone3": (435, 435), "io_setup": (206, 0)}
-_SPECIAL = {"clone": (56, 220), "socket": (41, 198), "unshare": (272, 97)}
-_AUDIT = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}  # linux/audit.h
-_LEAF = 4  # Up to so many calls are compared one after the other.
+_ABSENT: Final = {"clone3": (435, 435), "io_setup": (206, 0)}
+_SPECIAL: Final = {"clone": (56, 220), "socket": (41, 198), "unshare": (272, 97)}
+_AUDIT: Final = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}  # linux/audit.h
+_LEAF: Final = 4  # Up to so many calls are compared one after the other.
 
 
 def refused_calls(machine: str) -> dict[str, int]:

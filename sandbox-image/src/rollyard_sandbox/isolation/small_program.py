@@ -15,18 +15,19 @@ from rollyard_sandbox.isolation.system_calls import NUMBERS
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from typing import Final
 
     Call = tuple[str, tuple[int | bytes | None, ...]]
     """The name of a system call and its arguments. Bytes are passed by their address."""
 
-_PAGE = 4096
+_PAGE: Final = 4096
 _CODE_AT, _CALLS_AT = 0x400000, 0x401000  # The addresses of the two pages.
-_WORDS = 8  # Each call has its number, six arguments, and the exit status if it fails.
-_HEADER = struct.Struct("<4s5B7xHHIQQQIHHHHHH")
-_SEGMENT = struct.Struct("<IIQQQQQQ")
+_WORDS: Final = 8  # Each call has its number, six arguments, and the exit status if it fails.
+_HEADER: Final = struct.Struct("<4s5B7xHHIQQQIHHHHHH")
+_SEGMENT: Final = struct.Struct("<IIQQQQQQ")
 _EXECUTABLE, _X86_64, _LOAD, _READ, _WRITE, _EXECUTE = 2, 62, 1, 4, 2, 1
 
-_CODE = bytes.fromhex(
+_CODE: Final = bytes.fromhex(
     "48bb 0010400000000000"  # mov $_CALLS_AT, %rbx
     "488b03 488b7b08 488b7310 488b5318 4c8b5320 4c8b4328 4c8b4b30"  # next: number and arguments
     "0f05 4885c0 7910"  # syscall; test %rax, %rax; jns done
@@ -47,7 +48,7 @@ def program(calls: Sequence[Call]) -> bytes:
     table = len(calls) + 1
     data = bytearray()
     words: list[int] = []
-    for place, (name, arguments) in enumerate([*calls, ("pause", ())], 1):
+    for number, (name, arguments) in enumerate([*calls, ("pause", ())], 1):
         row = [NUMBERS[name]]
         for argument in arguments:
             if isinstance(argument, bytes):
@@ -55,7 +56,7 @@ def program(calls: Sequence[Call]) -> bytes:
                 data += argument + b"\0"
             else:
                 row.append(argument or 0)
-        words += [*row, *[0] * (_WORDS - 1 - len(row)), place]
+        words += [*row, *[0] * (_WORDS - 1 - len(row)), number]
     second = struct.pack(f"<{len(words)}Q", *words) + data
     if len(second) > _PAGE:
         raise ValueError(f"the calls need {len(second)} bytes, and there is room for {_PAGE}")

@@ -16,15 +16,16 @@ from rollyard_sandbox.isolation.system_calls import Calls, libc
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Iterable
+    from typing import Final
 
 RDONLY, NOSUID, NODEV, NOEXEC, REMOUNT, BIND, REC, PRIVATE = 1, 2, 4, 8, 32, 4096, 1 << 14, 1 << 18
 # statvfs(3) reports these mount flags with the numbers of mount(2), and ST_RELATIME with another number.
 _SAME, _ST_RELATIME, _RELATIME = 2 | 4 | 8 | 1024 | 2048, 4096, 1 << 21
-_DETACH = 2
-_IPC_RMID = 0  # linux/ipc.h
-_CAPBSET_DROP = 24
-_CAPABILITIES = 64  # A kernel's sets have room for so many.
-_CAPABILITY_VERSION_3 = 0x20080522
+_DETACH: Final = 2
+_IPC_RMID: Final = 0  # linux/ipc.h
+_CAPBSET_DROP: Final = 24
+_CAPABILITIES: Final = 64  # A kernel's sets have room for so many.
+_CAPABILITY_VERSION_3: Final = 0x20080522
 
 
 def call(name: str, *arguments: object) -> None:
@@ -53,50 +54,52 @@ def set_in_proc(name: str, text: str) -> None:
         os.close(file)
 
 
-def drop_rights(kept: frozenset[int]) -> None:
-    """Restrict the calling process, and the programs that it executes, to the capabilities `kept`.
+def drop_rights(capabilities: frozenset[int]) -> None:
+    """Restrict the calling process, and the programs that it executes, to some capabilities.
 
     Args:
-        kept: The numbers of the capabilities, which are below 32.
+        capabilities: The numbers of the capabilities, which are below 32.
     """
     for capability in range(_CAPABILITIES):
-        if capability not in kept and libc().prctl(_CAPBSET_DROP, capability, 0, 0, 0) != 0:
+        if capability not in capabilities and libc().prctl(_CAPBSET_DROP, capability, 0, 0, 0) != 0:
             break  # The kernel knows no further ones.
-    limit_rights(kept)
+    limit_rights(capabilities)
 
 
 @cache
-def dropped_rights(kept: frozenset[int]) -> Calls:
+def dropped_rights(capabilities: frozenset[int]) -> Calls:
     """Return the calls with which a new process restricts itself as `drop_rights` does.
 
     They are the same for each, so they are made once for this process and those that are forked from it.
 
     Args:
-        kept: The numbers of the capabilities, which are below 32.
+        capabilities: The numbers of the capabilities, which are below 32.
     """
     calls = Calls()
     for capability in range(_CAPABILITIES):
-        if capability not in kept:
+        if capability not in capabilities:
             # The kernel knows fewer than these, and refuses those that it does not know.
             calls.add("prctl", _CAPBSET_DROP, capability, 0, 0, 0, may_fail=True)
-    calls.add("capset", *capability_sets(kept))
+    calls.add("capset", *capability_sets(capabilities))
     return calls
 
 
-def limit_rights(kept: frozenset[int]) -> None:
-    """Restrict the calling process to the capabilities `kept` (numbers below 32), with none inheritable."""
-    header, data = capability_sets(kept)
+def limit_rights(capabilities: frozenset[int]) -> None:
+    """Restrict the calling process to some capabilities (numbers below 32), with none inheritable."""
+    header, data = capability_sets(capabilities)
     call("capset", *(ctypes.c_void_p(part.buffer_info()[0]) for part in (header, data)))
 
 
-def capability_sets(kept: frozenset[int], *, inheritable: bool = False) -> tuple[array[int], array[int]]:
-    """Return the two arguments of capset(2) for the capabilities `kept`.
+def capability_sets(
+    capabilities: frozenset[int], *, inheritable: bool = False
+) -> tuple[array[int], array[int]]:
+    """Return the two arguments of capset(2) for some capabilities.
 
     Args:
-        kept: The numbers of the capabilities, which are below 32.
+        capabilities: The numbers of the capabilities, which are below 32.
         inheritable: Whether they are inheritable, too. Otherwise none is.
     """
-    low = sum(1 << number for number in kept)
+    low = sum(1 << number for number in capabilities)
     header = array("I", (_CAPABILITY_VERSION_3, 0))
     # The effective, permitted and inheritable sets are given for the first 32, then for the others.
     return header, array("I", (low, low, low if inheritable else 0, 0, 0, 0))
@@ -120,7 +123,7 @@ def remove_segments() -> None:
             call(name, int(row.split()[1]), *none, _IPC_RMID, None)
 
 
-MAX_TERMINALS = 64
+MAX_TERMINALS: Final = 64
 """The number of pseudo-terminals that a sandbox may have open at once. Each shell has one."""
 
 

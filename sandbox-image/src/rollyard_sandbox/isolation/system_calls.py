@@ -25,23 +25,24 @@ from functools import cache
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from typing import Final
 
 _VM, _VFORK = 0x100, 0x4000
-_CLOSE_ON_EXEC = 4  # CLOSE_RANGE_CLOEXEC
-_ALL = 0xFFFFFFFF
-_WORDS = 9  # Each call has its number, six arguments, its result, and whether it may fail.
+_CLOSE_ON_EXEC: Final = 4  # CLOSE_RANGE_CLOEXEC
+_ALL: Final = 0xFFFFFFFF
+_WORDS: Final = 9  # Each call has its number, six arguments, its result, and whether it may fail.
 _RESULT, _MAY_FAIL = 7, 8
-_LARGEST = 0xFFFFFFFFFFFFFFFF
-_SIGSET_WORDS = 16  # The size of libc's sigset_t in words.
+_LARGEST: Final = 0xFFFFFFFFFFFFFFFF
+_SIGSET_WORDS: Final = 16  # The size of libc's sigset_t in words.
 _SET_MASK, _SET_FLAGS = 2, 2  # SIG_SETMASK and F_SETFD
-STOPPED_SECONDS = 1.0
+STOPPED_SECONDS: Final = 1.0
 """The seconds after which a child that a signal has stopped before it executed its program is killed."""
-_CLOSE_TIMER_ON_EXEC = 0o2000000  # TFD_CLOEXEC
-_FORKED = 0x40  # PF_FORKNOEXEC, among the flags in proc_pid_stat(5)
-_LAST = 127  # The exit status of a child that executed nothing.
+_CLOSE_TIMER_ON_EXEC: Final = 0o2000000  # TFD_CLOEXEC
+_FORKED: Final = 0x40  # PF_FORKNOEXEC, among the flags in proc_pid_stat(5)
+_LAST: Final = 127  # The exit status of a child that executed nothing.
 
 # The numbers of the calls on x86_64 (arch/x86/entry/syscalls/syscall_64.tbl).
-NUMBERS = {
+NUMBERS: Final = {
     "capset": 126,
     "chdir": 80,
     "close_range": 436,
@@ -65,7 +66,7 @@ NUMBERS = {
 }
 
 # long start(unsigned long clone_flags, uint64_t *calls) for x86_64. The child uses no stack and no libc.
-_CODE = bytes.fromhex(
+_CODE: Final = bytes.fromhex(
     "53"  # push %rbx
     "4889f3"  # mov %rsi, %rbx
     "31f6 31d2 4d31d2 4d31c0"  # xor: clone's other arguments are 0, and the stack stays the same
@@ -131,7 +132,7 @@ class Calls:
         """
         self._names.append(name)
         self._purposes.append(self.purpose)
-        numbers = [self._number(one) for one in arguments]
+        numbers = [self._number(argument) for argument in arguments]
         self._words += (NUMBERS[name], *numbers, *[0] * (_RESULT - len(numbers)), may_fail)
 
     def include(self, other: Calls) -> None:
@@ -166,15 +167,15 @@ class Calls:
             ValueError: One of them holds a null byte.
         """
         data = [os.fsencode(value) for value in values]
-        if any(b"\0" in one for one in data):
+        if any(b"\0" in item for item in data):
             raise ValueError("embedded null byte")
         # One buffer for all of them takes a fraction of the time that one for each would take.
         buffer = array("B", b"\0".join(data) + b"\0")
-        at = self._number(buffer)
+        address = self._number(buffer)
         pointers = array("Q")
-        for one in data:
-            pointers.append(at)
-            at += len(one) + 1
+        for item in data:
+            pointers.append(address)
+            address += len(item) + 1
         pointers.append(0)
         return pointers
 
@@ -248,13 +249,13 @@ class _Table:
         """Return what each call returned: a negative error number if it failed, and 0 if it was not made."""
         return array("q", self.words[_RESULT::_WORDS].tobytes()).tolist()
 
-    def disposition(self, place: int) -> signal.Handlers:
+    def disposition(self, index: int) -> signal.Handlers:
         """Return what a call of rt_sigaction sets."""
-        return signal.Handlers(ctypes.c_uint64.from_address(self.arguments(place)[1]).value)
+        return signal.Handlers(ctypes.c_uint64.from_address(self.arguments(index)[1]).value)
 
-    def arguments(self, place: int) -> list[int]:
+    def arguments(self, index: int) -> list[int]:
         """Return the six arguments of a call."""
-        return list(self.words[place * _WORDS + 1 : place * _WORDS + _RESULT])
+        return list(self.words[index * _WORDS + 1 : index * _WORDS + _RESULT])
 
 
 class Launcher:
@@ -365,7 +366,7 @@ class _Watch:
 
 def _stopped_children() -> list[int]:
     """Return the children of this process that a signal has stopped before they executed a program."""
-    found = []
+    stopped = []
     for task in os.listdir("/proc/self/task"):
         with open(f"/proc/self/task/{task}/children", encoding="ascii") as file:
             children = file.read().split()
@@ -376,8 +377,8 @@ def _stopped_children() -> list[int]:
             except OSError:
                 continue  # It has ended.
             if state == b"T" and int(fields[5]) & _FORKED:
-                found.append(int(child))
-    return found
+                stopped.append(int(child))
+    return stopped
 
 
 @cache
@@ -426,11 +427,11 @@ def _fork(table: _Table) -> int:
 
 def _make(table: _Table, results: memoryview[int]) -> None:
     """Make the calls in this process, and note what they return in memory that the other process sees."""
-    for place, name in enumerate(table.names):
-        arguments = table.arguments(place)
+    for index, name in enumerate(table.names):
+        arguments = table.arguments(index)
         number = 0
         if name == "rt_sigaction":
-            signal.signal(arguments[0], table.disposition(place))
+            signal.signal(arguments[0], table.disposition(index))
         elif name == "rt_sigprocmask":
             signal.pthread_sigmask(signal.SIG_SETMASK, ())
         elif name == "close_range":
@@ -441,8 +442,8 @@ def _make(table: _Table, results: memoryview[int]) -> None:
             os._exit(arguments[0])
         elif getattr(libc(), name)(*map(ctypes.c_ulong, arguments)) == -1:
             number = ctypes.get_errno()
-        results[place] = -number & _LARGEST
-        if number and not table.words[place * _WORDS + _MAY_FAIL]:
+        results[index] = -number & _LARGEST
+        if number and not table.words[index * _WORDS + _MAY_FAIL]:
             return
 
 

@@ -11,15 +11,15 @@ from rollyard_sandbox.frames import FrameReader, encode
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from typing import Any
+    from typing import Any, Final
 
     from rollyard_sandbox.execution.event_loop import EventLoop
 
-_READ = 256 * 1024
-_MAX_UNSENT = 128 * 1024 * 1024  # bytes; a client that reads nothing is disconnected
-_MAX_UNSENT_EVENTS = 1024 * 1024  # bytes; above it output events are left out, as the result has the output
-_BODY_BEFORE_HELLO = 4096  # bytes
-HELLO_LIMIT = 5.0  # seconds
+_READ: Final = 256 * 1024
+_MAX_UNSENT: Final = 128 * 1024 * 1024  # bytes; a client that reads nothing is disconnected
+_MAX_UNSENT_EVENTS: Final = 1024 * 1024  # bytes; above it output events are left out: the result has it all
+_BODY_BEFORE_HELLO: Final = 4096  # bytes
+HELLO_LIMIT: Final = 5.0  # seconds
 
 Handler = "Callable[[Connection, int, dict[str, Any], bytes], None]"
 

@@ -19,17 +19,18 @@ from rollyard_sandbox.errors import SandboxSabotaged, file_error
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from typing import Final
 
     from rollyard_sandbox.isolation.command_namespaces import CommandNamespaces
 
-_NAME_BYTES = 16
-_ROOM = 1 << 20  # bytes that must be free
-_INODES = 64
-_TRACE = 64 << 10  # bytes; a folder with less room counts as full for every purpose
-_TRACE_INODES = 16
-_CHANGED = frozenset({errno.EACCES, errno.EPERM, errno.ENOENT, errno.ENOTDIR, errno.ELOOP})
-_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
-_LOOK_SECONDS = 2.0  # The time allowed for adding up what the sandbox's own files take on a full disk.
+_NAME_BYTES: Final = 16
+_ROOM: Final = 1 << 20  # bytes that must be free
+_INODES: Final = 64
+_TRACE: Final = 64 << 10  # bytes; a folder with less room counts as full for every purpose
+_TRACE_INODES: Final = 16
+_CHANGED: Final = frozenset({errno.EACCES, errno.EPERM, errno.ENOENT, errno.ENOTDIR, errno.ELOOP})
+_FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
+_LOOK_SECONDS: Final = 2.0  # The time allowed for adding up what the sandbox's own files take on a full disk.
 
 
 class PrivatePlace:
@@ -83,8 +84,8 @@ class EvalPlaces:
     """
 
     def __init__(self, workdir: str, *, own_folders: bool, namespaces: CommandNamespaces | None) -> None:
-        wanted = (os.environ.get("TMPDIR") or "/tmp", "/tmp", "/dev/shm", workdir)
-        self._candidates = [Candidate(path) for path in dict.fromkeys(wanted)]
+        paths = (os.environ.get("TMPDIR") or "/tmp", "/tmp", "/dev/shm", workdir)
+        self._candidates = [Candidate(path) for path in dict.fromkeys(paths)]
         self._own_folders = own_folders
         self._namespaces = namespaces
         self._mounted = False
@@ -121,7 +122,7 @@ class EvalPlaces:
         A place can still be made in another folder. However, a test that writes where it has always written
         would fail, or would leave in that place what the policy put there.
         """
-        found = []
+        evidence = []
         for candidate in self._candidates:
             try:
                 check_room(candidate.path, _TRACE, _TRACE_INODES)
@@ -129,8 +130,8 @@ class EvalPlaces:
                 os.mkdir(probe, 0o700)
                 os.rmdir(probe)
             except OSError as error:
-                found.append(self._evidence(candidate, error))
-        return [words for words in found if words]
+                evidence.append(self._evidence(candidate, error))
+        return [words for words in evidence if words]
 
     def remove(self) -> None:
         """Remove the current place, if there is one."""
@@ -138,9 +139,9 @@ class EvalPlaces:
             self._mounted = False
             self._namespaces.remove_place()
         if self._current is not None:
-            left, self._current = self._current, None
+            folder, self._current = self._current, None
             try:
-                folders.remove(left)
+                folders.remove(folder)
             except OSError:
                 return  # What is left is in nobody's way: the next place has a name of its own.
 
@@ -210,8 +211,8 @@ def _is_memory(device: int) -> bool:
             lines: Sequence[str] = file.read().splitlines()
     except OSError:
         return False
-    found = [line.partition(" - ")[2].split(" ", 1)[0] for line in lines if line.split(" ", 3)[2] == number]
-    return bool(found) and all(kind == "tmpfs" for kind in found)
+    kinds = [line.partition(" - ")[2].split(" ", 1)[0] for line in lines if line.split(" ", 3)[2] == number]
+    return bool(kinds) and all(kind == "tmpfs" for kind in kinds)
 
 
 def _bytes_below(path: str) -> int:

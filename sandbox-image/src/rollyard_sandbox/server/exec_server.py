@@ -30,14 +30,14 @@ from rollyard_sandbox.server.options import ServerOptions
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from typing import Any
+    from typing import Any, Final
 
     from rollyard_sandbox.execution.event_loop import Timer
 
-LEASE_ENDED = 75  # The exit status when the lease was not renewed (EX_TEMPFAIL).
-_MAX_CONNECTIONS = 64  # The limit of connections that have greeted.
-_MAX_STRANGERS = 32  # The limit of connections that have not greeted yet.
-_ACCEPTS_AT_ONCE = 64
+LEASE_ENDED: Final = 75  # The exit status when the lease was not renewed (EX_TEMPFAIL).
+_MAX_CONNECTIONS: Final = 64  # The limit of connections that have greeted.
+_MAX_STRANGERS: Final = 32  # The limit of connections that have not greeted yet.
+_ACCEPTS_AT_ONCE: Final = 64
 
 
 class ExecServer:
@@ -94,13 +94,13 @@ class ExecServer:
                 listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
                 listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                 listener.bind((host, port))
-            shown = f"[{host}]" if ":" in host else host
-            address = f"tcp://{shown}:{listener.getsockname()[1]}"
+            url_host = f"[{host}]" if ":" in host else host
+            address = f"tcp://{url_host}:{listener.getsockname()[1]}"
         listener.setblocking(False)
         listener.listen(128)
         self._listeners.append(listener)
         guarded = listener.family != socket.AF_UNIX and not (
-            self._allow_loopback or _listens_on_loopback(listener)
+            self._allow_loopback or _is_loopback(listener.getsockname()[0])
         )
         self._loop.watch(listener.fileno(), lambda events: self._accept_all(listener, guarded))
         return address
@@ -217,17 +217,17 @@ class ExecServer:
         token = header.get("token")
         if not isinstance(token, str):
             return False
-        shown = token.encode("utf-8", "surrogatepass")
+        token_bytes = token.encode("utf-8", "surrogatepass")
         if self._token_sha256 is None:
-            return self._token is None or compare_digest(shown, self._token.encode())
-        if self._derived_token is not None and compare_digest(shown, self._derived_token.encode()):
+            return self._token is None or compare_digest(token_bytes, self._token.encode())
+        if self._derived_token is not None and compare_digest(token_bytes, self._derived_token.encode()):
             return True
         from hashlib import sha256
 
-        if not compare_digest(sha256(shown).hexdigest(), self._token_sha256):
+        if not compare_digest(sha256(token_bytes).hexdigest(), self._token_sha256):
             return False
         if self._token is not None:
-            return compare_digest(shown, self._token.encode())
+            return compare_digest(token_bytes, self._token.encode())
         self._derived_token, key = proof.derived(token)
         self._operations.prove_token(key)
         return True
@@ -284,11 +284,6 @@ def serve(options: ServerOptions) -> int:
 def _is_loopback(address: str) -> bool:
     """Return whether this numeric IPv4 or IPv6 address means the machine itself."""
     return address.removeprefix("::ffff:").startswith("127.") or address == "::1"
-
-
-def _listens_on_loopback(listener: socket.socket) -> bool:
-    """Return whether only the machine itself can connect to this TCP listener."""
-    return _is_loopback(listener.getsockname()[0])
 
 
 def _comes_from_here(connection: socket.socket) -> bool:

@@ -14,11 +14,11 @@ from rollyard_sandbox.errors import BadRequest, FileError, file_error
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from typing import Any
+    from typing import Any, Final
 
-MAX_ENTRIES = 100_000  # The limit of one directory.
-MAX_NAMES = 4 << 20  # The characters of all names in it. In the answer, each can take six bytes.
-_REMOVAL_SECONDS = 20.0  # The client waits for 30 seconds, and nothing else is answered meanwhile.
+MAX_ENTRIES: Final = 100_000  # The limit of one directory.
+MAX_NAMES: Final = 4 << 20  # The characters of all names in it. In the answer, each can take six bytes.
+_REMOVAL_SECONDS: Final = 20.0  # The client waits for 30 seconds, and nothing else is answered meanwhile.
 
 
 def read(path: str, offset: int, max_bytes: int) -> tuple[bytes, int, int]:
@@ -37,13 +37,13 @@ def read(path: str, offset: int, max_bytes: int) -> tuple[bytes, int, int]:
                 raise FileError(f"{path}: is a directory", reason="IsADirectory")
             if offset:
                 os.lseek(fd, offset, os.SEEK_SET)
-            parts, left = [], max_bytes
-            while left > 0:
-                part = os.read(fd, min(left, 1 << 20))
+            parts, remaining = [], max_bytes
+            while remaining > 0:
+                part = os.read(fd, min(remaining, 1 << 20))
                 if not part:
                     break
                 parts.append(part)
-                left -= len(part)
+                remaining -= len(part)
         finally:
             os.close(fd)
     except BlockingIOError:
@@ -99,30 +99,30 @@ def entries(path: str) -> list[list[Any]]:
         FileError: The path does not exist, is not a directory, or has more than MAX_ENTRIES entries or
             MAX_NAMES characters in their names.
     """
-    found: list[list[Any]] = []
-    left = MAX_NAMES
+    rows: list[list[Any]] = []
+    remaining = MAX_NAMES
     try:
         folder = _opened(path, os.O_DIRECTORY)
         try:
             with os.scandir(folder) as iterator:
                 for entry in iterator:
-                    left -= len(entry.name)
-                    if len(found) >= MAX_ENTRIES or left < 0:
+                    remaining -= len(entry.name)
+                    if len(rows) >= MAX_ENTRIES or remaining < 0:
                         words = f"{path}: more than {MAX_ENTRIES} entries, or {MAX_NAMES} characters in names"
                         raise FileError(words, reason="TooManyEntries")
                     try:
                         info = entry.stat(follow_symlinks=False)
                     except FileNotFoundError:
                         continue  # It has been removed meanwhile.
-                    found.append([entry.name, _kind(info.st_mode), info.st_size, stat.S_IMODE(info.st_mode)])
+                    rows.append([entry.name, _kind(info.st_mode), info.st_size, stat.S_IMODE(info.st_mode)])
         finally:
             os.close(folder)
     except OSError as error:
         raise file_error(error, path) from None
     except ValueError as error:
         raise BadRequest(f"path: {error}") from None
-    found.sort(key=lambda row: row[0])
-    return found
+    rows.sort(key=lambda row: row[0])
+    return rows
 
 
 def remove(path: str) -> None:

@@ -23,26 +23,27 @@ from rollyard_sandbox.errors import FileError, file_error
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
+    from typing import Final
 
     Settings = Mapping[str, tuple[int, bytes]]
     """The permission bits and the content of the files with settings, by their paths in the repository."""
 
-MAX_FOLDERS = 200_000
-MAX_ENTRIES = 2_000_000
+MAX_FOLDERS: Final = 200_000
+MAX_ENTRIES: Final = 2_000_000
 """How many folders, and how many entries of folders, are looked at for repositories."""
-_MAX_FILE = 1 << 20  # bytes of one file with settings
-_MAX_RECORDED = 16 << 20  # bytes of all of them
+_MAX_FILE: Final = 1 << 20  # bytes of one file with settings
+_MAX_RECORDED: Final = 16 << 20  # bytes of all of them
 
-_SHARED = ("/tmp", "/var/tmp", "/dev/shm")
-_FILES = ("config", "config.worktree", "commondir")
+_SHARED: Final = ("/tmp", "/var/tmp", "/dev/shm")
+_FILES: Final = ("config", "config.worktree", "commondir")
 _HOOKS, _ATTRIBUTES = "hooks", "info/attributes"
-_SAMPLE = ".sample"  # Git never runs such a hook.
-_TELLING = frozenset({"HEAD", "objects", "refs", "commondir"})
+_SAMPLE: Final = ".sample"  # Git never runs such a hook.
+_TELLING: Final = frozenset({"HEAD", "objects", "refs", "commondir"})
 
-_HEADER = re.compile(rb"\s*\[\s*([-.\w]+)")
-_FURTHER = re.compile(rb"(\s*\[[^\]]*\])?\s*(?:hookspath|attributesfile)\s*=", re.IGNORECASE)
-_VALUE = re.compile(rb"\s*(\w+)\s*=\s*([-./\w]+)\s*")
-_NEEDED = {
+_HEADER: Final = re.compile(rb"\s*\[\s*([-.\w]+)")
+_FURTHER: Final = re.compile(rb"(\s*\[[^\]]*\])?\s*(?:hookspath|attributesfile)\s*=", re.IGNORECASE)
+_VALUE: Final = re.compile(rb"\s*(\w+)\s*=\s*([-./\w]+)\s*")
+_NEEDED: Final = {
     b"core": (b"repositoryformatversion", b"bare", b"filemode", b"worktree"),
     b"extensions": (b"objectformat", b"refstorage", b"relativeworktrees"),
 }
@@ -75,9 +76,9 @@ class GitSettings:
             FileError: There are too many files, or their settings are too large.
         """
         self._roots = self._written(further)
-        found = _Found(self._roots)
-        self._recorded = {path: _settings(path) for path in found.repositories}
-        self._links = {path: content for path in found.links if (content := _link(path)) is not None}
+        git_paths = _GitPaths(self._roots)
+        self._recorded = {path: _settings(path) for path in git_paths.repositories}
+        self._links = {path: content for path in git_paths.links if (content := _link(path)) is not None}
         size = sum(len(data) for each in self._recorded.values() for _, data in each.values())
         if size > _MAX_RECORDED:
             raise FileError(
@@ -94,15 +95,15 @@ class GitSettings:
         Raises:
             FileError: There are too many files, or the sandbox has no room for the settings.
         """
-        found = _Found(self._roots)
-        known = {identity for path in found.repositories if (identity := _identity(path)) is not None}
-        for path in found.repositories:
+        git_paths = _GitPaths(self._roots)
+        known = {identity for path in git_paths.repositories if (identity := _identity(path)) is not None}
+        for path in git_paths.repositories:
             settings = self._recorded.get(path)
             try:
                 _write(path, _needed(path, known) if settings is None else settings)
             except OSError as error:
                 raise file_error(error, path) from None
-        for path in found.links:
+        for path in git_paths.links:
             try:
                 self._check_link(path, known)
             except OSError as error:
@@ -122,12 +123,12 @@ class GitSettings:
 
     def _written(self, further: Iterable[str]) -> list[str]:
         """Return the folders to look at, without those that lie in another one on the same disk."""
-        wanted = [self._workdir]
+        paths = [self._workdir]
         if self._own_folders:
             own = [os.environ.get(name, "/") for name in ("HOME", "TMPDIR")]
-            wanted += [*further, *(path for path in own if path != "/"), *_SHARED]
+            paths += [*further, *(path for path in own if path != "/"), *_SHARED]
         roots: dict[str, int | None] = {}
-        for path in sorted({os.path.realpath(path) for path in wanted if path.startswith("/")}):
+        for path in sorted({os.path.realpath(path) for path in paths if path.startswith("/")}):
             device = None  # It may be made later.
             with suppress(OSError):
                 device = os.stat(path).st_dev
@@ -138,7 +139,7 @@ class GitSettings:
         return list(roots)
 
 
-class _Found:
+class _GitPaths:
     """The repositories below some folders, and what stands in for one: a `.git` that is no folder.
 
     Raises:
@@ -211,15 +212,15 @@ def _settings(path: str) -> Settings:
     names = [*_FILES, _ATTRIBUTES]
     with suppress(OSError):  # A repository needs no folder with hooks.
         names += [f"{_HOOKS}/{name}" for name in os.listdir(f"{path}/{_HOOKS}") if not name.endswith(_SAMPLE)]
-    found = {}
+    settings = {}
     for name in names:
         content = _read(f"{path}/{name}", follow=True)
         if content is None:
             continue
         if len(content[1]) > _MAX_FILE:
             raise FileError(f"{_shown(f'{path}/{name}')}: more than {_MAX_FILE} bytes", reason="FileTooLarge")
-        found[name] = (content[0], _without_further_files(content[1])) if name in _FILES[:2] else content
-    return found
+        settings[name] = (content[0], _without_further_files(content[1])) if name in _FILES[:2] else content
+    return settings
 
 
 def _without_further_files(config: bytes) -> bytes:
@@ -237,20 +238,20 @@ def _without_further_files(config: bytes) -> bytes:
 
 def _needed(path: str, known: set[tuple[int, int]]) -> Settings:
     """Return the settings that a repository of Run's keeps."""
-    found: dict[str, tuple[int, bytes]] = {}
+    settings: dict[str, tuple[int, bytes]] = {}
     config = _read(f"{path}/config")
     if config is not None:
-        section, kept = b"", []
+        section, lines = b"", []
         for line in config[1].splitlines():
             if header := _HEADER.match(line):
                 section = header[1].lower()
             elif (value := _VALUE.fullmatch(line)) and value[1].lower() in _NEEDED.get(section, ()):
-                kept.append(b"[%b]\n\t%b = %b\n" % (section, value[1], value[2]))
-        found["config"] = (0o644, b"".join(kept))
+                lines.append(b"[%b]\n\t%b = %b\n" % (section, value[1], value[2]))
+        settings["config"] = (0o644, b"".join(lines))
     common = _read(f"{path}/commondir")
     if common is not None and _identity(_joined(path, common[1])) in known:
-        found["commondir"] = (0o644, common[1])
-    return found
+        settings["commondir"] = (0o644, common[1])
+    return settings
 
 
 def _write(path: str, settings: Settings) -> None:
@@ -297,8 +298,8 @@ def _is_so(path: str, settings: Settings) -> bool:
         if error.errno != errno.ENOENT:
             return False
     for name in {*_FILES, _ATTRIBUTES, *settings}:
-        wanted = settings.get(name)
-        if _read(f"{path}/{name}") != wanted or (wanted is None and os.path.lexists(f"{path}/{name}")):
+        expected = settings.get(name)
+        if _read(f"{path}/{name}") != expected or (expected is None and os.path.lexists(f"{path}/{name}")):
             return False
     return True
 
@@ -350,10 +351,10 @@ def _read(path: str, *, follow: bool = False) -> tuple[int, bytes] | None:
             info = os.fstat(file)
             if not stat.S_ISREG(info.st_mode):
                 return None
-            parts, left = [], _MAX_FILE + 1
-            while left > 0 and (part := os.read(file, left)):
+            parts, remaining = [], _MAX_FILE + 1
+            while remaining > 0 and (part := os.read(file, remaining)):
                 parts.append(part)
-                left -= len(part)
+                remaining -= len(part)
             return stat.S_IMODE(info.st_mode), b"".join(parts)
         finally:
             os.close(file)

@@ -27,7 +27,7 @@ from rollyard_sandbox.server.tunnels import Tunnels
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from typing import Any, Protocol
+    from typing import Any, Final, Protocol
 
     from rollyard_sandbox.execution.event_loop import EventLoop
     from rollyard_sandbox.execution.ipython import IPython
@@ -45,11 +45,17 @@ if TYPE_CHECKING:
         def shutdown(self) -> None: ...
 
 
-_MAX_COMMAND = 32 * 1024 * 1024  # bytes
-_MAX_RESULT = 16 * 1024  # characters of a cell's result, in addition to its output
-_MAX_SECONDS = 7 * 24 * 3600.0  # The longest time that a request may name.
-_MAX_IN_FLIGHT = 1024  # requests per connection
-_PAGERS = {"TERM": "dumb", "PAGER": "cat", "GIT_PAGER": "cat", "MANPAGER": "cat", "SYSTEMD_PAGER": "cat"}
+_MAX_COMMAND: Final = 32 * 1024 * 1024  # bytes
+_MAX_RESULT: Final = 16 * 1024  # characters of a cell's result, in addition to its output
+_MAX_SECONDS: Final = 7 * 24 * 3600.0  # The longest time that a request may name.
+_MAX_IN_FLIGHT: Final = 1024  # requests per connection
+_PAGERS: Final = {
+    "TERM": "dumb",
+    "PAGER": "cat",
+    "GIT_PAGER": "cat",
+    "MANPAGER": "cat",
+    "SYSTEMD_PAGER": "cat",
+}
 
 
 class Operations:
@@ -224,8 +230,10 @@ class Operations:
     def _begin_eval(self, connection: Connection, request: int, header: dict[str, Any], body: bytes) -> None:
         self._tunnels.close(for_good=header.get("network") is not True)
         self._end_everything()
-        if left := self._control.survivors():
-            raise SandboxError(f"{left} processes of the sandbox survive SIGKILL", reason="ProcessesSurvive")
+        if survivors := self._control.survivors():
+            raise SandboxError(
+                f"{survivors} processes of the sandbox survive SIGKILL", reason="ProcessesSurvive"
+            )
         if self._own_namespace:
             remove_segments()
         place, sabotage = self._places.make(), self._places.sabotage()
@@ -294,13 +302,13 @@ class Operations:
         max_output = self._limit(header)
         on_output = None
         if header.get("stream"):
-            left = max_output
+            remaining = max_output
 
             def on_output(data: bytes) -> None:
-                nonlocal left
-                if left > 0:
-                    connection.event(request, data[:left])
-                    left -= len(data)
+                nonlocal remaining
+                if remaining > 0:
+                    connection.event(request, data[:remaining])
+                    remaining -= len(data)
 
         session = self._session(header)
         command = session.execute(

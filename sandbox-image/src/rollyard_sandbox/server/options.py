@@ -6,10 +6,12 @@ from rollyard_sandbox.isolation import network
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from typing import Final
+
     from rollyard_sandbox.isolation.command_namespaces import NamespaceOptions
 
-MAX_SESSIONS = 64
-MAX_OUTPUT = 16 * 1024 * 1024  # bytes
+MAX_SESSIONS: Final = 64
+MAX_OUTPUT: Final = 16 * 1024 * 1024  # bytes
 
 
 class ServerOptions:

@@ -27,12 +27,12 @@ from rollyard_sandbox.server.options import ServerOptions
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from typing import Any, NoReturn
+    from typing import Any, Final, NoReturn
 
-_MAX_REQUEST = 64 * 1024  # bytes
-_MAX_DESCRIPTORS = 32
+_MAX_REQUEST: Final = 64 * 1024  # bytes
+_MAX_DESCRIPTORS: Final = 32
 # What every sandbox calls in the C library.
-_FUNCTIONS = (
+_FUNCTIONS: Final = (
     "capset",
     "clone",
     "mount",
@@ -98,8 +98,8 @@ def _load() -> None:
     system_calls.starter()
     for name in _FUNCTIONS:
         getattr(libc(), name)
-    for kept in (frozenset[int](), ROOT_KEEPS):
-        syscalls.dropped_rights(kept)
+    for capabilities in (frozenset[int](), ROOT_KEEPS):
+        syscalls.dropped_rights(capabilities)
 
 
 def _reap() -> None:
@@ -110,25 +110,25 @@ def _reap() -> None:
         return
 
 
-def _fork(forks: forked_sandbox.Forks, wanted: dict[str, Any], descriptors: list[int]) -> None:
+def _fork(forks: forked_sandbox.Forks, request: dict[str, Any], descriptors: list[int]) -> None:
     """Fork a sandbox and name its process 1 to the worker, or write the reason why there is none."""
     _, _, info, log, *_ = descriptors
     try:
-        first_program(tuple(wanted["namespaces"]["hidden"]))  # All sandboxes of a template have the same.
+        first_program(tuple(request["namespaces"]["hidden"]))  # All sandboxes of a template have the same.
         child = forks.fork()
     except OSError as error:
         os.write(log, f"{NOT_CONFINED}: {error}\n".encode())
         return
     if child == 0:
-        _be_sandbox(wanted, descriptors)
+        _be_sandbox(request, descriptors)
     os.write(info, json.dumps({"child-pid": child}).encode())
 
 
-def _be_sandbox(wanted: dict[str, Any], descriptors: list[int]) -> NoReturn:
+def _be_sandbox(request: dict[str, Any], descriptors: list[int]) -> NoReturn:
     """Become the exec server of a new sandbox, in its process 1.
 
     Args:
-        wanted: The fields `sizes` (see `forked_sandbox.confine`), `limits` (a list of resource limits: their
+        request: The fields `sizes` (see `forked_sandbox.confine`), `limits` (a list of resource limits: their
             numbers in `resource` and their values), `workdir`, `lease` in seconds, `namespaces`, which
             holds the arguments of NamespaceOptions, and `yielding` (see ServerOptions).
         descriptors: The listening socket; the pipe for the line that the server is ready; the pipe for the
@@ -143,25 +143,25 @@ def _be_sandbox(wanted: dict[str, Any], descriptors: list[int]) -> NoReturn:
         os.dup2(log, 2)
         for group in groups:
             os.write(group, b"0")  # This stands for the writing process.
-        kept = {0, 1, 2, listen, ready, secret}
-        _close_all_but(kept)
+        open_descriptors = {0, 1, 2, listen, ready, secret}
+        _close_all_but(open_descriptors)
         # A program that has just started may look at its children. The server's protections end this.
         libc().prctl(_SET_DUMPABLE, 1, 0, 0, 0)
-        forked_sandbox.confine(wanted["sizes"])
-        known = proof.read_secret(secret)
-        os.chdir(wanted["workdir"])
-        for number, limit in wanted["limits"]:
+        forked_sandbox.confine(request["sizes"])
+        secret_bytes = proof.read_secret(secret)
+        os.chdir(request["workdir"])
+        for number, limit in request["limits"]:
             resource.setrlimit(number, (limit, limit))
         status = serve(
             ServerOptions(
                 listen=[f"fd:{listen}"],
                 ready_fd=ready,
-                workdir=wanted["workdir"],
-                lease=wanted["lease"],
+                workdir=request["workdir"],
+                lease=request["lease"],
                 own_pid_namespace=True,
-                secret=known,
-                namespaces=NamespaceOptions(**wanted["namespaces"]),
-                yielding=wanted["yielding"],
+                secret=secret_bytes,
+                namespaces=NamespaceOptions(**request["namespaces"]),
+                yielding=request["yielding"],
             )
         )
     except OSError as error:
@@ -173,9 +173,9 @@ def _be_sandbox(wanted: dict[str, Any], descriptors: list[int]) -> NoReturn:
         os._exit(status)
 
 
-def _close_all_but(kept: set[int]) -> None:
+def _close_all_but(descriptors: set[int]) -> None:
     first = 0
-    for descriptor in (*sorted(kept), os.sysconf("SC_OPEN_MAX")):
+    for descriptor in (*sorted(descriptors), os.sysconf("SC_OPEN_MAX")):
         if descriptor > first:  # An empty range from 0 means all descriptors in some releases of Python.
             os.closerange(first, descriptor)
         first = descriptor + 1

@@ -17,19 +17,20 @@ from rollyard_sandbox.execution.event_loop import READ, WRITE
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from typing import Final
 
     from rollyard_sandbox.execution.event_loop import EventLoop, Timer
 
-MAX_TUNNELS = 128
+MAX_TUNNELS: Final = 128
 """The number of tunnels, waiting and in use, that one server holds."""
-READY = b"+"
+READY: Final = b"+"
 """What the worker sends when it listens to its tunnel, and what the server sends when a program uses it."""
-_BACKLOG = 64
-_LINGER_SECONDS = 30.0
-_NEXT_SECONDS = 2.0
+_BACKLOG: Final = 64
+_LINGER_SECONDS: Final = 30.0
+_NEXT_SECONDS: Final = 2.0
 """The time after the end of the last tunnel in which the worker may bring another one."""
-_CHUNK = 64 * 1024  # bytes
-_SOCKET_BUFFER = 128 * 1024  # bytes of the kernel for each direction of a program's connection
+_CHUNK: Final = 64 * 1024  # bytes
+_SOCKET_BUFFER: Final = 128 * 1024  # bytes of the kernel for each direction of a program's connection
 
 
 class Tunnels:
@@ -233,22 +234,22 @@ class _Pair:
             self._on_returned()
 
     def _watch(self, sock: socket.socket) -> None:
-        wanted = 0
+        events = 0
         for direction in self._directions:
             if direction.source is sock and not direction.ended and not direction.data:
-                wanted |= READ
+                events |= READ
             if direction.target is sock and direction.data:
-                wanted |= WRITE
-        before, self._watched[sock] = self._watched[sock], wanted
-        if wanted == before:
+                events |= WRITE
+        before, self._watched[sock] = self._watched[sock], events
+        if events == before:
             return
-        if not wanted:
+        if not events:
             # Otherwise a connection that is broken would be reported again and again.
             self._loop.unwatch(sock.fileno())
         elif before:
-            self._loop.change(sock.fileno(), wanted)
+            self._loop.change(sock.fileno(), events)
         else:
-            self._loop.watch(sock.fileno(), self._move, wanted)
+            self._loop.watch(sock.fileno(), self._move, events)
 
 
 class _Direction:

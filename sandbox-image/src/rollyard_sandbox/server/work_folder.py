@@ -16,19 +16,19 @@ from rollyard_sandbox.errors import BadRequest, FileError, file_error
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from typing import Any
+    from typing import Any, Final
 
-MAX_ENTRIES = 50_000  # The limit of one listing.
-MAX_LISTING = 8 * 1024 * 1024  # bytes
-MAX_DIGESTED = 32 * 1024 * 1024  # bytes for one request
-MAX_DEPTH = 64
-_MAX_PATH = 4000  # bytes; with this limit the absolute path stays within PATH_MAX
-_CHUNK = 1 << 20
+MAX_ENTRIES: Final = 50_000  # The limit of one listing.
+MAX_LISTING: Final = 8 * 1024 * 1024  # bytes
+MAX_DIGESTED: Final = 32 * 1024 * 1024  # bytes for one request
+MAX_DEPTH: Final = 64
+_MAX_PATH: Final = 4000  # bytes; with this limit the absolute path stays within PATH_MAX
+_CHUNK: Final = 1 << 20
 
 FILE, FOLDER, LINK, OTHER, UNREADABLE = b"f", b"d", b"l", b"o", b"u"
 """The kinds of records in a listing; `u` is a folder that may not be listed."""
 
-_NO_FOLDER = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
+_NO_FOLDER: Final = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
 
 
 def tree(workdir: str, path: bytes) -> bytes:
@@ -126,14 +126,14 @@ def read(workdir: str, path: bytes, offset: int, max_bytes: int) -> bytes:
     try:
         file = _open_file(workdir, path)
         try:
-            parts, left = [], max_bytes
-            while left > 0:
-                part = os.pread(file, min(left, _CHUNK), offset)
+            parts, remaining = [], max_bytes
+            while remaining > 0:
+                part = os.pread(file, min(remaining, _CHUNK), offset)
                 if not part:
                     break
                 parts.append(part)
                 offset += len(part)
-                left -= len(part)
+                remaining -= len(part)
         finally:
             os.close(file)
     except OSError as error:
@@ -151,24 +151,24 @@ def digests(workdir: str, ranges: list[Any]) -> bytes:
     """
     from hashlib import sha256
 
-    found = bytearray()
+    answer = bytearray()
     total = 0
-    for one in ranges:
+    for entry in ranges:
         if not (
-            isinstance(one, list)
-            and len(one) == 3
-            and isinstance(one[0], str)
-            and all(isinstance(number, int) and number >= 0 for number in one[1:])
+            isinstance(entry, list)
+            and len(entry) == 3
+            and isinstance(entry[0], str)
+            and all(isinstance(number, int) and number >= 0 for number in entry[1:])
         ):
             raise BadRequest("ranges: a list of [path, offset, length] is needed")
-        total += one[2]
+        total += entry[2]
         if total > MAX_DIGESTED:
             raise BadRequest(f"ranges: more than {MAX_DIGESTED} bytes")
         try:
-            found += sha256(read(workdir, name(one[0]), one[1], one[2])).digest()
+            answer += sha256(read(workdir, name(entry[0]), entry[1], entry[2])).digest()
         except FileError:
-            found += bytes(32)
-    return bytes(found)
+            answer += bytes(32)
+    return bytes(answer)
 
 
 def put(workdir: str, path: bytes, data: bytes, mode: int) -> None:

@@ -32,10 +32,10 @@ def answer_fields(row: Row, key: str) -> dict[str, Any]:
 
 def _listed(text: str) -> list[str]:
     try:
-        found = json.loads(text) if text.startswith("[") else None
+        value = json.loads(text) if text.startswith("[") else None
     except (ValueError, RecursionError):
         return [text]  # An interval such as [0, 1) is an answer.
-    return found if isinstance(found, list) and all(isinstance(each, str) for each in found) else [text]
+    return value if isinstance(value, list) and all(isinstance(each, str) for each in value) else [text]
 
 
 def _text(row: Row, key: str, value: Any) -> str:

@@ -24,9 +24,9 @@ class AppsFormat(TaskFormat):
     def task(self, row: Row) -> dict[str, Any]:
         """Return the task of a row."""
         tests = call_tests(row.row("input_output"))
-        asked = request(row.text("starter_code", ""), tests.get("entry_point"))
-        found: dict[str, Any] = {
-            "prompt": f"{row.text('question')}\n\n{asked}",
+        instruction = request(row.text("starter_code", ""), tests.get("entry_point"))
+        fields: dict[str, Any] = {
+            "prompt": f"{row.text('question')}\n\n{instruction}",
             "tests": tests,
             "metadata": {name: row.values[name] for name in _KEPT if name in row.values},
             **row_id(row, "problem_id", "id"),
@@ -34,5 +34,5 @@ class AppsFormat(TaskFormat):
         programs = row.items("solutions") if row.values.get("solutions") else []
         if programs:
             answer = f"```python\n{programs[0]}\n```"
-            found["solution"] = [{"name": "submit", "arguments": {"answer": answer}}]
-        return found
+            fields["solution"] = [{"name": "submit", "arguments": {"answer": answer}}]
+        return fields

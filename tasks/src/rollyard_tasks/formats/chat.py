@@ -30,7 +30,7 @@ class ChatTaskFormat(TaskFormat):
         reference: dict[str, Any] | None = None
         column = "prompt" if "prompt" in row.values else "messages"
         if column == "prompt" and not _is_conversation(row.values["prompt"]):
-            found: dict[str, Any] = {"prompt": row.text("prompt")}
+            fields: dict[str, Any] = {"prompt": row.text("prompt")}
         else:
             messages = row.chat(column)
             if column == "messages" and messages[-1]["role"] == "assistant":
@@ -41,14 +41,14 @@ class ChatTaskFormat(TaskFormat):
                     "must end with a message that is not an assistant's, which would have to be continued; "
                     "after it, 'messages' may have one answer",
                 )
-            found = {"messages": messages}
+            fields = {"messages": messages}
         answer = _answer(row)
         if not answer and reference is not None and "tool_calls" not in reference:
             answer = {"answer": reference["content"]} if reference.get("content") else {}
             reference = reference if reference.keys() - {"role", "content"} else None
-        found |= {**answer, **row_id(row, "id")}
-        found["metadata"] = row.rest() | ({_REFERENCE: reference} if reference is not None else {})
-        return found
+        fields |= {**answer, **row_id(row, "id")}
+        fields["metadata"] = row.rest() | ({_REFERENCE: reference} if reference is not None else {})
+        return fields
 
 
 def _is_conversation(value: Any) -> bool:

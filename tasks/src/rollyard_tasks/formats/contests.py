@@ -49,27 +49,27 @@ def request(starter: str, name: str | None) -> str:
     program = "Write a Python program that reads standard input and writes standard output."
     if not starter:
         return program if name is None else f"Write the Python function {name}."
-    asked = f"Complete this Python code:\n\n```python\n{starter}\n```"
-    return asked if name is not None else f"{asked}\n\n{program}"
+    instruction = f"Complete this Python code:\n\n```python\n{starter}\n```"
+    return instruction if name is not None else f"{instruction}\n\n{program}"
 
 
-def call_tests(found: Row) -> dict[str, Any]:
+def call_tests(row: Row) -> dict[str, Any]:
     """Return the tests of an object with `inputs`, `outputs` and, if a function is called, `fn_name`.
 
     Raises:
         RowRefused: The lists are missing, empty, too long, or of different lengths.
     """
-    inputs, outputs = found.items("inputs"), found.items("outputs")
+    inputs, outputs = row.items("inputs"), row.items("outputs")
     if not inputs or len(inputs) != len(outputs):
-        raise RowRefused(found.name("outputs"), "must be as many as the inputs, and at least one")
+        raise RowRefused(row.name("outputs"), "must be as many as the inputs, and at least one")
     if len(inputs) > MAX_CASES:
-        raise RowRefused(found.name("inputs"), f"must be at most {MAX_CASES}")
-    name = found.text("fn_name", "")
+        raise RowRefused(row.name("inputs"), f"must be at most {MAX_CASES}")
+    name = row.text("fn_name", "")
     if not name:
         cases = zip(map(_lines, inputs), map(_lines, outputs), strict=True)
         return code_tests(cases)
     # APPS and TACO write values, and may put each result into a list of its own. Others write JSON as texts.
-    plain = any(isinstance(one, list) for one in inputs)
+    plain = any(isinstance(item, list) for item in inputs)
     cases = zip(map(_arguments, inputs), results(outputs, plain=plain), strict=True)
     unwrap = all(isinstance(each, list) and len(each) == 1 for each in outputs)
     return code_tests(cases, entry_point=name, **({"unwrap": True} if unwrap else {}))
@@ -77,7 +77,7 @@ def call_tests(found: Row) -> dict[str, Any]:
 
 def code_tests(cases: Iterable[tuple[str, str]], **tests: Any) -> dict[str, Any]:
     """Return tests of inputs and outputs, with further fields of `tests`."""
-    listed = [{"input": one, "output": two} for one, two in cases]
+    listed = [{"input": input_text, "output": output_text} for input_text, output_text in cases]
     return {"prefix": CONTEST_PREFIX, "cases": listed, "compare": "numeric", **tests}
 
 

@@ -41,7 +41,7 @@ class HarborFormat(TaskFormat):
             raise _refused(path, str(error)) from error
         except ValidationError as error:
             raise _refused(path, describe(error, model=HarborFolder)[0]) from error
-        found: dict[str, Any] = {
+        fields: dict[str, Any] = {
             "id": task_id(*path.strip("/").split("/")),
             "prompt": plan.steps[0].instruction,
             "harbor": folder.model_dump(mode="json", exclude_defaults=True),
@@ -50,8 +50,8 @@ class HarborFormat(TaskFormat):
         }
         solution = solution_calls(plan, plan.steps[0])
         if solution:
-            found["solution"] = solution
-        return found
+            fields["solution"] = solution
+        return fields
 
 
 def _archive(row: Row) -> str:
@@ -62,12 +62,12 @@ def _archive(row: Row) -> str:
 
 def _contents(text: str) -> dict[str, tuple[bytes, bool]]:
     """Return the files of an archive. A folder that holds everything else is left out of their paths."""
-    found = unpack(text)
-    tops = {path.partition("/")[0] for path in found}
-    if len(tops) == 1 and "task.toml" not in found:
+    contents = unpack(text)
+    tops = {path.partition("/")[0] for path in contents}
+    if len(tops) == 1 and "task.toml" not in contents:
         top = next(iter(tops))
-        return {path[len(top) + 1 :]: content for path, content in found.items() if path != top}
-    return found
+        return {path[len(top) + 1 :]: content for path, content in contents.items() if path != top}
+    return contents
 
 
 def _refused(path: str, problem: str) -> RowRefused:

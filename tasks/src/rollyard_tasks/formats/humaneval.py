@@ -18,7 +18,7 @@ class HumanEvalFormat(TaskFormat):
     def task(self, row: Row) -> dict[str, Any]:
         """Return the task of a row, with the canonical solution for the agent `oracle`."""
         prompt, name = row.text("prompt"), row.text("entry_point")
-        found: dict[str, Any] = {
+        fields: dict[str, Any] = {
             "id": task_id(*row.text("task_id").split("/")),
             "prompt": f"{_REQUEST}\n\n```python\n{prompt}```",
             "tests": {
@@ -31,5 +31,5 @@ class HumanEvalFormat(TaskFormat):
         solution = row.text("canonical_solution", "")
         if solution:
             answer = f"```python\n{prompt}{solution}\n```"
-            found["solution"] = [{"name": "submit", "arguments": {"answer": answer}}]
-        return found
+            fields["solution"] = [{"name": "submit", "arguments": {"answer": answer}}]
+        return fields

@@ -79,9 +79,9 @@ class Row:
 
     def filled(self, nothing: Sequence[Any]) -> Row:
         """Return this row without the columns that hold one of `nothing`. What is read of it counts here."""
-        found = Row({key: value for key, value in self.values.items() if value not in nothing}, self.number)
-        found.values.read = self.values.read
-        return found
+        row = Row({key: value for key, value in self.values.items() if value not in nothing}, self.number)
+        row.values.read = self.values.read
+        return row
 
     def rest(self) -> dict[str, Any]:
         """Return the columns that have not been read so far.
@@ -89,13 +89,13 @@ class Row:
         Raises:
             RowRefused: One of them is not empty and changes the task, such as `images`, `hint` or `tools`.
         """
-        found = {key: value for key, value in self.values.items() if key not in self.values.read}
-        for name, value in found.items():
+        columns = {key: value for key, value in self.values.items() if key not in self.values.read}
+        for name, value in columns.items():
             plain = name.lower()
             problem = _UNSEEN if _NUMBERED_IMAGE.fullmatch(plain) else _CHANGING.get(plain)
             if problem is not None and not _is_empty(value):
                 raise RowRefused(self.name(name), problem)
-        return found
+        return columns
 
     def name(self, key: str) -> str:
         """Return the path of a field, as messages show it."""
@@ -107,10 +107,10 @@ class Row:
         Raises:
             RowRefused: The field is absent and has no default, is empty, or is no text.
         """
-        found = self._of(key, str, default, self.values.get(key))
-        if found == "" and default is None:
+        value = self._of(key, str, default, self.values.get(key))
+        if value == "" and default is None:
             raise RowRefused(self.name(key), "must not be empty")
-        return str(found)
+        return str(value)
 
     def items(self, key: str) -> list[Any]:
         """Return a list, which may be written as a JSON text.
@@ -130,13 +130,13 @@ class Row:
             RowRefused: The field is absent, is no list of messages or an empty one, or a message cannot be
                 shown to a model.
         """
-        given = self.items(key)
-        if not given:
+        messages = self.items(key)
+        if not messages:
             raise RowRefused(self.name(key), "must not be empty")
-        if deeper_than(given, MAX_DEPTH):
+        if deeper_than(messages, MAX_DEPTH):
             raise RowRefused(self.name(key), f"lists and objects may nest {MAX_DEPTH} deep")
         try:
-            return plain_messages(_without_nulls(given))
+            return plain_messages(_without_nulls(messages))
         except MessageRefused as error:
             field = f"{self.name(key)}{error.path}"
             shown = "" if error.shown is None else f" (got {ascii(error.shown)[:80]})"
@@ -149,8 +149,8 @@ class Row:
         Raises:
             RowRefused: The field is no object, or is absent and not optional.
         """
-        found = self._of(key, dict, {} if optional else None, self.json(key))
-        return Row(found, self.number, self.name(key))
+        value = self._of(key, dict, {} if optional else None, self.json(key))
+        return Row(value, self.number, self.name(key))
 
     def json(self, key: str) -> Any:
         """Return the value of a field, which may be written as a JSON text, or None where it is absent.
@@ -204,23 +204,23 @@ def _without_nulls(value: Any) -> Any:
 
 def _is_empty(value: Any) -> bool:
     """Return whether a value is nothing: null, a text of white space, or a container of nothing else."""
-    left = [value]
-    while left:
-        one = left.pop()
-        if isinstance(one, dict | list):
-            left += one.values() if isinstance(one, dict) else one
-        elif one.strip() if isinstance(one, str) else not _is_null(one):
+    stack = [value]
+    while stack:
+        item = stack.pop()
+        if isinstance(item, dict | list):
+            stack += item.values() if isinstance(item, dict) else item
+        elif item.strip() if isinstance(item, str) else not _is_null(item):
             return False
     return True
 
 
 def _is_null(value: Any) -> bool:
-    left = [value]
-    while left:
-        one = left.pop()
-        if isinstance(one, dict) and one:
-            left += one.values()
-        elif one is not None and not (isinstance(one, float) and math.isnan(one)):
+    stack = [value]
+    while stack:
+        item = stack.pop()
+        if isinstance(item, dict) and item:
+            stack += item.values()
+        elif item is not None and not (isinstance(item, float) and math.isnan(item)):
             return False
     return True
 
@@ -259,9 +259,9 @@ class TaskFormat(ABC):
                 the task, such as `images`, `hint` or `tools`.
         """
         row = Row(values, number)
-        found = self.task(row)
+        fields = self.task(row)
         row.rest()
-        return found
+        return fields
 
     @abstractmethod
     def task(self, row: Row) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from rollyard_tasks.formats.contests import CONTEST_PREFIX, request
 from rollyard_tasks.formats.ids import task_id
 from rollyard_tasks.formats.interface import Row, RowRefused, TaskFormat
 
-_KEPT = ("question_title", "platform", "contest_id", "contest_date", "difficulty")
+_KEPT: Final = ("question_title", "platform", "contest_id", "contest_date", "difficulty")
 MAX_PICKLED_BYTES: Final = 48 << 20
 """The largest size of pickled tests after decompression, in bytes."""
 _TEXTS: Final = frozenset({"UNICODE", "BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8"})
@@ -63,11 +63,11 @@ def _cases(row: Row, field: str) -> list[dict[str, str]]:
     if not isinstance(value, list):
         raise RowRefused(field, "must be a list")
     cases = []
-    for place, case in enumerate(value):
+    for index, case in enumerate(value):
         if not isinstance(case, dict):
-            raise RowRefused(f"{field}[{place}]", "must be an object with input and output")
-        each = Row(case, row.number, f"{field}[{place}]")
-        cases.append({"input": each.text("input", ""), "output": each.text("output", "")})
+            raise RowRefused(f"{field}[{index}]", "must be an object with input and output")
+        case_row = Row(case, row.number, f"{field}[{index}]")
+        cases.append({"input": case_row.text("input", ""), "output": case_row.text("output", "")})
     return cases
 
 

@@ -91,13 +91,13 @@ def _answer(row: Row) -> dict[str, Any]:
         if r"\boxed" not in row.text(solution):
             raise RowRefused(solution, rf"has no \boxed{{…}}, and there is no column {key!r}")
         return {"answer": row.text(solution)}
-    found = answer_fields(row, key)
-    answer = found.get("answer", "").strip()
+    fields = answer_fields(row, key)
+    answer = fields.get("answer", "").strip()
     if answer.lower() in _NO_ANSWERS:
         raise RowRefused(key, "says that there is no answer which can be compared")
     _, hashes, rest = answer.rpartition(_HASHES)
     if not hashes or "\n" in rest.strip():  # Then it is a heading of Markdown.
-        return found
+        return fields
     if not rest.strip():
         raise RowRefused(key, f"has nothing after {_HASHES}")
     return {"answer": rest.strip()}

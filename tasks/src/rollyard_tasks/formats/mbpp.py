@@ -29,16 +29,16 @@ class MbppFormat(TaskFormat):
         name = _function(code, _program("\n".join(tests), "test_list", "is no list of Python statements"))
         text = row.text("text" if row.values.get("text") else "prompt")
         setup = row.text("test_setup_code", "")
-        made = _program(setup, "test_setup_code", "is no Python program")
+        setup_program = _program(setup, "test_setup_code", "is no Python program")
         imports = ""
         if "test_imports" in row.values:
             imports = "\n".join(map(str, row.items("test_imports")))
         # Setup code that uses classes of the solution can run only after it, and where it is.
-        helpers = imports if _uses(made, _defined(code)) else f"{setup}\n{imports}".strip("\n")
-        objects = setup if any(map(_makes, made.body)) else ""
+        helpers = imports if _uses(setup_program, _defined(code)) else f"{setup}\n{imports}".strip("\n")
+        objects = setup if any(map(_makes, setup_program.body)) else ""
         hidden = [row.text("test")] if "test" in row.values else []
         holds = f"{objects}\n{tests[0]}" if objects else tests[0]
-        found: dict[str, Any] = {
+        fields: dict[str, Any] = {
             "prompt": f"{text}\n\nWrite the Python function {name}, for which this holds:\n{holds}",
             "tests": {
                 "entry_point": name,
@@ -50,8 +50,8 @@ class MbppFormat(TaskFormat):
             "solution": [{"name": "submit", "arguments": {"answer": f"```python\n{row.text('code')}\n```"}}],
         }
         if "task_id" in row.values:
-            found["id"] = task_id("mbpp", row.values["task_id"])
-        return found
+            fields["id"] = task_id("mbpp", row.values["task_id"])
+        return fields
 
 
 _FUNCTIONS: Final = (ast.FunctionDef, ast.AsyncFunctionDef)
@@ -73,13 +73,13 @@ def _makes(statement: ast.stmt) -> bool:
 
 def _defined(code: ast.Module) -> dict[str, ast.stmt]:
     """Return what defines each name of a program, in their order."""
-    found: dict[str, ast.stmt] = {}
+    definitions: dict[str, ast.stmt] = {}
     for node in code.body:
         if isinstance(node, (*_FUNCTIONS, ast.ClassDef)):
-            found[node.name] = node
+            definitions[node.name] = node
         elif isinstance(node, ast.Assign):
-            found |= {target.id: node for target in node.targets if isinstance(target, ast.Name)}
-    return found
+            definitions |= {target.id: node for target in node.targets if isinstance(target, ast.Name)}
+    return definitions
 
 
 def _uses(program: ast.Module, names: Iterable[str]) -> bool:
@@ -90,16 +90,16 @@ def _uses(program: ast.Module, names: Iterable[str]) -> bool:
 
 def _function(code: ast.Module, tests: ast.Module) -> str:
     nodes = list(ast.walk(tests))
-    named = {node.id for node in nodes if isinstance(node, ast.Name)}
+    names = {node.id for node in nodes if isinstance(node, ast.Name)}
     called = {
         node.func.id for node in nodes if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
     }
-    found = [
+    candidates = [
         name
         for name, node in _defined(code).items()
         # A function may be given to another one. A value, such as a lambda, has to be called.
-        if name in (named if isinstance(node, _FUNCTIONS) else called) and not isinstance(node, ast.ClassDef)
+        if name in (names if isinstance(node, _FUNCTIONS) else called) and not isinstance(node, ast.ClassDef)
     ]
-    if not found:
+    if not candidates:
         raise RowRefused("test_list", "calls no function of 'code'")
-    return found[-1]
+    return candidates[-1]

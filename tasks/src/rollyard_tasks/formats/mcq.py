@@ -29,43 +29,45 @@ class McqFormat(TaskFormat):
     """
 
     columns = (
-        ("question", "choices", "answer"), ("question", "options", "answer"),
-        ("question", "choices", "answerKey"), ("question_stem", "choices", "answerKey"),
+        ("question", "choices", "answer"),
+        ("question", "options", "answer"),
+        ("question", "choices", "answerKey"),
+        ("question_stem", "choices", "answerKey"),
         ("Question", "Correct Answer"),
-    )  # fmt: skip
+    )
 
     def task(self, row: Row) -> dict[str, Any]:
         """Return the task of a row, whose prompt is the question with its choices."""
         if "Correct Answer" in row.values:
             question, choices = row.text("Question"), [row.text(name).strip() for name in _GPQA]
-            right = choices[0]
+            answer = choices[0]
             choices.sort(key=lambda text: hashlib.sha256(f"{question}\0{text}".encode()).digest())
-            place = choices.index(right)
+            index = choices.index(answer)
         else:
             question = row.text("question_stem" if "question_stem" in row.values else "question")
             name = next((name for name in _CHOICES if name in row.values), "choices")
             if isinstance(row.json(name), dict):
-                choices, place = self._labelled(row, row.row(name))
+                choices, index = self._labelled(row, row.row(name))
             else:
                 choices = self._texts(row, name)
-                place = self._answer(row, choices)
+                index = self._answer(row, choices)
         if not 2 <= len(choices) <= len(string.ascii_uppercase):
             raise RowRefused("choices", "must be 2 to 26 texts")
-        before = [text for name in _BEFORE if (text := row.text(name, "").strip())]
+        passages = [text for name in _BEFORE if (text := row.text(name, "").strip())]
         lines = [f"{letter}. {text}" for letter, text in zip(string.ascii_uppercase, choices, strict=False)]
         return {
-            "prompt": "\n".join(("\n\n".join((*before, question)), "", *lines, "", _REQUEST)),
+            "prompt": "\n".join(("\n\n".join((*passages, question)), "", *lines, "", _REQUEST)),
             "choices": choices,
-            "answer": string.ascii_uppercase[place],
+            "answer": string.ascii_uppercase[index],
             "metadata": {name: row.values[name] for name in _REST if name in row.values},
             **row_id(row, "id", "question_id"),
         }
 
     def _texts(self, row: Row, name: str) -> list[str]:
         texts = row.items(name)
-        for place, text in enumerate(texts):
+        for index, text in enumerate(texts):
             if not isinstance(text, str) or not text.strip():
-                raise RowRefused(f"{row.name(name)}[{place}]", "must be a text that is not empty")
+                raise RowRefused(f"{row.name(name)}[{index}]", "must be a text that is not empty")
         return texts
 
     def _labelled(self, row: Row, choices: Row) -> tuple[list[str], int]:
@@ -79,35 +81,35 @@ class McqFormat(TaskFormat):
         return texts, labels.index(key)
 
     def _answer(self, row: Row, choices: list[str]) -> int:
-        found = sorted(_places(row.values.get("answer"), choices))
-        if not found:
+        indices = sorted(_indices(row.values.get("answer"), choices))
+        if not indices:
             raise RowRefused("answer", "must be the letter, the index or the text of one choice")
         index, letter = row.values.get("answer_index"), row.values.get("answer_letter")
-        found = [
-            place
-            for place in found
-            if index in (None, place, str(place)) and letter in (None, string.ascii_uppercase[place])
+        indices = [
+            number
+            for number in indices
+            if index in (None, number, str(number)) and letter in (None, string.ascii_uppercase[number])
         ]
-        if len(found) != 1:
+        if len(indices) != 1:
             raise RowRefused(
                 "answer",
                 "must mean one choice as a letter, an index and a text, or the one that 'answer_index' or "
                 "'answer_letter' names",
             )
-        return found[0]
+        return indices[0]
 
 
-def _places(answer: Any, choices: list[str]) -> set[int]:
-    """Return the places of the choices that an answer may mean: by a letter, by a text and by an index."""
-    found: set[int] = set()
+def _indices(answer: Any, choices: list[str]) -> set[int]:
+    """Return the indices of the choices that an answer may mean: by a letter, by a text and by an index."""
+    indices: set[int] = set()
     if isinstance(answer, str):
         letter = answer.strip().upper()
         if len(letter) == 1 and letter in string.ascii_uppercase[: len(choices)]:
-            found.add(string.ascii_uppercase.index(letter))
+            indices.add(string.ascii_uppercase.index(letter))
         if choices.count(answer) == 1:
-            found.add(choices.index(answer))
+            indices.add(choices.index(answer))
         if answer.strip().isascii() and answer.strip().isdigit() and len(answer) < 4:
             answer = int(answer)
     if isinstance(answer, int) and not isinstance(answer, bool) and 0 <= answer < len(choices):
-        found.add(answer)
-    return found
+        indices.add(answer)
+    return indices

@@ -83,7 +83,7 @@ def json_lines(file: BinaryIO) -> Iterator[str]:
 
 def _has_map(column: Any) -> bool:
     """Return whether values of an Arrow type hold maps."""
-    inner = [column.field(place).type for place in range(column.num_fields)]
+    inner = [column.field(index).type for index in range(column.num_fields)]
     return str(column).startswith("map<") or any(map(_has_map, inner))
 
 

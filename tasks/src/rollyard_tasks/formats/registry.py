@@ -26,15 +26,15 @@ def task_format(name: str | None) -> TaskFormat:
         FormatUnknown: The format is not installed, or is no subclass of TaskFormat.
     """
     name = name or DEFAULT
-    found = {point.name: point for point in entry_points(group=GROUP)}
-    if name not in found:
+    points = {point.name: point for point in entry_points(group=GROUP)}
+    if name not in points:
         raise FormatUnknown(
-            f"no task format {name!r} is installed; installed: {', '.join(sorted(found)) or 'none'}"
+            f"no task format {name!r} is installed; installed: {', '.join(sorted(points)) or 'none'}"
         )
-    made = found[name].load()
-    if not isinstance(made, type) or not issubclass(made, TaskFormat):
+    loaded = points[name].load()
+    if not isinstance(loaded, type) or not issubclass(loaded, TaskFormat):
         raise FormatUnknown(f"the task format {name!r} is no subclass of TaskFormat")
-    return made()
+    return loaded()
 
 
 Layout = tuple[str, tuple[str, ...]]
@@ -43,14 +43,14 @@ Layout = tuple[str, tuple[str, ...]]
 
 def layouts() -> list[Layout]:
     """Return the layouts of all installed formats. Those with the most columns come first."""
-    found: list[Layout] = []
+    result: list[Layout] = []
     for point in entry_points(group=GROUP):
         try:
-            made = point.load()
+            loaded = point.load()
         except Exception:
             continue  # A package that cannot be loaded must not hide what is wrong with a row.
-        found += [(point.name, columns) for columns in getattr(made, "columns", ())]
-    return sorted(found, key=lambda layout: (-len(layout[1]), layout[0]))
+        result += [(point.name, columns) for columns in getattr(loaded, "columns", ())]
+    return sorted(result, key=lambda layout: (-len(layout[1]), layout[0]))
 
 
 def other_format(filled: Iterable[str], name: str | None, known: Sequence[Layout]) -> str:
@@ -67,7 +67,7 @@ def other_format(filled: Iterable[str], name: str | None, known: Sequence[Layout
     if not best or (name or DEFAULT) in dict(best):
         return ""
     columns = best[0][1]
-    others = [other for other, those in best if those == columns]
+    others = [layout_name for layout_name, layout_columns in best if layout_columns == columns]
     if others == [DEFAULT] and name in dict(fits):
         return ""  # A conversation with an id is one in both formats, which refuse the same messages.
     listed = f"{', '.join(columns[:-1])} and {columns[-1]}" if len(columns) > 1 else columns[0]

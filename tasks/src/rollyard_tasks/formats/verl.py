@@ -29,24 +29,24 @@ class VerlFormat(TaskFormat):
         """Return the task of a row, whose id is `data_source/split/index` where the row has all three."""
         source = row.text("data_source")
         extra = row.row("extra_info", optional=True)
-        found: dict[str, Any] = {"messages": row.chat("prompt")}
+        fields: dict[str, Any] = {"messages": row.chat("prompt")}
         reward = row.row("reward_model")
         tests = _tests(reward)
         if tests is not None:
-            found["tests"] = tests
+            fields["tests"] = tests
         else:
-            found |= answer_fields(reward, "ground_truth")
+            fields |= answer_fields(reward, "ground_truth")
         if tests is None and str(row.values.get("ability", "")).lower() in _CHOICE_ABILITIES:
-            if "answers" in found:
+            if "answers" in fields:
                 raise RowRefused(reward.name("ground_truth"), "must be one letter for multiple choice")
-            found["choices"] = _choices(extra, found["answer"])
+            fields["choices"] = _choices(extra, fields["answer"])
         split, index = extra.values.get("split"), extra.values.get("index")
         if split is not None and index is not None:
-            found["id"] = task_id(source, split, index)
-        found["metadata"] = {"data_source": source, "extra_info": dict(extra.values)}
+            fields["id"] = task_id(source, split, index)
+        fields["metadata"] = {"data_source": source, "extra_info": dict(extra.values)}
         if "ability" in row.values:
-            found["metadata"]["ability"] = row.values["ability"]
-        return found
+            fields["metadata"]["ability"] = row.values["ability"]
+        return fields
 
 
 def _tests(reward: Row) -> dict[str, Any] | None:
@@ -58,12 +58,12 @@ def _tests(reward: Row) -> dict[str, Any] | None:
     if not isinstance(truth, dict) and not (isinstance(truth, str) and truth.lstrip().startswith("{")):
         return None
     try:
-        found = reward.row("ground_truth")
+        row = reward.row("ground_truth")
     except RowRefused:
         return None  # A set such as {1, 2} is an answer.
-    if "inputs" not in found.values:
+    if "inputs" not in row.values:
         return None
-    return call_tests(found)
+    return call_tests(row)
 
 
 def _listed_tests(reward: Row) -> dict[str, Any] | None:
@@ -81,12 +81,12 @@ def _listed_tests(reward: Row) -> dict[str, Any] | None:
         return None
     names: set[str] = set()
     inputs, outputs = [], []
-    for place, case in enumerate(truth):
-        found = Row(case, reward.number, f"{reward.name('ground_truth')}[{place}]")
-        inputs.append(found.text("input", ""))
-        outputs.append(found.text("output", ""))
-        metadata = found.row("metadata", optional=True)
-        functional = found.text("testtype", "stdin") == "functional"
+    for index, case in enumerate(truth):
+        test = Row(case, reward.number, f"{reward.name('ground_truth')}[{index}]")
+        inputs.append(test.text("input", ""))
+        outputs.append(test.text("output", ""))
+        metadata = test.row("metadata", optional=True)
+        functional = test.text("testtype", "stdin") == "functional"
         names.add(metadata.text("func_name") if functional else "")
     if len(names) > 1:
         raise RowRefused(reward.name("ground_truth"), "must call the same function in all tests")

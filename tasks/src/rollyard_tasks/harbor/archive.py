@@ -40,7 +40,7 @@ def read_folder(folder: Path) -> Contents:
     Raises:
         FolderRefused: The folder holds a symbolic link or a special file, cannot be read, or is too large.
     """
-    found: Contents = {}
+    contents: Contents = {}
     room = MAX_BYTES
     try:
         top = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
@@ -59,12 +59,12 @@ def read_folder(folder: Path) -> Contents:
                     raise FolderRefused(f"{path}: is a symbolic link, which a task folder must not hold")
                 data = _read(name, descriptor, path, room)
                 room -= len(data)
-                _add(found, path, data, bool(info.st_mode & 0o100))
+                _add(contents, path, data, bool(info.st_mode & 0o100))
     except OSError as error:
         raise FolderRefused(f"{error.filename or folder.name}: {error.strerror}") from error
     finally:
         os.close(top)
-    return found
+    return contents
 
 
 def _raise(error: OSError) -> None:
@@ -84,14 +84,14 @@ def _read(name: str, folder: int, path: str, room: int) -> bytes:
         return data
 
 
-def _add(found: Contents, path: str, data: bytes, executable: bool) -> None:
+def _add(contents: Contents, path: str, data: bytes, executable: bool) -> None:
     if problem := path_problem(path):
         raise FolderRefused(f"{path[:200]!r}: {problem}")
-    if path in found:
+    if path in contents:
         raise FolderRefused(f"{path}: stands twice in the archive")
-    if len(found) >= MAX_FILES:
+    if len(contents) >= MAX_FILES:
         raise FolderRefused(f"holds more than {MAX_FILES} files")
-    found[path] = (data, executable)
+    contents[path] = (data, executable)
 
 
 def _too_large(path: str) -> FolderRefused:
@@ -103,14 +103,14 @@ def _too_large(path: str) -> FolderRefused:
 
 def pack(contents: Contents) -> str:
     """Return a compressed tar archive of the files, in base64. Equal files give equal texts."""
-    held = io.BytesIO()
-    with tarfile.open(fileobj=held, mode="w") as archive:
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w") as archive:
         for path, (data, executable) in sorted(contents.items()):
             entry = tarfile.TarInfo(path)
             entry.size, entry.mode = len(data), 0o755 if executable else 0o644
             archive.addfile(entry, io.BytesIO(data))
     packer = zlib.compressobj(6, zlib.DEFLATED, 31)
-    return base64.b64encode(packer.compress(held.getvalue()) + packer.flush()).decode()
+    return base64.b64encode(packer.compress(buffer.getvalue()) + packer.flush()).decode()
 
 
 def unpack(text: str) -> Contents:
@@ -128,7 +128,7 @@ def unpack(text: str) -> Contents:
         data = _inflated(data)
     if len(data) > _MAX_ARCHIVE:
         raise FolderRefused(f"the archive is longer than {_MAX_ARCHIVE} bytes")
-    found: Contents = {}
+    contents: Contents = {}
     room = MAX_BYTES
     try:
         with tarfile.open(fileobj=io.BytesIO(data), mode="r:") as archive:
@@ -147,20 +147,20 @@ def unpack(text: str) -> Contents:
                 content = file.read() if file is not None else b""
                 if len(content) != entry.size:
                     raise FolderRefused(f"{path[:200]}: the archive is cut off")
-                _add(found, path, content, bool(entry.mode & 0o100))
+                _add(contents, path, content, bool(entry.mode & 0o100))
     except (tarfile.TarError, OSError, ValueError, EOFError) as error:
         if isinstance(error, FolderRefused):
             raise
         raise FolderRefused(f"the archive cannot be read ({type(error).__name__})") from error
-    return found
+    return contents
 
 
 def _inflated(data: bytes) -> bytes:
     reader = zlib.decompressobj(31)
     try:
-        found = reader.decompress(data, _MAX_ARCHIVE + 1)
+        archive = reader.decompress(data, _MAX_ARCHIVE + 1)
     except zlib.error as error:
         raise FolderRefused("the compressed archive is damaged") from error
-    if len(found) <= _MAX_ARCHIVE and not reader.eof:
+    if len(archive) <= _MAX_ARCHIVE and not reader.eof:
         raise FolderRefused("the compressed archive is cut off")
-    return found
+    return archive

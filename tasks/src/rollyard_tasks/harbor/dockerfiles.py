@@ -24,10 +24,10 @@ def image_name(folder: HarborFolder, top: str) -> str:
     """
     if not folder.has(f"{top}/Dockerfile"):
         return ""
-    held = hashlib.sha256()
+    digest = hashlib.sha256()
     for path, (data, mode) in sorted(folder.below(top).items()):
-        held.update(f"{path}\0{mode:o}\0{hashlib.sha256(data).hexdigest()}\n".encode())
-    return f"{DOCKERFILE_IMAGE}{held.hexdigest()[:32]}"
+        digest.update(f"{path}\0{mode:o}\0{hashlib.sha256(data).hexdigest()}\n".encode())
+    return f"{DOCKERFILE_IMAGE}{digest.hexdigest()[:32]}"
 
 
 def last_workdir(text: str) -> str:
@@ -36,14 +36,14 @@ def last_workdir(text: str) -> str:
     Raises:
         HarborRefused: It depends on more than the Dockerfile's own plain words.
     """
-    found = ""
+    workdir = ""
     for number, line in enumerate(text.splitlines(), 1):
         if match := _WORKDIR.fullmatch(line):
             path = match[1]
-            if not _PLAIN.fullmatch(path) or not (found or path.startswith("/")) or ".." in path.split("/"):
+            if not _PLAIN.fullmatch(path) or not (workdir or path.startswith("/")) or ".." in path.split("/"):
                 raise HarborRefused(
                     "environment/Dockerfile",
                     f"line {number}: this WORKDIR is not read; give environment.workdir in task.toml",
                 )
-            found = posixpath.join(found, path).rstrip("/")
-    return found
+            workdir = posixpath.join(workdir, path).rstrip("/")
+    return workdir

@@ -187,6 +187,7 @@ def harbor_plan(folder: HarborFolder) -> HarborPlan:
     workdir = environment.workdir or own_workdir or WORKDIR
     if not image and workdir != WORKDIR and (problem := folder_problem(workdir)):
         raise HarborRefused("environment.workdir", f"{problem}, where the task names no docker_image")
+    notes = {UNKNOWN_KEYS: dict(root.reading.unknown), IGNORED_KEYS: list(root.reading.ignored)}
     return HarborPlan(
         steps=steps,
         strategy=strategy,
@@ -204,24 +205,20 @@ def harbor_plan(folder: HarborFolder) -> HarborPlan:
         hosts=hosts,
         tests_hosts=tests_hosts,
         reward_key=root.reading.options.reward_key or "",
-        metadata={key: value for key, value in {**about, **_notes(root)}.items() if value},
+        metadata={key: value for key, value in {**about, **notes}.items() if value},
     )
 
 
 def _strategy(root: Table) -> Literal["mean", "final"]:
     usual, other = "multi_step_reward_strategy", "multi_step_reward_mode"
-    found = {root.choice(key, ("mean", "final"), "mean") for key in (usual, other) if root.has(key)}
-    if len(found) > 1:
+    strategies = {root.choice(key, ("mean", "final"), "mean") for key in (usual, other) if root.has(key)}
+    if len(strategies) > 1:
         raise root.refused(other, f"says something else than {usual}: give one of them")
-    return "final" if "final" in found else "mean"
+    return "final" if "final" in strategies else "mean"
 
 
 def _is_public(stated: StatedNetwork | None, hosts: tuple[str, ...] | None) -> bool:
     return hosts is None and stated is not None and stated.public
-
-
-def _notes(root: Table) -> dict[str, Any]:
-    return {UNKNOWN_KEYS: dict(root.reading.unknown), IGNORED_KEYS: list(root.reading.ignored)}
 
 
 def solution_calls(plan: HarborPlan, step: HarborStep) -> list[dict[str, Any]]:
@@ -233,20 +230,20 @@ def solution_calls(plan: HarborPlan, step: HarborStep) -> list[dict[str, Any]]:
     return [{"name": "bash", "arguments": {"command": command}}]
 
 
-def resource_problems(plan: HarborPlan, given: SandboxResources) -> list[str]:
+def resource_problems(plan: HarborPlan, resources: SandboxResources) -> list[str]:
     """Return what of a job's `sandbox.resources` is less than a task folder asks for."""
-    wanted: list[tuple[str, str, float, str]] = [
-        ("cpus", "cpu", plan.cpus, given.cpu),
-        ("memory_mb", "memory", plan.memory_bytes, given.memory),
-        ("storage_mb", "disk", plan.disk_bytes, given.disk),
+    requirements: list[tuple[str, str, float, str]] = [
+        ("cpus", "cpu", plan.cpus, resources.cpu),
+        ("memory_mb", "memory", plan.memory_bytes, resources.memory),
+        ("storage_mb", "disk", plan.disk_bytes, resources.disk),
     ]
     problems = []
-    for theirs, ours, amount, quantity in wanted:
+    for task_key, job_key, amount, quantity in requirements:
         if parse_quantity(quantity) < amount:
-            shown = f"{amount:g}" if ours == "cpu" else f"{int(amount) >> 20}Mi"
+            shown = f"{amount:g}" if job_key == "cpu" else f"{int(amount) >> 20}Mi"
             problems.append(
-                f"environment.{theirs} of its task.toml asks for more than the job's "
-                f"sandbox.resources.{ours} gives ({quantity}): give at least {shown}"
+                f"environment.{task_key} of its task.toml asks for more than the job's "
+                f"sandbox.resources.{job_key} gives ({quantity}): give at least {shown}"
             )
     return problems
 
@@ -292,14 +289,14 @@ class _Verifier:
         self.separate = table.choice("environment_mode", ("shared", "separate"), usual_mode) == "separate"
         if own is not None and not self.separate:
             raise table.refused("environment", "needs environment_mode = 'separate'")
-        found = _Environment(table.inner(own or {}, "environment"), of_verifier=True)
-        if found.workdir:
+        environment = _Environment(table.inner(own or {}, "environment"), of_verifier=True)
+        if environment.workdir:
             raise table.refused("environment.workdir", "the tests begin in environment.workdir of the task")
-        self.image, self.cpus = found.image, found.cpus
-        self.memory_bytes, self.disk_bytes = found.memory_bytes, found.disk_bytes
-        self.env = {**found.env, **self.env}
+        self.image, self.cpus = environment.image, environment.cpus
+        self.memory_bytes, self.disk_bytes = environment.memory_bytes, environment.disk_bytes
+        self.env = {**environment.env, **self.env}
         self.network = stated_network(table)
-        self.environment_network = found.network
+        self.environment_network = environment.network
         table.absent("collect", "commands that collect artifacts are not run here; name artifacts instead")
         table.absent("continuous", "an agent of a rollout learns nothing of its tests before Eval")
         _nothing_else(table)
@@ -320,20 +317,20 @@ def _no_compose(folder: HarborFolder) -> None:
 
 
 def _healthcheck(table: Table) -> Healthcheck | None:
-    found = table.table("healthcheck")
-    command = found.text("command")
+    section = table.table("healthcheck")
+    command = section.text("command")
     if not command:
-        found.end()
+        section.end()
         return None
     check = Healthcheck(
         command=command,
-        interval=found.amount("interval_sec") or 0.0,
-        timeout=found.seconds("timeout_sec", 30.0) or 30.0,
-        start=found.amount("start_period_sec") or 0.0,
-        retries=int(found.amount("retries") or 3),
+        interval=section.amount("interval_sec") or 0.0,
+        timeout=section.seconds("timeout_sec", 30.0) or 30.0,
+        start=section.amount("start_period_sec") or 0.0,
+        retries=int(section.amount("retries") or 3),
     )
-    found.skip("start_interval_sec")
-    found.end()
+    section.skip("start_interval_sec")
+    section.end()
     return check
 
 
@@ -383,11 +380,11 @@ def _table_step(
 
 def _least(table: Table) -> dict[str, float]:
     value = table.take("min_reward", (int, float, dict), "a number or a table of numbers")
-    found = {} if value is None else value if isinstance(value, dict) else {"reward": value}
-    for number in found.values():
+    rewards = {} if value is None else value if isinstance(value, dict) else {"reward": value}
+    for number in rewards.values():
         if isinstance(number, bool) or not isinstance(number, int | float) or not math.isfinite(number):
             raise table.refused("min_reward", "must be a number or a table of numbers")
-    return {key: float(number) for key, number in found.items()}
+    return {key: float(number) for key, number in rewards.items()}
 
 
 def _step(
@@ -424,9 +421,9 @@ def _step(
 def _plain(value: Any) -> Any:
     """Return a value of TOML as JSON has it: dates become texts, and numbers that JSON lacks become None."""
     if isinstance(value, dict):
-        return {str(key): _plain(one) for key, one in value.items()}
+        return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, list):
-        return [_plain(one) for one in value]
+        return [_plain(item) for item in value]
     if isinstance(value, float) and not math.isfinite(value):
         return None
     return value if isinstance(value, str | int | float | bool | None) else str(value)
@@ -492,16 +489,16 @@ def allowed_hosts(reading: Reading, *stated: StatedNetwork | None) -> tuple[str,
     Raises:
         HarborRefused: Every host is asked for, and the job's options do not say what becomes of that.
     """
-    wanted = next((one for one in stated if one is not None), None)
-    if wanted is None:
+    network = next((each for each in stated if each is not None), None)
+    if network is None:
         return None
-    if wanted.asks and reading.options.network == "ignore":
-        reading.ignored[wanted.field] = None
+    if network.asks and reading.options.network == "ignore":
+        reading.ignored[network.field] = None
         return ()
-    if not wanted.public:
-        return wanted.hosts
+    if not network.public:
+        return network.hosts
     if reading.options.network != "allow":
-        raise wanted.refused(
+        raise network.refused(
             "asks for every host, and a sandbox reaches those of a list at most: say network_mode = "
             "'allowlist' with allowed_hosts, or 'no-network', or in the job tasks.harbor.network: ignore or "
             "allow"

@@ -84,12 +84,12 @@ class Table:
         self._known.append(key)
         return key in self._values
 
-    def take(self, key: str, kind: type | tuple[type, ...], what: str) -> Any:
+    def take(self, key: str, kind: type | tuple[type, ...], expected: str) -> Any:
         """Return a value and mark it as read; the value is None where the key is absent."""
         value = self.free(key)
         # A truth value is a number to Python, and to no reader of the file.
         if value is not None and (not isinstance(value, kind) or isinstance(value, bool)):
-            raise self.refused(key, f"must be {what}")
+            raise self.refused(key, f"must be {expected}")
         return value
 
     def text(self, key: str, default: str = "") -> str:
@@ -120,11 +120,11 @@ class Table:
             raise self.refused(key, "must be a number from 0 to 10⁹")
         return value
 
-    def _number(self, key: str, what: str) -> float | None:
+    def _number(self, key: str, expected: str) -> float | None:
         """Return a number, which may be written as a text, as Harbor reads it."""
-        value = self.take(key, (int, float, str), what)
+        value = self.take(key, (int, float, str), expected)
         if isinstance(value, str) and not _NUMBER.fullmatch(value):
-            raise self.refused(key, f"must be {what}")
+            raise self.refused(key, f"must be {expected}")
         return None if value is None else float(value)
 
     def size(self, key: str) -> int:
@@ -136,14 +136,14 @@ class Table:
             HarborRefused: The text has no unit, or both are given and differ.
         """
         in_mib, text = self.amount(f"{key}_mb"), self.take(key, str, "a text such as '2G' or '512M'")
-        given = None if in_mib is None else int(in_mib * (1 << 20))
+        from_mib = None if in_mib is None else int(in_mib * (1 << 20))
         if text is None:
-            return given or 0
+            return from_mib or 0
         match = _SIZE.fullmatch(text.strip())
         if match is None:
             raise self.refused(key, f"is {text[:50]!r}, expected a number with K, M, G or T, such as '2G'")
         size = int(float(match[1]) * _UNITS[match[2].upper()])
-        if given is not None and given != size:
+        if from_mib is not None and from_mib != size:
             raise self.refused(key, f"is {text[:50]!r}, and {key}_mb is {in_mib:g}: give one of them")
         return size
 
@@ -157,10 +157,10 @@ class Table:
 
     def tables(self, key: str) -> list[Table]:
         """Return the list of tables below a key."""
-        found = self.take(key, list, "a list of tables") or []
-        if not all(isinstance(values, dict) for values in found):
+        entries = self.take(key, list, "a list of tables") or []
+        if not all(isinstance(values, dict) for values in entries):
             raise self.refused(key, "must be a list of tables")
-        return [self.inner(values, f"{key}[{place}]") for place, values in enumerate(found)]
+        return [self.inner(values, f"{key}[{index}]") for index, values in enumerate(entries)]
 
     def env(self, key: str) -> dict[str, str]:
         """Return environment variables. `${NAME:-default}` stands for its default.
@@ -171,7 +171,7 @@ class Table:
             HarborRefused: A value is no text, or names a variable that has no default.
         """
         values = self.take(key, dict, "a table of texts") or {}
-        found: dict[str, str] = {}
+        variables: dict[str, str] = {}
         for name, value in values.items():
             if not isinstance(value, str):
                 raise self.refused(f"{key}.{name[:100]}", "must be a text")
@@ -182,8 +182,8 @@ class Table:
                         f"names the variable {match[1]} of the machine that runs the task, which is not "
                         f"passed on; write ${{{match[1]}:-default}} or the value itself",
                     )
-            found[name] = _DEFAULTED.sub(lambda match: match[3], value)
-        return found
+            variables[name] = _DEFAULTED.sub(lambda match: match[3], value)
+        return variables
 
     def absent(self, key: str, why: str) -> None:
         """Check that a key is absent, or that its value asks for nothing.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from rollyard_crds.telemetry.spans import TraceSpan
+from rollyard_process.telemetry.spans import TraceSpan
 
 
 @dataclass(slots=True)

@@ -8,9 +8,31 @@ from typing import Final
 _HEADERS: Final = (("diff --git a/", " b/", ""), ('diff --git "a/', '" "b/', '"'))
 """What stands before, between and after the two names in the first line of a file's diff."""
 _NO_TESTS: Final = (
-    ".bmp", ".cfg", ".csv", ".gif", ".gz", ".html", ".ico", ".in", ".ini", ".jpeg", ".jpg", ".json", ".lock",
-    ".md", ".pkl", ".png", ".rst", ".svg", ".toml", ".txt", ".xml", ".yaml", ".yml", ".zip",
-)  # fmt: skip
+    ".bmp",
+    ".cfg",
+    ".csv",
+    ".gif",
+    ".gz",
+    ".html",
+    ".ico",
+    ".in",
+    ".ini",
+    ".jpeg",
+    ".jpg",
+    ".json",
+    ".lock",
+    ".md",
+    ".pkl",
+    ".png",
+    ".rst",
+    ".svg",
+    ".toml",
+    ".txt",
+    ".xml",
+    ".yaml",
+    ".yml",
+    ".zip",
+)
 """Ends of names of files that are data of tests, and that no test command takes."""
 
 

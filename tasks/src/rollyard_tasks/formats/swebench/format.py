@@ -39,9 +39,15 @@ _UNREPORTED: Final = re.compile(
 the place of a name: `PASSED [100%]` and `PASSED [ 50%]` after a test that prints, `SKIPPED [1]`, headings."""
 _KNOWN: Final = frozenset(get_args(LogParser))
 _OTHERS: Final = {
-    "pytest_with_options": "pytest_options", "gotest": "go", "go_test": "go", "rust": "cargo",
-    "cargo_test": "cargo", "vitest": "jest", "python_unittest": "unittest", "tap_node": "tap",
-}  # fmt: skip
+    "pytest_with_options": "pytest_options",
+    "gotest": "go",
+    "go_test": "go",
+    "rust": "cargo",
+    "cargo_test": "cargo",
+    "vitest": "jest",
+    "python_unittest": "unittest",
+    "tap_node": "tap",
+}
 """The names of log parsers in other projects' rows, and what they are called here."""
 _ACTIVATE: Final = "source /opt/miniconda3/bin/activate\nconda activate testbed"
 """The commands that make ready the environment of an image of SWE-bench."""
@@ -63,9 +69,12 @@ class SweBenchFormat(TaskFormat):
     """
 
     columns = (
-        ("instance_id", "eval_script"), ("instance_id", "install_config"), ("instance_id", "test_patch"),
-        ("instance_id", "image_name"), ("docker_image", "expected_output_json"),
-    )  # fmt: skip
+        ("instance_id", "eval_script"),
+        ("instance_id", "install_config"),
+        ("instance_id", "test_patch"),
+        ("instance_id", "image_name"),
+        ("docker_image", "expected_output_json"),
+    )
 
     def __init__(self) -> None:
         self._specs: Mapping[str, Any] | None = None
@@ -76,14 +85,14 @@ class SweBenchFormat(TaskFormat):
         Raises:
             RowRefused: The file has another form.
         """
-        found = Row(specs, 0, "specs").row("repos")
-        for name in found.values:
-            repo = found.row(name)
+        repos = Row(specs, 0, "specs").row("repos")
+        for name in repos.values:
+            repo = repos.row(name)
             repo.text("log_parser")
             versions = repo.row("versions")
             for version in versions.values:
                 versions.row(version).text("test_cmd")
-        self._specs = found.values
+        self._specs = repos.values
 
     def task(self, row: Row) -> dict[str, Any]:
         """Return the task of a row."""
@@ -91,33 +100,33 @@ class SweBenchFormat(TaskFormat):
         filled = row.values
         row.text("image", "")  # A container's in all of these data sets, where it is another column's or not.
         if _EXPECTED in filled:
-            found = _r2e(row)
+            fields = _r2e(row)
         elif "eval_script" in filled:
-            found = _version_5(row)
+            fields = _version_5(row)
         elif "install_config" in filled:
-            found = _rebench(row)
+            fields = _rebench(row)
         elif "test_patch" in filled:
-            found = self._classic(row)
+            fields = self._classic(row)
         elif "image_name" in filled:
-            found = _smith(row)
+            fields = _smith(row)
         else:
             raise RowRefused(
                 "eval_script",
                 "is missing, and no other column tells the data set: install_config (SWE-rebench), "
                 "expected_output_json (R2E), test_patch (SWE-bench, SWE-Gym), image_name (SWE-smith)",
             )
-        dropped = found.pop(DROPPED_TESTS)
-        folder = found["swe"]["repository"]["path"]
+        dropped = fields.pop(DROPPED_TESTS)
+        folder = fields["swe"]["repository"]["path"]
         shown = folder if folder.startswith("/") else f"the folder {folder}"
         interface = row.text("interface", "").strip()
-        found["prompt"] = _REQUEST.format(folder=shown) + row.text("problem_statement")
-        found["prompt"] += f"{_INTERFACE}{interface}" if interface else ""
+        fields["prompt"] = _REQUEST.format(folder=shown) + row.text("problem_statement")
+        fields["prompt"] += f"{_INTERFACE}{interface}" if interface else ""
         if "instance_id" in filled:
-            found["id"] = task_id(row.text("instance_id"))
-        found["metadata"] = {name: filled[name] for name in _KEPT if name in filled}
+            fields["id"] = task_id(row.text("instance_id"))
+        fields["metadata"] = {name: filled[name] for name in _KEPT if name in filled}
         if dropped:
-            found["metadata"][DROPPED_TESTS] = list(dict.fromkeys(dropped))
-        return found
+            fields["metadata"][DROPPED_TESTS] = list(dict.fromkeys(dropped))
+        return fields
 
     def _classic(self, row: Row) -> dict[str, Any]:
         repo, version = row.text("repo"), row.text("version")
@@ -130,19 +139,19 @@ class SweBenchFormat(TaskFormat):
         spec = Row(self._specs, row.number).row(repo, optional=True)
         if not spec.values:
             raise RowRefused("repo", "has no entry in tasks.specs")
-        each = spec.row("versions").row(version, optional=True)
-        if not each.values:
+        version_spec = spec.row("versions").row(version, optional=True)
+        if not version_spec.values:
             raise RowRefused("version", "has no entry for this repository in tasks.specs")
         files = _labels(repo, files_to_test(row.text("test_patch")))
-        before = [_ACTIVATE, f"cd {_TESTBED}", *_texts(each, "eval_commands")]
-        install = each.text("install", "")
+        preparation = [_ACTIVATE, f"cd {_TESTBED}", *_texts(version_spec, "eval_commands")]
+        install = version_spec.text("install", "")
         if install:
-            before.append(install)
+            preparation.append(install)
         name = row.text("instance_id")
         image = f"swebench/sweb.eval.x86_64.{name.lower().replace('__', '_1776_')}:latest"
         if "environment_setup_commit" not in row.values:
             image = f"xingyaoww/sweb.eval.x86_64.{name.lower().replace('__', '_s_')}:latest"
-        script = _script_of(_TESTBED, before, [each.text("test_cmd")], files)
+        script = _script_of(_TESTBED, preparation, [version_spec.text("test_cmd")], files)
         log_parser = _parser(row, spec.text("log_parser"), "repo")
         return _task(row, row.text("image", image), _TESTBED, script, log_parser, row.text("test_patch"))
 
@@ -153,11 +162,11 @@ def _version_5(row: Row) -> dict[str, Any]:
     kind = row.text("eval_type", "pass_and_fail")
     if kind not in ("pass_and_fail", "fail_only"):
         raise RowRefused("eval_type", "must be pass_and_fail or fail_only")
-    found = _task(row, row.text("image", ""), _TESTBED, script, log_parser, "")
+    fields = _task(row, row.text("image", ""), _TESTBED, script, log_parser, "")
     # The script holds the hidden tests as a diff. What the policy does to these files must not be in its way.
-    found["swe"]["protected"] = changed_files(script)
-    found["swe"]["absent_passes"] = kind == "fail_only"
-    return found
+    fields["swe"]["protected"] = changed_files(script)
+    fields["swe"]["absent_passes"] = kind == "fail_only"
+    return fields
 
 
 def _rebench(row: Row) -> dict[str, Any]:
@@ -171,40 +180,40 @@ def _rebench(row: Row) -> dict[str, Any]:
     folder, name = _TESTBED, row.text("instance_id")
     if listed:
         # The second version has images of its own, in which the folder has the repository's name.
-        folder, before, files = f"/{row.text('repo').split('/')[-1]}", [], []
+        folder, preparation, files = f"/{row.text('repo').split('/')[-1]}", [], []
         image = row.text("image_name", "" if "repository" in row.values else None)
     else:
-        before, files = [_ACTIVATE], files_to_test(patch)
+        preparation, files = [_ACTIVATE], files_to_test(patch)
         image = f"swerebench/sweb.eval.x86_64.{name.lower().replace('__', '_1776_')}:latest"
         image = "" if "repository" in row.values else image
         for column in ("image", "image_name", "docker_image"):
             image = row.text(column, image)
     if "repository" in row.values:
-        before, folder = [], "."
-    script = _script_of(folder, before, commands, files)
-    found = _task(row, image, folder, script, log_parser, patch)
+        preparation, folder = [], "."
+    script = _script_of(folder, preparation, commands, files)
+    fields = _task(row, image, folder, script, log_parser, patch)
     if len(commands) > 1:
-        found["swe"]["verdict"] = "log"  # A report is that of one run of pytest.
-    return found
+        fields["swe"]["verdict"] = "log"  # A report is that of one run of pytest.
+    return fields
 
 
 def _smith(row: Row) -> dict[str, Any]:
     bug = row.text("patch")
-    wanted = _names(row, "FAIL_TO_PASS")[0] + _names(row, "PASS_TO_PASS")[0]
+    tests = _names(row, "FAIL_TO_PASS")[0] + _names(row, "PASS_TO_PASS")[0]
     command = "python -m pytest -rA --color=no --tb=short -p no:cacheprovider"
-    script = _script_of(_TESTBED, [_ACTIVATE], [command], _files_of(wanted))
-    found = _task(row, row.text("image_name"), _TESTBED, script, "pytest", "", bug=bug)
-    found["swe"]["protected"] = _files_of(wanted)
-    return found
+    script = _script_of(_TESTBED, [_ACTIVATE], [command], _files_of(tests))
+    fields = _task(row, row.text("image_name"), _TESTBED, script, "pytest", "", bug=bug)
+    fields["swe"]["protected"] = _files_of(tests)
+    return fields
 
 
 def _r2e(row: Row) -> dict[str, Any]:
     if row.values.get("repo_name") == "tornado":
         raise RowRefused("repo_name", "has test output that no parser here reads")
-    given = row.row(_EXPECTED).values
-    if not all(isinstance(status, str) for status in given.values()):
+    statuses = row.row(_EXPECTED).values
+    if not all(isinstance(status, str) for status in statuses.values()):
         raise RowRefused(_EXPECTED, "must be an object of texts")
-    tests, dropped = _reported(row, _EXPECTED, list(given))
+    tests, dropped = _reported(row, _EXPECTED, list(statuses))
     if not tests:
         raise RowRefused(_EXPECTED, "must not be empty")
     repository = {"path": _TESTBED, "hidden": list(_R2E_HIDDEN)}
@@ -214,7 +223,7 @@ def _r2e(row: Row) -> dict[str, Any]:
             "repository": repository,
             "script": _R2E_SCRIPT,
             "log_parser": "r2e",
-            "expected": {test: given[test] for test in tests},
+            "expected": {test: statuses[test] for test in tests},
             "protected": list(_R2E_HIDDEN[1:]),
         },
         DROPPED_TESTS: dropped,
@@ -243,13 +252,13 @@ def _task(
     }
     if patch:
         swe["patch"] = patch
-    found: dict[str, Any] = {"swe": swe, DROPPED_TESTS: dropped + others}
+    fields: dict[str, Any] = {"swe": swe, DROPPED_TESTS: dropped + others}
     if image:
-        found["sandbox"] = {"image": _image(image)}
+        fields["sandbox"] = {"image": _image(image)}
     gold = bug or row.text("patch", "")
     if gold:
-        found["solution"] = [_applying(gold, repository["path"], reverse=bool(bug))]
-    return found
+        fields["solution"] = [_applying(gold, repository["path"], reverse=bool(bug))]
+    return fields
 
 
 def _folder(row: Row, folder: str) -> str:
@@ -282,18 +291,18 @@ def _names(row: Row, field: str) -> tuple[list[str], list[str]]:
     return _reported(row, field, row.items(field) if field in row.values else [])
 
 
-def _reported(row: Row, field: str, given: list[Any]) -> tuple[list[str], list[str]]:
+def _reported(row: Row, field: str, listed: list[Any]) -> tuple[list[str], list[str]]:
     """Return the names of tests that a test runner can report, and the others.
 
     Raises:
         RowRefused: A name is no text, or none is left of those that have to pass.
     """
-    for place, name in enumerate(given):
+    for index, name in enumerate(listed):
         if not isinstance(name, str):
-            raise RowRefused(f"{row.name(field)}[{place}]", "must be a text")
-    dropped = [name for name in given if _UNREPORTED.fullmatch("".join(name.split()))]
+            raise RowRefused(f"{row.name(field)}[{index}]", "must be a text")
+    dropped = [name for name in listed if _UNREPORTED.fullmatch("".join(name.split()))]
     left_out = set(dropped)
-    names = [name for name in given if name not in left_out]
+    names = [name for name in listed if name not in left_out]
     if dropped and not names and field != "PASS_TO_PASS":
         problem, shown = "has no name that a test runner reports", ", ".join(map(ascii, dropped[:_NAMED]))
         raise RowRefused(field, problem, quoting=f"{field}: {problem} (got {shown})")
@@ -310,11 +319,11 @@ def _is_list(row: Row, field: str) -> bool:
 
 
 def _texts(row: Row, field: str) -> list[str]:
-    found = row.items(field) if field in row.values else []
-    for place, each in enumerate(found):
-        if not isinstance(each, str) or not each:
-            raise RowRefused(f"{row.name(field)}[{place}]", "must be a text that is not empty")
-    return found
+    values = row.items(field) if field in row.values else []
+    for index, text in enumerate(values):
+        if not isinstance(text, str) or not text:
+            raise RowRefused(f"{row.name(field)}[{index}]", "must be a text that is not empty")
+    return values
 
 
 def _parser(row: Row, name: str, field: str) -> str:
@@ -330,17 +339,19 @@ def _parser(row: Row, name: str, field: str) -> str:
     return short
 
 
-def _script_of(folder: str, before: Sequence[str], commands: Sequence[str], arguments: Sequence[str]) -> str:
+def _script_of(
+    folder: str, preparation: Sequence[str], commands: Sequence[str], arguments: Sequence[str]
+) -> str:
     """Return a script that runs the test commands in a folder, and exits with the status of the last one.
 
     Args:
         folder: The absolute path of the repository.
-        before: Commands that prepare the tests. They may fail, as reinstalling does without a network.
+        preparation: Commands that prepare the tests. They may fail, as reinstalling does without a network.
         commands: The test commands.
         arguments: The files or labels that are added to each command.
     """
     added = "".join(f" {shlex.quote(argument)}" for argument in arguments)
-    lines = [*before, f"cd {shlex.quote(folder)}", f"echo '{_START}'"]
+    lines = [*preparation, f"cd {shlex.quote(folder)}", f"echo '{_START}'"]
     lines += [f"{command}{added}" for command in commands]
     return "\n".join([*lines, "rollyard_status=$?", f"echo '{_END}'", "exit $rollyard_status", ""])
 

@@ -36,7 +36,7 @@ from rollyard_pipeline.rewards.episode import MAX_MESSAGES, MAX_METADATA, MAX_TE
 from rollyard_pipeline.rewards.format_checks import FormatChecks, has_tags
 from rollyard_pipeline.rewards.service import service_score
 from rollyard_pipeline.rewards.shaping import Rewards
-from rollyard_pipeline.worker.failures import stage_failure
+from rollyard_pipeline.worker.worker import stage_failure
 from rollyard_testing.pace import patience
 
 FUNCTIONS = """

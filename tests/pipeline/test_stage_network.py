@@ -16,7 +16,7 @@ from rollyard_pipeline.registry import Registry
 from rollyard_pipeline.sandboxes import open_provider
 from rollyard_pipeline.sandboxes.errors import NetworkImpossible
 from rollyard_pipeline.stages.stages import Stages
-from rollyard_pipeline.worker.failures import stage_failure
+from rollyard_pipeline.worker.worker import stage_failure
 from rollyard_testing.sandboxes.outside import HOST, Outside
 
 

@@ -111,8 +111,8 @@ class ChildProcesses:
         word, _, about = line.partition(b" ")
         if word.strip() != b"ready":
             await end_child(child)
-            said = line[:500].decode(errors="replace").strip()
-            raise self._failed(f"{self._what} ended at its start: {said or 'is its package installed?'}")
+            output = line[:500].decode(errors="replace").strip()
+            raise self._failed(f"{self._what} ended at its start: {output or 'is its package installed?'}")
         self._greeting = json.loads(about) if about.strip() else {}
         return child
 

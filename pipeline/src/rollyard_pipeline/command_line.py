@@ -59,22 +59,22 @@ def assigned_options(options: argparse.Namespace, assignment: Assignment) -> arg
     fixed = ("url", "token_file", "run_dir", "sandbox", "node", "ready", "otlp_endpoint")
     try:
         parser = _parser(exit_on_error=False)
-        found, unknown = parser.parse_known_args([*options.given, *assignment.arguments])
+        assigned, unknown = parser.parse_known_args([*options.given, *assignment.arguments])
     except argparse.ArgumentError as error:
         raise OptionError(f"the assignment has arguments that cannot be used: {error}") from error
     if unknown:
         raise OptionError(f"the assignment has arguments that are not known here: {' '.join(unknown)}")
-    if found.node is None:
-        found.node = options.node
+    if assigned.node is None:
+        assigned.node = options.node
     for name in fixed:
-        if getattr(found, name) != getattr(options, name):
+        if getattr(assigned, name) != getattr(options, name):
             raise OptionError(f"the assignment may not change --{name.replace('_', '-')}")
-    if (found.job, found.namespace) != (assignment.job, options.namespace):
+    if (assigned.job, assigned.namespace) != (assignment.job, options.namespace):
         raise OptionError(
             f"the assignment is to job {assignment.job} in namespace {options.namespace}, and its arguments "
-            f"name job {found.job} in namespace {found.namespace}"
+            f"name job {assigned.job} in namespace {assigned.namespace}"
         )
-    return found
+    return assigned
 
 
 def stages_of(text: str) -> list[StageName]:
@@ -83,13 +83,13 @@ def stages_of(text: str) -> list[StageName]:
     Raises:
         OptionError: `text` names no stage, or something else.
     """
-    wanted = [name.strip() for name in text.split(",") if name.strip()]
-    unknown = sorted(set(wanted) - set(STAGES))
-    if unknown or not wanted:
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    unknown = sorted(set(names) - set(STAGES))
+    if unknown or not names:
         raise OptionError(
             f"--stages: {', '.join(unknown) or 'nothing'} given; expected some of {', '.join(STAGES)}"
         )
-    return [stage for stage in STAGES if stage in wanted]
+    return [stage for stage in STAGES if stage in names]
 
 
 def concurrency_of(text: str | None) -> dict[StageName, int]:
@@ -116,7 +116,7 @@ def apptainer_options(options: argparse.Namespace) -> ApptainerOptions | None:
     Raises:
         OptionError: An option for Apptainer was given together with another kind of sandbox.
     """
-    given = {
+    apptainer_only = {
         "--default-image": options.default_image,
         "--image-cache": options.image_cache,
         "--apptainer": options.apptainer,
@@ -124,7 +124,7 @@ def apptainer_options(options: argparse.Namespace) -> ApptainerOptions | None:
         "--build-dockerfiles": options.build_dockerfiles,
     }
     if options.sandbox != "apptainer":
-        for name, value in given.items():
+        for name, value in apptainer_only.items():
             if value:
                 raise OptionError(f"{name} goes with --sandbox apptainer (got --sandbox {options.sandbox})")
         return None

@@ -84,11 +84,11 @@ def stand_ready(prepared: list[str], arguments: Callable[[], list[str] | None]) 
         ready = Readiness()
         runner.run(ready.prepare(_provider_settings(known), known.chat_format))
         # Nothing of this process runs while it waits, neither its event loop nor its threads.
-        given = arguments()
-        if given is None:
+        argv = arguments()
+        if argv is None:
             runner.run(ready.aclose())
             return 0
-        return _main(runner, parse(given), ready)
+        return _main(runner, parse(argv), ready)
 
 
 def _main(runner: asyncio.Runner, options: argparse.Namespace, ready: Readiness) -> int:
@@ -136,8 +136,8 @@ async def _run(options: argparse.Namespace, ready: Readiness) -> int:
                 await ready.aclose()
                 return 0
             options, token = assigned_options(options, assignment), assignment.token
-        asked, destination = bool(options.otlp_endpoint), _traces(options)
-        with exporting(destination, SERVICE, options.name, asked=asked) as traces:
+        requested, destination = bool(options.otlp_endpoint), _traces(options)
+        with exporting(destination, SERVICE, options.name, asked=requested) as traces:
             await _work(options, token, ready, signals, traces)
     return 0
 
@@ -154,7 +154,7 @@ async def _work(
     traces: SpanExport | None,
 ) -> None:
     """Run the worker whose options and token are known."""
-    stages, given = stages_of(options.stages), concurrency_of(options.concurrency)
+    stages, concurrency = stages_of(options.stages), concurrency_of(options.concurrency)
     async with RestControlPlane(options.url, token) as control:
         settings = _provider_settings(options)
         if options.sandbox == PROVIDER:
@@ -163,7 +163,7 @@ async def _work(
         # The provider waits for programs that it asks, and meanwhile a core is free.
         await asyncio.gather(provider.start(), asyncio.to_thread(control.prepare))
         try:
-            places = await _places(options, control, stages, given)
+            places = await _places(options, control, stages, concurrency)
             async with BackendClient(request_timeout=options.request_timeout) as backends:
                 await signals.run(
                     Worker(control, backends, provider, _worker_options(options, places, ready, traces))
@@ -199,18 +199,18 @@ async def _places(
     options: argparse.Namespace,
     control: RestControlPlane,
     stages: list[StageName],
-    given: dict[StageName, int],
+    concurrency: dict[StageName, int],
 ) -> dict[StageName, int]:
     """Return the places of each stage: the given ones, else those of the worker's own job, else the defaults.
 
     Raises:
         ControlPlaneRefused: The places were not given for every stage, and the job is gone.
     """
-    if options.job is None or not set(stages) - set(given):
+    if options.job is None or not set(stages) - set(concurrency):
         spec = StagesSpec()
     else:
         spec = (await control.job_when_there(options.namespace, options.job)).stages
-    return {stage: given.get(stage, getattr(spec, stage).concurrency) for stage in stages}
+    return {stage: concurrency.get(stage, getattr(spec, stage).concurrency) for stage in stages}
 
 
 def _worker_options(

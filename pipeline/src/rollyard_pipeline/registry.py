@@ -62,7 +62,7 @@ class Registry:
         for group, classes in (overrides or {}).items():
             for name, cls in classes.items():
                 self._loaded[group, name] = cls
-        self._given = frozenset(self._loaded)
+        self._overridden = frozenset(self._loaded)
 
     def load_own(self) -> None:
         """Load the extensions of Rollyard's own distribution, so that `load` finds them at once."""
@@ -79,17 +79,17 @@ class Registry:
                 self._own = metadata.EntryPoints(())
         return self._own
 
-    def _found(self, group: str, name: str) -> list[metadata.EntryPoint]:
+    def _entries_of(self, group: str, name: str) -> list[metadata.EntryPoint]:
         """Return the entry points of `name`, those of Rollyard's own distribution first.
 
         These come from one file. Only other names require reading a file of each distribution.
         """
-        found = list(self._own_entries().select(group=group, name=name))
-        if not found:
+        entries = list(self._own_entries().select(group=group, name=name))
+        if not entries:
             if self._entries is None:
                 self._entries = metadata.entry_points()
-            found = list(self._entries.select(group=group, name=name))
-        return found
+            entries = list(self._entries.select(group=group, name=name))
+        return entries
 
     def load(self, group: str, name: str) -> Any:
         """Return the class called `name`.
@@ -110,7 +110,7 @@ class Registry:
 
     def is_ours(self, group: str, name: str) -> bool:
         """Return whether `name` stands for a class of Rollyard's own distribution, or an override."""
-        return (group, name) in self._given or bool(self._own_entries().select(group=group, name=name))
+        return (group, name) in self._overridden or bool(self._own_entries().select(group=group, name=name))
 
     def target(self, group: str, name: str) -> str:
         """Return where the class called `name` is, as `module:class`, without importing it.
@@ -124,10 +124,10 @@ class Registry:
         return self._entry(group, name).value
 
     def _entry(self, group: str, name: str) -> metadata.EntryPoint:
-        found = self._found(group, name)
-        if not found:
+        entries = self._entries_of(group, name)
+        if not entries:
             names = ", ".join(installed(group)) or "none"
             raise _UNKNOWN[group](
                 f"no {_NOUN[group]} '{name}' is installed on this worker; installed: {names}"
             )
-        return found[0]
+        return entries[0]

@@ -356,13 +356,13 @@ class BackendSession:
                     return done("length")
                 raise
             self.stats.requests += 1
-            kept = _verified(sample)
-            ids += sample.token_ids[:kept]
-            logprobs += sample.logprobs[:kept]
-            versions += sample.policy_versions[:kept]
-            part += kept > 0
-            if kept < len(sample.token_ids):
-                self.stats.discarded_tokens += len(sample.token_ids) - kept
+            verified = _verified(sample)
+            ids += sample.token_ids[:verified]
+            logprobs += sample.logprobs[:verified]
+            versions += sample.policy_versions[:verified]
+            part += verified > 0
+            if verified < len(sample.token_ids):
+                self.stats.discarded_tokens += len(sample.token_ids) - verified
                 unverified = await self._until_verified(unverified)
             elif sample.finish_reason != "abort":
                 await self._learn_mode(prompt)
@@ -507,9 +507,9 @@ def _verified(sample: Sample) -> int:
     """Return how many tokens precede the first that was sampled with unverified weights."""
     if not any(version.startswith(UNVERIFIED) for version in set(sample.policy_versions)):
         return len(sample.policy_versions)
-    for place, version in enumerate(sample.policy_versions):
+    for index, version in enumerate(sample.policy_versions):
         if version.startswith(UNVERIFIED):
-            return place
+            return index
     return len(sample.policy_versions)
 
 

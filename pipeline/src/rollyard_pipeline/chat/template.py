@@ -119,11 +119,11 @@ class ChatTemplate:
         It is usually empty. gpt-oss's template names a channel there, which the model samples by itself.
         """
         opening = [{"role": "user", "content": "a"}]
-        said = [*opening, {"role": "assistant", "content": "probe"}, {"role": "user", "content": "b"}]
+        conversation = [*opening, {"role": "assistant", "content": "probe"}, {"role": "user", "content": "b"}]
         now = datetime(2000, 1, 1)
         try:
-            before, after = self.render(opening, now=now), self.render(said, now=now)
+            before, after = self.render(opening, now=now), self.render(conversation, now=now)
         except TemplateError:
             return ""
-        prefix, found, _ = after.removeprefix(before).partition("probe")
-        return prefix if found and after.startswith(before) else ""
+        prefix, probe, _ = after.removeprefix(before).partition("probe")
+        return prefix if probe and after.startswith(before) else ""

@@ -68,19 +68,19 @@ class ChatTokenizer:
 
     def token_id(self, text: str) -> int | None:
         """Return the id of the token whose text is `text`, or None if the vocabulary has none."""
-        found: int | None = self._tokenizer.token_to_id(text)
-        return found
+        token: int | None = self._tokenizer.token_to_id(text)
+        return token
 
     def variables(self) -> dict[str, str]:
         """Return `bos_token`, `eos_token`, … as templates read them."""
-        found: dict[str, str] = {}
+        variables: dict[str, str] = {}
         for name in _TOKEN_NAMES:
             value = self._config.get(name)
             if isinstance(value, dict):
                 value = value.get("content")
             if isinstance(value, str):
-                found[name] = value
-        return found
+                variables[name] = value
+        return variables
 
     def escape(self, text: str) -> str:
         """Return `text` with a MARK inside everything that spells a control token.
@@ -177,11 +177,11 @@ def locate(name: str) -> Path:
 
 
 def _remedy(folder: Path) -> str:
-    other = next((name for name in _OTHER_FORMATS if any(folder.glob(name))), None)
-    if other is None:
+    file = next((name for name in _OTHER_FORMATS if any(folder.glob(name))), None)
+    if file is None:
         return "set the pool's spec.tokenizer to a folder that has one"
     return (
-        f"its {other} has to be converted once, with transformers and sentencepiece installed: "
+        f"its {file} has to be converted once, with transformers and sentencepiece installed: "
         f"AutoTokenizer.from_pretrained('{folder}').save_pretrained('NEW_FOLDER'); then set the pool's "
         "spec.tokenizer to NEW_FOLDER"
     )

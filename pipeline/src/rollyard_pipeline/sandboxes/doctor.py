@@ -65,16 +65,22 @@ async def apptainer_checks(
     """
     checks = []
     try:
-        found = await find_program(program)
+        container_program = await find_program(program)
     except ApptainerMissing as error:
         checks.append(Check("apptainer", False, "no sandboxes from container images", str(error)))
     else:
         sized = (
             "the writable layer of an image is sized by the job"
-            if found.takes_config
+            if container_program.takes_config
             else "set-user-id installation: the writable layer has the administrator's `sessiondir max size`"
         )
-        checks.append(Check("apptainer", True, f"{found.kind} {found.version} ({found.path}); {sized}"))
+        checks.append(
+            Check(
+                "apptainer",
+                True,
+                f"{container_program.kind} {container_program.version} ({container_program.path}); {sized}",
+            )
+        )
     problem = await userns_problem()
     if problem is None:
         checks.append(Check("user namespaces", True, "this user may make them"))
@@ -107,10 +113,13 @@ def _subordinate_ids(etc: Path) -> Check:
             lacking.append(f"{etc / name}")
     if not lacking and shutil.which("newuidmap"):
         return Check("subordinate ids", True, "--fakeroot gives images all of their users")
-    what = f"no line for {user} in {' and '.join(lacking)}" if lacking else "newuidmap is not on the PATH"
+    reason = f"no line for {user} in {' and '.join(lacking)}" if lacking else "newuidmap is not on the PATH"
     ask = f"`usermod --add-subuids 100000-165535 --add-subgids 100000-165535 {user}`"
     return Check(
-        "subordinate ids", True, f"{what}: with --fakeroot an image has its root user only", f"ask for {ask}"
+        "subordinate ids",
+        True,
+        f"{reason}: with --fakeroot an image has its root user only",
+        f"ask for {ask}",
     )
 
 

@@ -226,7 +226,7 @@ class NodeProvider:
         """Renew the leases of sandboxes. Those that do not answer are logged and skipped."""
         at_once = asyncio.Semaphore(_RENEW_AT_ONCE)
 
-        async def one(sandbox_id: str) -> None:
+        async def renew_one(sandbox_id: str) -> None:
             async with at_once:
                 record = self._folder.load(sandbox_id)
                 if record is None:
@@ -239,7 +239,7 @@ class NodeProvider:
 
         async with asyncio.TaskGroup() as group:
             for sandbox_id in ids:
-                group.create_task(one(sandbox_id))
+                group.create_task(renew_one(sandbox_id))
 
     async def warm(self, request: SandboxRequest, count: int) -> None:
         """Keep `count` sandboxes of the request's key ready in the background, or none if they start fast."""

@@ -160,7 +160,7 @@ def _in_content(thought: Thought, text: str, message: Message) -> Thought:
             return Thought(start=0, end=size, answer=size)
         cut = len(before) - len(before.lstrip())
     start, end, answer = (
-        min(max(place - cut, 0), size) for place in (thought.start, thought.end, thought.answer)
+        min(max(offset - cut, 0), size) for offset in (thought.start, thought.end, thought.answer)
     )
     return Thought(start=start, end=end, answer=answer, opened=thought.opened)
 
@@ -191,7 +191,7 @@ def turns_from(episode: Episode, first: int) -> list[LiveTurn]:
     if not messages:
         return []
     turn_of = turns_said([message.role for message in episode.messages], len(episode.turns))
-    return [_turn(episode, first + place, message, turn_of) for place, message in enumerate(messages)]
+    return [_turn(episode, first + index, message, turn_of) for index, message in enumerate(messages)]
 
 
 def _turn(episode: Episode, number: int, message: Message, turn_of: dict[int, int]) -> LiveTurn:

@@ -61,7 +61,7 @@ class Heartbeat:
         self._live = LiveTurnsToSend()
         self._claimed: list[str] = []
         self._orphans: set[str] = set()
-        self._told = asyncio.Event()
+        self._beaten = asyncio.Event()
         self._scanned = 0.0
         self._renewed = 0.0
 
@@ -84,15 +84,15 @@ class Heartbeat:
             ending: The ids of the sandboxes that end with this process.
         """
         sandboxes = await self._scan(now)
-        held = list(self._table)
+        leases = list(self._table)
         unreported = self._table.unreported_sandboxes()
-        live = self._live.take(held)
+        live = self._live.take(leases)
         try:
             answer = await self._control.heartbeat(
                 HeartbeatRequest(
                     worker=self._worker,
                     node=self._node,
-                    leases=[item.ref for item in held],
+                    leases=[item.ref for item in leases],
                     sandboxes=[name for name in sandboxes if name not in unreported],
                     ending=list(ending),
                     live=live,
@@ -107,7 +107,7 @@ class Heartbeat:
                 item.end("lost")
             self._live.answered(live, answer.watched)
             self._orphans = set(answer.orphans) - self._table.unreported_sandboxes()
-        self._told.set()
+        self._beaten.set()
 
     async def last(self, now: float | None = None) -> None:
         """Send a final heartbeat when no lease is held, and remove orphaned sandboxes.
@@ -133,15 +133,15 @@ class Heartbeat:
     async def _tend(self, clock: Callable[[], float]) -> None:
         """Renew and remove sandboxes after each beat, even while the control plane is unavailable."""
         while True:
-            await self._told.wait()
-            self._told.clear()
+            await self._beaten.wait()
+            self._beaten.clear()
             await self._renew(clock())
             await self._drop()
 
     async def _drop(self) -> None:
         at_once = asyncio.Semaphore(_DROP_AT_ONCE)
 
-        async def one(provider: SandboxProvider, name: str) -> None:
+        async def release(provider: SandboxProvider, name: str) -> None:
             async with at_once:
                 try:
                     await provider.release(name)
@@ -151,11 +151,11 @@ class Heartbeat:
                     log.info("removed the orphaned sandbox %s", name)
 
         if self._provider is not None:
-            gone = set(self._orphans)
+            orphans = set(self._orphans)
             async with asyncio.TaskGroup() as group:
-                for name in sorted(gone):
-                    group.create_task(one(self._provider, name))
-            self._claimed = [name for name in self._claimed if name not in gone]
+                for name in sorted(orphans):
+                    group.create_task(release(self._provider, name))
+            self._claimed = [name for name in self._claimed if name not in orphans]
 
     async def _renew(self, now: float) -> None:
         if self._provider is None or now - self._renewed < _RENEW_EVERY:
@@ -178,15 +178,15 @@ class LiveTurnsToSend:
         """Whether somebody watches a rollout of this worker."""
         return bool(self._sent)
 
-    def take(self, held: Iterable[HeldLease]) -> list[LiveTurns]:
+    def take(self, leases: Iterable[HeldLease]) -> list[LiveTurns]:
         """Return what is new of the watched rollouts among these leases, as much as fits into a heartbeat."""
-        found: list[LiveTurns] = []
+        live: list[LiveTurns] = []
         room = MAX_BYTES
-        for item in held:
+        for item in leases:
             if room <= 0:
                 break
             lease = item.lease
-            if lease.rollout not in self._sent or item.live is None or len(found) == MAX_ROLLOUTS:
+            if lease.rollout not in self._sent or item.live is None or len(live) == MAX_ROLLOUTS:
                 continue
             token, first = self._sent[lease.rollout]
             if token != lease.token:
@@ -194,12 +194,12 @@ class LiveTurnsToSend:
             turns = _fitting(item.live(first), min(room, MAX_ROLLOUT_BYTES))
             if turns:
                 room -= sum(map(_size, turns))
-                found.append(LiveTurns(rollout=lease.rollout, token=lease.token, turns=turns))
-        return found
+                live.append(LiveTurns(rollout=lease.rollout, token=lease.token, turns=turns))
+        return live
 
     def answered(self, sent: Sequence[LiveTurns], watched: Iterable[str]) -> None:
         """Note that a heartbeat with these turns arrived, and which rollouts are watched now."""
-        after = {one.rollout: (one.token, one.turns[-1].no + 1) for one in sent}
+        after = {live.rollout: (live.token, live.turns[-1].no + 1) for live in sent}
         # A rollout that is watched for the first time, or again, is sent from its beginning.
         self._sent = {rollout: after.get(rollout) or self._sent.get(rollout) or (0, 0) for rollout in watched}
 

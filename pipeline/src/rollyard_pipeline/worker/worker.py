@@ -492,8 +492,8 @@ class StagePool:
                 tries += 1
                 if tries in (1, 10, 100):
                     log.warning("%s: no lease: %s", self.stage, error)
-                asked = error.retry_after if isinstance(error, ControlPlaneUnavailable) else None
-                await asyncio.sleep(TRY_AGAIN.pause(tries, asked))
+                retry_after = error.retry_after if isinstance(error, ControlPlaneUnavailable) else None
+                await asyncio.sleep(TRY_AGAIN.pause(tries, retry_after))
                 continue
             tries = 0
             self._answered = time.monotonic()

@@ -212,7 +212,7 @@ class ImageCache:
         argv = [program.path, "build", "--force", *kind, *options, str(built), source]
         return await run_program(argv, seconds=BUILD_SECONDS, env=env)
 
-    def _make_room(self, wanted: Path) -> bool:
+    def _make_room(self, target: Path) -> bool:
         """Remove what dead builders left, and the least recently used images; whether there is room then."""
         now = time.time()
         for path in [*self.folder.glob(".new-*"), *self.folder.glob(".layers-*")]:
@@ -227,7 +227,7 @@ class ImageCache:
         for used, path, size in sorted(entries):
             if total < self._max_bytes:
                 break
-            if now - used > _IN_USE_SECONDS and path != wanted:
+            if now - used > _IN_USE_SECONDS and path != target:
                 log.info("removing %s from the image cache, which holds %d MB", path, total >> 20)
                 _remove(path)
                 path.with_suffix(".json").unlink(missing_ok=True)

@@ -267,29 +267,29 @@ class ApptainerStarter:
         )
         try:
             started = await start(launch, self._reaper, _START_SECONDS)
-            found = await self._filed(name, started.child)
+            instance = await self._filed(name, started.child)
         except SandboxStartFailed as error:
             await in_thread(self._clear, name)
             raise self._explained(error, key) from error
         except BaseException:
             await in_thread(self._clear, name)
             raise
-        return StartedSandbox(found.root, found.keeper, found.helpers)
+        return StartedSandbox(instance.root, instance.keeper, instance.helpers)
 
     async def _filed(self, name: str, starter: ProcessRef) -> instances.Instance:
         """Return the instance's processes, once Apptainer has filed them.
 
         The start command is one of the helpers if it still runs.
         """
-        found = await in_thread(instances.load, self._own, name)
-        if found is None:
+        instance = await in_thread(instances.load, self._own, name)
+        if instance is None:
             await in_thread(ends, starter, START_SECONDS)
-            found = await in_thread(instances.load, self._own, name)
-        if found is None:
+            instance = await in_thread(instances.load, self._own, name)
+        if instance is None:
             raise SandboxStartFailed(f"no instance {name} is filed below {self._own}, though one has started")
         # Apptainer files an instance before the server runs, but its command ends up to 0.1 s later. Nobody
         # needs to wait for that, only to end the command with the sandbox.
-        return replace(found, helpers=(*found.helpers, starter)) if starter.alive() else found
+        return replace(instance, helpers=(*instance.helpers, starter)) if starter.alive() else instance
 
     def _command(self, key: SandboxKey, image: Path, name: str) -> list[str]:
         program, runtime = self._program, self._runtime
@@ -362,19 +362,19 @@ class ApptainerStarter:
         """Kill the instance with all of its processes, and return whether they are gone."""
         name = instances.instance_name(record.id)
         if record.root is None:
-            gone = instances.end_by_name(name, seconds)
+            ended = instances.end_by_name(name, seconds)
         else:
             keeper = record.monitor.ref() if record.monitor is not None else None
-            gone = instances.end(
+            ended = instances.end(
                 record.root.ref(), keeper, [helper.ref() for helper in record.helpers], seconds
             )
         instances.forget(self._own, name)
-        return gone
+        return ended
 
     def _clear(self, name: str, sessions: Sequence[int] = ()) -> None:
-        found = instances.load(self._own, name)
-        if found is not None:
-            instances.end(found.root, found.keeper, found.helpers, 10.0)
+        instance = instances.load(self._own, name)
+        if instance is not None:
+            instances.end(instance.root, instance.keeper, instance.helpers, 10.0)
         instances.end_by_name(name, 10.0, sessions)
         instances.forget(self._own, name)
 

@@ -80,37 +80,48 @@ def make_recipe(text: str, context: BuildContext) -> Recipe:
         DockerfileRefused: Something cannot be translated faithfully. The message names the line.
         ModuleNotFoundError: spython is not installed.
     """
-    made = translate(text, context)
-    body = _body(made)
-    held = hashlib.sha256(f"{_VERSION}\0{body}".encode())
+    translation = translate(text, context)
+    body = _body(translation)
+    digest = hashlib.sha256(f"{_VERSION}\0{body}".encode())
     try:
-        for copy in made.copies:
-            held.update(copy.digest(context).encode())
+        for copy in translation.copies:
+            digest.update(copy.digest(context).encode())
     except ContextProblem as error:
         raise DockerfileRefused(f"Dockerfile: COPY: {error}", 1) from error
     return Recipe(
-        made.base, body, tuple(made.copies), context, tuple(made.notes), made.workdir, held.hexdigest()
+        translation.base,
+        body,
+        tuple(translation.copies),
+        context,
+        tuple(translation.notes),
+        translation.workdir,
+        digest.hexdigest(),
     )
 
 
-def _body(made: Translation) -> str:
+def _body(translation: Translation) -> str:
     """Return what spython makes of the instructions, after its head.
 
     Raises:
         DockerfileRefused: This version of spython makes something else of them than it should.
     """
-    text, got = spython_definition(made.lines)
+    text, parsed = spython_definition(translation.lines)
     head, _, body = text.partition("\nStage: spython-base\n")
-    copies = [[f"context/{number}", f"{STAGING}/{number}"] for number in range(len(made.copies))]
-    wanted = {"install": made.script, "environ": made.environment, "files": copies, "fromHeader": made.base}
-    for name, value in wanted.items():
-        if (got.get(name) or []) != value:
+    copies = [[f"context/{number}", f"{STAGING}/{number}"] for number in range(len(translation.copies))]
+    expected = {
+        "install": translation.script,
+        "environ": translation.environment,
+        "files": copies,
+        "fromHeader": translation.base,
+    }
+    for name, value in expected.items():
+        if (parsed.get(name) or []) != value:
             raise DockerfileRefused(
                 f"Dockerfile: spython {version('spython')} translates its {name} in another way than the "
                 "versions that are known; install another version of spython",
                 1,
             )
-    if head != f"Bootstrap: docker\nFrom: {made.base}":
+    if head != f"Bootstrap: docker\nFrom: {translation.base}":
         raise DockerfileRefused("Dockerfile: FROM: spython names another image", 1)
     return body.strip("\n")
 
@@ -177,17 +188,17 @@ def dockerfile_folders(top: Path) -> list[DockerfileFolder]:
     """
     if (top / DOCKERFILE).is_file():
         return [DockerfileFolder(top.resolve().name, top)]
-    found: list[DockerfileFolder] = []
+    folders: list[DockerfileFolder] = []
     for count, folder in enumerate(_task_folders(top)):
         if count >= MAX_FOLDERS:
             raise ContextProblem(f"{top}: holds more than {MAX_FOLDERS} task folders")
         name = top.resolve().name if folder == top else folder.relative_to(top).as_posix()
-        found += [
+        folders += [
             DockerfileFolder(f"{name}/{part}", folder / part)
             for part in _without_image(folder)
             if (folder / part / DOCKERFILE).is_file() and not (folder / part).is_symlink()
         ]
-    return found
+    return folders
 
 
 def _without_image(folder: Path) -> list[str]:
@@ -198,15 +209,15 @@ def _without_image(folder: Path) -> list[str]:
         raise ContextProblem(f"{folder / 'task.toml'}: cannot be read: {error}") from error
     environment, verifier = _table(document, "environment"), _table(document, "verifier")
     separate = verifier.get("environment_mode") == "separate"
-    found = [] if environment.get("docker_image") else ["environment"]
+    parts = [] if environment.get("docker_image") else ["environment"]
     if separate and not _table(verifier, "environment").get("docker_image"):
-        found.append("tests")
-    return found
+        parts.append("tests")
+    return parts
 
 
 def _table(document: dict[str, Any], name: str) -> dict[str, Any]:
-    found = document.get(name)
-    return found if isinstance(found, dict) else {}
+    table = document.get(name)
+    return table if isinstance(table, dict) else {}
 
 
 def _task_folders(folder: Path) -> Iterator[Path]:

@@ -40,9 +40,9 @@ _CLOSING_SECONDS: Final = 5.0
 
 def proxy_variables(port: int, author: Mapping[str, str]) -> dict[str, str]:
     """Return the variables that lead programs to the proxy, without those that the author has set."""
-    found = dict.fromkeys(PROXY_VARIABLES, f"http://127.0.0.1:{port}")
-    found |= dict.fromkeys(NO_PROXY_VARIABLES, _NO_PROXY)
-    return {name: value for name, value in found.items() if name not in author}
+    variables = dict.fromkeys(PROXY_VARIABLES, f"http://127.0.0.1:{port}")
+    variables |= dict.fromkeys(NO_PROXY_VARIABLES, _NO_PROXY)
+    return {name: value for name, value in variables.items() if name not in author}
 
 
 class Egress:

@@ -97,8 +97,8 @@ class EgressProxy:
             await _answer(writer, 503, "the sandbox has moved as many bytes as it may in one stage")
             return
         try:
-            found = await self._destinations.addresses(request.host, request.port, self._rules)
-            server, outside = await self._connected([str(address) for address in found], request.port)
+            addresses = await self._destinations.addresses(request.host, request.port, self._rules)
+            server, outside = await self._connected([str(address) for address in addresses], request.port)
         except DestinationRefused as error:
             self._meter.note(error.detail if where in error.detail else f"{where}: {error.detail}")
             await _answer(writer, 403, str(error))
@@ -275,9 +275,9 @@ class _HelloFields:
     def take(self, count: int) -> bytes:
         if self._at + count > len(self._data):
             raise _HelloCut
-        found = self._data[self._at : self._at + count]
+        piece = self._data[self._at : self._at + count]
         self._at += count
-        return found
+        return piece
 
     def number(self, size: int) -> int:
         return int.from_bytes(self.take(size))
@@ -331,16 +331,16 @@ def _name_in(body: bytes) -> str:
         fields.block(2)  # cipher suites
         fields.block(1)  # compression methods
         extensions = _HelloFields(fields.block(2)) if fields.left else _HelloFields(b"")
-        found: list[bytes] = []
+        contents: list[bytes] = []
         while extensions.left:
             kind, content = extensions.number(2), extensions.block(2)
             if kind == _ENCRYPTED_HELLO:
                 raise NotTls("the ClientHello hides its server name (encrypted client hello)")
             if kind == _SERVER_NAME:
-                found.append(content)
-        if len(found) != 1:
+                contents.append(content)
+        if len(contents) != 1:
             raise NotTls("the ClientHello names no server, or more than one")
-        names = _HelloFields(_HelloFields(found[0]).block(2))
+        names = _HelloFields(_HelloFields(contents[0]).block(2))
         kind, name = names.number(1), names.block(2)
         if kind != 0 or names.left:
             raise NotTls("the ClientHello names no server, or more than one")
@@ -388,8 +388,8 @@ def parse_head(data: bytes) -> RequestHead:
         BadHead: It is malformed, could be read in several ways, or is of a kind that is not taken.
     """
     first, *lines = data.decode("latin-1").removesuffix("\r\n\r\n").split("\r\n")
-    found = _LINE.fullmatch(first)
-    if found is None:
+    request_line = _LINE.fullmatch(first)
+    if request_line is None:
         raise BadHead("the request line is malformed")
     if len(lines) > _MAX_FIELDS:
         raise BadHead(f"the request has more than {_MAX_FIELDS} fields", 431)
@@ -399,7 +399,7 @@ def parse_head(data: bytes) -> RequestHead:
         if field is None:
             raise BadHead("a field of the request is malformed")
         fields.append((field[1], field[2].strip(" \t")))
-    method, target = found[1], found[2]
+    method, target = request_line[1], request_line[2]
     if method == "CONNECT":
         authority = _AUTHORITY.fullmatch(target)
         if authority is None:

@@ -111,7 +111,7 @@ class SandboxRecord:
         """
         try:
             document = orjson.loads(text)
-            found = {
+            fields = {
                 **document,
                 "worker": Process.from_json(document["worker"]),
                 "root": _process(document["root"]),
@@ -125,7 +125,7 @@ class SandboxRecord:
             if len(bytes.fromhex(document["secret"])) != SECRET_BYTES:
                 # A peer can prove that it knows a secret which is empty.
                 raise ValueError(f"secret: must have {SECRET_BYTES} bytes")
-            return cls(**found)
+            return cls(**fields)
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"no record of a sandbox: {error}") from error
 
@@ -211,9 +211,9 @@ class SandboxFolder:
         try:
             # A record is never written in place, so a file with the same inode, time and size is the same.
             info = os.stat(path)
-            seen = (info.st_ino, info.st_mtime_ns, info.st_size)
+            stamp = (info.st_ino, info.st_mtime_ns, info.st_size)
             known = self._known.get(sandbox_id)
-            if known is not None and known[0] == seen:
+            if known is not None and known[0] == stamp:
                 return known[1]
             record = SandboxRecord.from_json(Path(path).read_bytes())
         except (FileNotFoundError, NotADirectoryError, ValueError):
@@ -221,7 +221,7 @@ class SandboxFolder:
             return None
         if len(self._known) >= _MAX_KNOWN:
             self._known.clear()
-        self._known[sandbox_id] = (seen, record)
+        self._known[sandbox_id] = (stamp, record)
         return record
 
     def ids(self) -> list[str]:

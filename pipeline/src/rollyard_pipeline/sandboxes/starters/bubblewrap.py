@@ -241,7 +241,7 @@ class BubblewrapStarter:
     async def _fork(
         self, templates: Templates, key: SandboxKey, folder: Path, cgroups: Sequence[Path], secret: bytes
     ) -> StartedSandbox:
-        wanted = {
+        options = {
             "sizes": memory_folders(key),
             "limits": numbered(resource_limits(key, self._places)),
             "workdir": WORKDIR,
@@ -250,7 +250,7 @@ class BubblewrapStarter:
             "yielding": yielding(self._places),
         }
         template = await templates.get(key.image, self._stamp(key.image))
-        root = await template.fork(Fork(folder / SOCKET_NAME, secret, cgroups, wanted), START_SECONDS)
+        root = await template.fork(Fork(folder / SOCKET_NAME, secret, cgroups, options), START_SECONDS)
         return StartedSandbox(root, None)
 
     async def _start_template(self, image: str | None, control: int) -> Started:
@@ -314,13 +314,13 @@ class BubblewrapStarter:
     def kill(self, record: SandboxRecord, seconds: float) -> bool:
         """Kill process 1 inside, and with it all others, and return whether they are gone."""
         deadline = time.monotonic() + seconds
-        gone = True
+        ended = True
         # Process 1 is killed first: the kernel then kills all of its namespace, and the monitor ends by
         # itself.
         for process in (record.root, record.monitor):
             if process is not None:
-                gone = kill_and_wait(process.ref(), deadline - time.monotonic()) and gone
-        return gone
+                ended = kill_and_wait(process.ref(), deadline - time.monotonic()) and ended
+        return ended
 
     def close(self) -> None:
         """End the templates, and stop watching the processes that were started."""

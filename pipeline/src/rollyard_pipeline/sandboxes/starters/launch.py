@@ -104,26 +104,26 @@ async def start(launch: SandboxLaunch, reaper: Reaper, seconds: float) -> Starte
 
 def _spawn(launch: SandboxLaunch, stack: contextlib.ExitStack, log: int, ready: FileIO, info: FileIO) -> int:
     null = owned(stack, os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC))
-    wanted = {0: null, 1: log, 2: log, READY_FD: ready.fileno()}
+    descriptors = {0: null, 1: log, 2: log, READY_FD: ready.fileno()}
     if launch.control is not None:
-        wanted[LISTEN_FD] = launch.control
+        descriptors[LISTEN_FD] = launch.control
     if launch.socket_path is not None:
-        wanted[LISTEN_FD] = listener(stack, launch.socket_path).fileno()
-        wanted[SECRET_FD] = secret_pipe(stack, launch.secret)
+        descriptors[LISTEN_FD] = listener(stack, launch.socket_path).fileno()
+        descriptors[SECRET_FD] = secret_pipe(stack, launch.secret)
     if launch.info:
-        wanted[INFO_FD] = info.fileno()
+        descriptors[INFO_FD] = info.fileno()
     if launch.log:
-        wanted[LOG_FD] = log
+        descriptors[LOG_FD] = log
     argv = list(launch.argv)
     if launch.arguments is not None:
-        wanted[ARGS_FD] = _arguments_memfd(stack, launch.arguments)
+        descriptors[ARGS_FD] = _arguments_memfd(stack, launch.arguments)
     if launch.cgroups:
         joins = [str(path / "cgroup.procs") for path in launch.cgroups]
         argv = ["/bin/sh", "-c", _JOIN, "sh", str(len(joins)), *joins, *argv]
     # The spares are closed at once: the end of a pipe is never seen while its writing end is open here.
     with contextlib.ExitStack() as spares:
         actions = []
-        for target, source in wanted.items():
+        for target, source in descriptors.items():
             # Each source is first moved to a high number, because an earlier target must not overwrite it.
             spare = owned(spares, fcntl.fcntl(source, fcntl.F_DUPFD_CLOEXEC, _SPARE))
             actions.append((os.POSIX_SPAWN_DUP2, spare, target))

@@ -94,9 +94,12 @@ class ChildProcesses:
     async def _start(self) -> asyncio.subprocess.Process:
         try:
             child = await asyncio.create_subprocess_exec(
-                *self._command, start_new_session=True,
-                stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, limit=_LINE,
-            )  # fmt: skip
+                *self._command,
+                start_new_session=True,
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                limit=_LINE,
+            )
         except OSError as error:
             raise self._failed(f"{self._what} cannot be started: {error}") from error
         try:

@@ -18,8 +18,14 @@ from rollyard_pipeline.errors import TemplateError
 
 """Names that a template reads and that a job's variables may not set."""
 _FAILURES: Final = (
-    jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError,
-)  # fmt: skip
+    jinja2.TemplateError,
+    TypeError,
+    ValueError,
+    LookupError,
+    AttributeError,
+    ArithmeticError,
+    RecursionError,
+)
 _DICT_ATTRIBUTES: Final = frozenset(dir(dict))
 
 

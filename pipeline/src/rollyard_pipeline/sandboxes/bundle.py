@@ -48,9 +48,20 @@ _ROOTS: Final = ("ipykernel", "jupyter-client", "pyzmq")
 # ipykernel and IPython work without a debugger, completion and time zones, which make up a third of it.
 _LEFT_OUT: Final = frozenset({"debugpy", "jedi", "parso", "tzdata"})
 _STDLIB_LEFT_OUT: Final = frozenset(
-    {"__pycache__", "dist-packages", "ensurepip", "idlelib", "lib2to3", "site-packages", "test", "tests",
-     "tkinter", "turtledemo", "turtle.py"}
-)  # fmt: skip
+    {
+        "__pycache__",
+        "dist-packages",
+        "ensurepip",
+        "idlelib",
+        "lib2to3",
+        "site-packages",
+        "test",
+        "tests",
+        "tkinter",
+        "turtledemo",
+        "turtle.py",
+    }
+)
 _MODULES_LEFT_OUT: Final = ("_ctypes_test", "_test", "_tkinter", "_xx", "nis.", "xx")
 _FOR_COMPILERS: Final = frozenset({".pyi", ".pyx", ".pxd", ".pxi", ".h", ".c"})
 _RECORDS: Final = frozenset({"RECORD", "INSTALLER", "REQUESTED", "direct_url.json"})
@@ -210,9 +221,12 @@ def _compile(out: Path) -> None:
         try:
             # The .pyc files are not checked against the source, because neither can be changed.
             py_compile.compile(
-                str(source), dfile=f"{RUNTIME_PATH}/{source.relative_to(out)}", doraise=True, quiet=2,
+                str(source),
+                dfile=f"{RUNTIME_PATH}/{source.relative_to(out)}",
+                doraise=True,
+                quiet=2,
                 invalidation_mode=py_compile.PycInvalidationMode.UNCHECKED_HASH,
-            )  # fmt: skip
+            )
         except py_compile.PyCompileError:
             continue  # This file is for another Python, such as a template. It is never imported here.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Final
 
 from rollyard_sandbox.client import ExecClient
 from rollyard_sandbox.errors import ConnectionLost, FileError, SandboxSabotaged
@@ -11,7 +12,7 @@ from rollyard_sandbox.errors import SandboxError as ExecError
 from rollyard_pipeline.sandboxes.errors import DiskFull, SandboxFileRefused, SandboxLost
 from rollyard_pipeline.sandboxes.interface import SandboxRequest
 
-_APPLY_SECONDS = 60.0
+_APPLY_SECONDS: Final = 60.0
 
 
 async def connect(

@@ -9,6 +9,7 @@ import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
 from rollyard_pipeline.sandboxes.apptainer.program import FUSE, find_program, fuse_problem, userns_problem
 from rollyard_pipeline.sandboxes.apptainer.starter import namespace_advice
@@ -22,7 +23,7 @@ from rollyard_pipeline.sandboxes.host.cgroups import CgroupPlace, enforced, find
 from rollyard_pipeline.sandboxes.host.records import SandboxFolder
 from rollyard_pipeline.sandboxes.starters.bubblewrap import probe_bwrap
 
-_NPROC_PER_NAMESPACE = (5, 14)
+_NPROC_PER_NAMESPACE: Final = (5, 14)
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,11 +45,11 @@ from rollyard_pipeline.sandboxes.warm_pool import WarmPool, WarmSandbox
 
 log = logging.getLogger(__name__)
 
-SWEEP_SECONDS = 30.0
-RELEASE_SECONDS = 15.0
-CONNECT_SECONDS = 5.0
-_RENEW_AT_ONCE = 16
-_END_SECONDS = 5.0
+SWEEP_SECONDS: Final = 30.0
+RELEASE_SECONDS: Final = 15.0
+CONNECT_SECONDS: Final = 5.0
+_RENEW_AT_ONCE: Final = 16
+_END_SECONDS: Final = 5.0
 """The time that a process of a lost connection gets to end. Process 1 ends after all others inside."""
 
 

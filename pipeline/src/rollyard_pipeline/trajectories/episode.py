@@ -24,8 +24,8 @@ from rollyard_pipeline.tool_parsers.base import ParsedCall, ParsedTurn
 from rollyard_pipeline.trajectories.recorder import TrajectoryRecorder
 from rollyard_pipeline.trajectories.sanitize import TooDeep, clean_text, clean_value
 
-_MAX_CONTENT = 1 << 20  # Message has the same limit, in characters.
-_MAX_RECORDED_CALLS = 64  # Message has the same limit.
+_MAX_CONTENT: Final = 1 << 20  # Message has the same limit, in characters.
+_MAX_RECORDED_CALLS: Final = 64  # Message has the same limit.
 MAX_ARGUMENTS: Final = 1024
 """The number of characters of a call's arguments that are shown."""
 

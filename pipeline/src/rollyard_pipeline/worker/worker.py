@@ -41,16 +41,18 @@ log = logging.getLogger(__name__)
 
 _LAST_REPORT_SECONDS: Final = 10.0
 """How long a drained worker retries reports to a control plane that does not answer, in seconds."""
-_MESSAGE_LIMIT = 4096  # StageFailure has the same limit.
-POLL_SECONDS = 20.0
-GATHER_SECONDS = 0.015
+_MESSAGE_LIMIT: Final = 4096  # StageFailure has the same limit.
+POLL_SECONDS: Final = 20.0
+GATHER_SECONDS: Final = 0.015
 """How long a free place waits for others while there is other work in this stage, in seconds. One request
 then leases for all of them."""
-PACE_SECONDS = 0.05
+PACE_SECONDS: Final = 0.05
 """The shortest time from an answer to the next request while there is other work in this stage, in seconds.
 Where stages are short, one request then leases for several places. A pool whose work has ended does not wait
 for it, because its places would stand idle."""
-_ROOM_CHECK = 1.0  # The time between two checks for room that another process may have made, in seconds.
+_ROOM_CHECK: Final = (
+    1.0  # The time between two checks for room that another process may have made, in seconds.
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -338,9 +340,12 @@ class Worker:
         expected = failure.reason != "InternalError"
         log.warning(
             "%s of %s failed: %s: %s",
-            failure.stage, failure.rollout, failure.reason, failure.message,
+            failure.stage,
+            failure.rollout,
+            failure.reason,
+            failure.message,
             exc_info=None if expected else error,
-        )  # fmt: skip
+        )
         keeps = failure.stage == "eval" and failure.retryable and failure.return_to is None
         held.done_with_sandbox = not keeps
         self._outbox.put(held, failure)

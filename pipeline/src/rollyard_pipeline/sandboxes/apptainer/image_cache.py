@@ -52,9 +52,9 @@ _PASSING: Final = re.compile(
     r"too ?many ?requests|\b(429|500|502|503|504)\b|unexpected EOF|TLS handshake",
     re.IGNORECASE,
 )
-TOUCH_SECONDS = 5.0
-STALE_SECONDS = 45.0
-_POLL_SECONDS = 0.5
+TOUCH_SECONDS: Final = 5.0
+STALE_SECONDS: Final = 45.0
+_POLL_SECONDS: Final = 0.5
 
 
 class ImageCache:
@@ -119,9 +119,10 @@ class ImageCache:
             if not _used(target):
                 with self._disk():
                     async with shared_lock(
-                        self.folder / f"{target.name}.lock", until=target.exists,
+                        self.folder / f"{target.name}.lock",
+                        until=target.exists,
                         stale_seconds=self._stale_seconds,
-                    ) as mine:  # fmt: skip
+                    ) as mine:
                         if mine and not target.exists():
                             await self._build(image, program, target)
             _used(target)

@@ -42,7 +42,7 @@ class ContainerProgram:
 
 
 async def find_program(program: str | None = None) -> ContainerProgram:
-    """Return the program `wanted`, or the first on PATH that identifies itself as Apptainer or SingularityCE.
+    """Return `program`, or the first on PATH that identifies itself as Apptainer or SingularityCE.
 
     Raises:
         ApptainerMissing: There is no such program. The message says what was found instead.

@@ -298,20 +298,36 @@ class ApptainerStarter:
         binds = [(str(self._own / "runtime"), INSIDE), *runtime.binds]
         binds.append((str(self._own / "start"), "/.singularity.d/startscript"))
         return [
-            program.path, "-s", *self._config(key), "instance", "start",
+            program.path,
+            "-s",
+            *self._config(key),
+            "instance",
+            "start",
             *(["--fakeroot"] if self._options.fakeroot else ["--userns"]),
-            *program.options, "--containall", "--cleanenv", "--no-home", "--no-mount", "sys,bind-paths",
-            "--net", "--network", "none",
+            *program.options,
+            "--containall",
+            "--cleanenv",
+            "--no-home",
+            "--no-mount",
+            "sys,bind-paths",
+            "--net",
+            "--network",
+            "none",
             *(part for folder in (WORKDIR, *key.folders) for part in ("--scratch", folder)),
             *(["--writable-tmpfs"] if self._layered else []),
             *(part for source, target in binds for part in ("--mount", _mount(source, target))),
-            str(image), name,
+            str(image),
+            name,
             *runtime.argv,
             *server_code(
-                key, self._places, WORKDIR, runtime.path, before=self._confine(key),
+                key,
+                self._places,
+                WORKDIR,
+                runtime.path,
+                before=self._confine(key),
                 inside=inside(key, None if self._options.fakeroot else SANDBOX_UID),
             ),
-        ]  # fmt: skip
+        ]
 
     def _config(self, key: SandboxKey) -> list[str]:
         """Return options for a configuration of our own, which sets the size of the writable layer.

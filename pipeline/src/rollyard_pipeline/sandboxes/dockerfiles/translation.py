@@ -99,9 +99,15 @@ class _Translator:
 
     def run(self, instructions: list[Instruction]) -> Translation:
         steps = {
-            "FROM": self._from, "ARG": self._arg, "ENV": self._env, "RUN": self._run,
-            "WORKDIR": self._workdir, "COPY": self._copy, "ADD": self._copy, "USER": self._user,
-        }  # fmt: skip
+            "FROM": self._from,
+            "ARG": self._arg,
+            "ENV": self._env,
+            "RUN": self._run,
+            "WORKDIR": self._workdir,
+            "COPY": self._copy,
+            "ADD": self._copy,
+            "USER": self._user,
+        }
         for each in instructions:
             check_instruction(each)
             if not self._translation.base and each.keyword not in ("FROM", "ARG"):

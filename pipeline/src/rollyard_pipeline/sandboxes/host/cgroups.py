@@ -16,15 +16,15 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Final, Literal
 
-CPU_PERIOD_US = 100_000
-_WANTED = ("memory", "pids", "cpu")
-_GROUP = "rollyard"
+CPU_PERIOD_US: Final = 100_000
+_WANTED: Final = ("memory", "pids", "cpu")
+_GROUP: Final = "rollyard"
 # All sandboxes together weigh as much as this number of busy processes per core. With the kernel's default of
 # one process in total, any other load starves them, and a sandbox starts several times slower. With a much
 # larger weight they would starve the workers that serve them.
-_WEIGHT_PER_CORE = 4
+_WEIGHT_PER_CORE: Final = 4
 
 
 @dataclass(frozen=True, slots=True)

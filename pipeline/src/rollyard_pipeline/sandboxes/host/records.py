@@ -21,7 +21,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 import orjson
 from rollyard_process.private_folder import make_private_folder
@@ -32,17 +32,17 @@ from rollyard_pipeline.sandboxes.errors import NodeDiskFull, RunDirUnusable
 from rollyard_pipeline.sandboxes.host.disk_room import is_full
 from rollyard_pipeline.sandboxes.host.processes import ProcessRef
 
-SOCKET_NAME = "exec.sock"
-_RECORD_NAME = "sandbox.json"
+SOCKET_NAME: Final = "exec.sock"
+_RECORD_NAME: Final = "sandbox.json"
 # sockaddr_un.sun_path holds 108 bytes, of which the last is 0 (unix(7)).
-SOCKET_PATH_MAX = 107
-ID_LENGTH = 12
-_MAX_KNOWN = 4096
-_REMEMBERED_SECONDS = 6 * 3600
+SOCKET_PATH_MAX: Final = 107
+ID_LENGTH: Final = 12
+_MAX_KNOWN: Final = 4096
+_REMEMBERED_SECONDS: Final = 6 * 3600
 """The time for which a death is remembered: longer than a rollout waits for its Eval."""
 Death = Literal["oom", "crash"]
 """Why a sandbox has ended by itself: its memory ran out, or its exec server crashed."""
-_STATES = ("starting", "warm", "claimed")
+_STATES: Final = ("starting", "warm", "claimed")
 
 
 @dataclass(frozen=True, slots=True)

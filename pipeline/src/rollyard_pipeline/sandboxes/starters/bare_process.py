@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Final
 
 from rollyard_pipeline.sandboxes.errors import ImageNotUsable
 from rollyard_pipeline.sandboxes.host.cgroups import CgroupPlace
@@ -15,7 +16,7 @@ from rollyard_pipeline.sandboxes.interface import SandboxKey
 from rollyard_pipeline.sandboxes.starters.base import START_SECONDS, StartedSandbox, server_code
 from rollyard_pipeline.sandboxes.starters.launch import SandboxLaunch, start
 
-WARNING = (
+WARNING: Final = (
     "--sandbox process: commands of the model run as bare processes of user %d on this machine. They see its "
     "files, its network and each other. Use it only with models and tasks that you trust."
 )

@@ -10,6 +10,7 @@ import shutil
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Final
 
 from rollyard_pipeline.sandboxes.errors import (
     BubblewrapMissing,
@@ -54,17 +55,17 @@ from rollyard_pipeline.sandboxes.starters.templates import (
 
 log = logging.getLogger(__name__)
 
-INSTALL_HINT = (
+INSTALL_HINT: Final = (
     "install it (Debian, Ubuntu: `apt-get install bubblewrap`; Fedora, RHEL: `dnf install bubblewrap`), "
     "or ask for bare processes without isolation by name: `--sandbox process`"
 )
-MOUNT_TRIES = 4
+MOUNT_TRIES: Final = 4
 """The number of times that bwrap is started while mounts of the machine change under it."""
-FORK_FAILURES = 3
+FORK_FAILURES: Final = 3
 """The number of failures in a row after which no sandbox is forked from a template any more."""
-_MOUNTS_CHANGED = re.compile(r"Unable to (apply mount flags|find \".*\" in mount table)")
+_MOUNTS_CHANGED: Final = re.compile(r"Unable to (apply mount flags|find \".*\" in mount table)")
 """The messages of bwrap (bind-mount.c) where a mount of the machine went away after bwrap had listed it."""
-_SYSCTLS = (
+_SYSCTLS: Final = (
     ("kernel/unprivileged_userns_clone", "0", "sysctl -w kernel.unprivileged_userns_clone=1"),
     (
         "kernel/apparmor_restrict_unprivileged_userns",
@@ -257,15 +258,13 @@ class BubblewrapStarter:
         runtime = self._prepared()
         return await self._start(
             SandboxLaunch(
-                argv=[
-                    self._bwrap, "--args", str(ARGS_FD), "--", *runtime.argv, *template_code(runtime.path)
-                ],
+                argv=[self._bwrap, "--args", str(ARGS_FD), "--", *runtime.argv, *template_code(runtime.path)],
                 env={"PATH": SANDBOX_ENV["PATH"], "LANG": "C.UTF-8"},
                 socket_path=None,
                 control=control,
                 arguments=template_arguments(image, runtime, SANDBOX_ENV),
             )
-        )  # fmt: skip
+        )
 
     def _prepared(self) -> Runtime:
         if self._runtime is None:
@@ -278,11 +277,20 @@ class BubblewrapStarter:
         runtime = self._prepared()
         launch = SandboxLaunch(
             argv=[
-                self._bwrap, "--args", str(ARGS_FD), "--info-fd", str(INFO_FD), "--",
+                self._bwrap,
+                "--args",
+                str(ARGS_FD),
+                "--info-fd",
+                str(INFO_FD),
+                "--",
                 *runtime.argv,
                 *server_code(
-                    key, self._places, WORKDIR, runtime.path,
-                    inside=inside(key, SANDBOX_UID), before=_mounts(key),
+                    key,
+                    self._places,
+                    WORKDIR,
+                    runtime.path,
+                    inside=inside(key, SANDBOX_UID),
+                    before=_mounts(key),
                 ),
             ],
             env={"PATH": SANDBOX_ENV["PATH"], "LANG": "C.UTF-8"},
@@ -291,7 +299,7 @@ class BubblewrapStarter:
             cgroups=cgroups,
             arguments=bwrap_arguments(key, runtime, SANDBOX_ENV),
             info=True,
-        )  # fmt: skip
+        )
         try:
             started = await self._start(launch)
         except SandboxStartFailed as error:

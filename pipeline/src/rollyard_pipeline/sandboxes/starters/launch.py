@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
+from typing import Final
 
 from rollyard_pipeline.sandboxes.errors import NodeDiskFull, SandboxStartFailed
 from rollyard_pipeline.sandboxes.host.disk_room import is_full
@@ -25,10 +26,12 @@ from rollyard_pipeline.sandboxes.host.processes import ProcessRef, Reaper, kill_
 from rollyard_pipeline.sandboxes.host.threads import in_thread
 
 LISTEN_FD, READY_FD, INFO_FD, ARGS_FD, LOG_FD, SECRET_FD = 3, 4, 5, 6, 7, 8
-LOG_BYTES = 64 << 10
-_SPARE = 64
+LOG_BYTES: Final = 64 << 10
+_SPARE: Final = 64
 # The shell joins the groups and then becomes the program, so no instruction of it runs unlimited.
-_JOIN = 'n=$1; shift; while [ "$n" -gt 0 ]; do echo $$ > "$1" || exit 125; shift; n=$((n-1)); done; exec "$@"'
+_JOIN: Final = (
+    'n=$1; shift; while [ "$n" -gt 0 ]; do echo $$ > "$1" || exit 125; shift; n=$((n-1)); done; exec "$@"'
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,9 +132,14 @@ def _spawn(launch: SandboxLaunch, stack: contextlib.ExitStack, log: int, ready: 
             actions.append((os.POSIX_SPAWN_DUP2, spare, target))
         try:
             return os.posix_spawn(
-                argv[0], argv, launch.env, file_actions=actions, setsid=True, setsigmask=[],
+                argv[0],
+                argv,
+                launch.env,
+                file_actions=actions,
+                setsid=True,
+                setsigmask=[],
                 setsigdef=[signal.SIGPIPE, signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD],
-            )  # fmt: skip
+            )
         except OSError as error:
             raise SandboxStartFailed(f"{argv[0]} cannot be started: {error}") from error
 

@@ -10,14 +10,7 @@ import contextlib
 from importlib import metadata
 from typing import Any, Final
 
-from rollyard_pipeline.errors import (
-    ExtensionError,
-    UnknownAgent,
-    UnknownHandler,
-    UnknownRewardFunction,
-    UnknownTool,
-    UnknownToolParser,
-)
+from rollyard_pipeline.errors import ExtensionError
 
 HANDLERS: Final = "rollyard.handlers"
 AGENTS: Final = "rollyard.agents"
@@ -27,12 +20,12 @@ REWARD_FUNCTIONS: Final = "rollyard.reward_functions"
 
 _OURS: Final = "rollyard"
 """The distribution that is part of Rollyard itself."""
-_UNKNOWN: Final[dict[str, type[ExtensionError]]] = {
-    HANDLERS: UnknownHandler,
-    AGENTS: UnknownAgent,
-    TOOLS: UnknownTool,
-    TOOL_PARSERS: UnknownToolParser,
-    REWARD_FUNCTIONS: UnknownRewardFunction,
+_REASON: Final = {
+    HANDLERS: "UnknownHandler",
+    AGENTS: "UnknownAgent",
+    TOOLS: "UnknownTool",
+    TOOL_PARSERS: "UnknownToolParser",
+    REWARD_FUNCTIONS: "UnknownRewardFunction",
 }
 _NOUN: Final = {
     HANDLERS: "handler",
@@ -103,8 +96,8 @@ class Registry:
             try:
                 self._loaded[key] = entry.load()
             except (ImportError, AttributeError) as error:
-                raise _UNKNOWN[group](
-                    f"the {_NOUN[group]} '{name}' ({entry.value}) cannot be loaded: {error}"
+                raise ExtensionError(
+                    f"the {_NOUN[group]} '{name}' ({entry.value}) cannot be loaded: {error}", _REASON[group]
                 ) from error
         return self._loaded[key]
 
@@ -127,7 +120,7 @@ class Registry:
         entries = self._entries_of(group, name)
         if not entries:
             names = ", ".join(installed(group)) or "none"
-            raise _UNKNOWN[group](
-                f"no {_NOUN[group]} '{name}' is installed on this worker; installed: {names}"
+            raise ExtensionError(
+                f"no {_NOUN[group]} '{name}' is installed on this worker; installed: {names}", _REASON[group]
             )
         return entries[0]

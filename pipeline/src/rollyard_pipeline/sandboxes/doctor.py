@@ -13,12 +13,7 @@ from typing import Final
 
 from rollyard_pipeline.sandboxes.apptainer.program import FUSE, find_program, fuse_problem, userns_problem
 from rollyard_pipeline.sandboxes.apptainer.starter import namespace_advice
-from rollyard_pipeline.sandboxes.errors import (
-    ApptainerMissing,
-    BubblewrapMissing,
-    RunDirUnusable,
-    UserNamespacesForbidden,
-)
+from rollyard_pipeline.sandboxes.errors import NodeUnusable
 from rollyard_pipeline.sandboxes.host.cgroups import CgroupPlace, enforced, find_places
 from rollyard_pipeline.sandboxes.host.records import SandboxFolder
 from rollyard_pipeline.sandboxes.starters.bubblewrap import probe_bwrap
@@ -67,7 +62,7 @@ async def apptainer_checks(
     checks = []
     try:
         container_program = await find_program(program)
-    except ApptainerMissing as error:
+    except NodeUnusable as error:
         checks.append(Check("apptainer", False, "no sandboxes from container images", str(error)))
     else:
         sized = (
@@ -127,9 +122,9 @@ def _subordinate_ids(etc: Path) -> Check:
 async def _bubblewrap(bwrap: str | None) -> list[Check]:
     try:
         version = ".".join(map(str, await probe_bwrap(bwrap)))
-    except BubblewrapMissing as error:
-        return [Check("bubblewrap", False, "sandboxes cannot be started", str(error))]
-    except UserNamespacesForbidden as error:
+    except NodeUnusable as error:
+        if error.reason == "BubblewrapMissing":
+            return [Check("bubblewrap", False, "sandboxes cannot be started", str(error))]
         return [
             Check("bubblewrap", True, "installed"),
             Check("user namespaces", False, "sandboxes cannot be started", str(error)),
@@ -184,7 +179,7 @@ def _tmpfs(proc: Path) -> Check:
 def _run_dir(run_dir: Path) -> Check:
     try:
         SandboxFolder(run_dir).prepare()
-    except RunDirUnusable as error:
+    except NodeUnusable as error:
         return Check("run folder", False, "workers cannot keep sandboxes there", str(error))
     return Check("run folder", True, f"{run_dir}, private to this user")
 

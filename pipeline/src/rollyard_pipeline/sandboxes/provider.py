@@ -28,7 +28,7 @@ from rollyard_pipeline.sandboxes.errors import (
     DiskFull,
     ImageNotUsable,
     NodeDiskFull,
-    ResourceLimitsUnavailable,
+    SandboxImpossible,
     SandboxLost,
     SandboxStartFailed,
 )
@@ -114,7 +114,7 @@ class NodeProvider:
         """Do what `start` needs most of its time for, long before it. Nothing runs in the background yet.
 
         Raises:
-            BubblewrapMissing, UserNamespacesForbidden, RunDirUnusable, SandboxStartFailed: Sandboxes cannot
+            NodeUnusable, SandboxStartFailed: Sandboxes cannot
                 be started.
         """
         await in_thread(self._folder.prepare)
@@ -380,9 +380,10 @@ class NodeProvider:
         try:
             cgroups.create(self._places, sandbox_id, limits_of(key))
         except OSError as error:
-            raise ResourceLimitsUnavailable(
+            raise SandboxImpossible(
                 f"limits cpu={key.cpu:g}, memory={key.memory_bytes} bytes, processes={key.processes} "
-                f"cannot be set by control groups: {error}"
+                f"cannot be set by control groups: {error}",
+                "ResourceLimitsUnavailable",
             ) from error
 
     async def _claim(self, warm: WarmSandbox, request: SandboxRequest, claimed: Claimed) -> Sandbox:

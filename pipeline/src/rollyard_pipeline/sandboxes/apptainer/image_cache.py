@@ -31,7 +31,7 @@ from rollyard_sandbox import folders
 
 from rollyard_pipeline.sandboxes.apptainer.images import Image
 from rollyard_pipeline.sandboxes.apptainer.program import ContainerProgram
-from rollyard_pipeline.sandboxes.errors import DiskFull, ImageNotUsable, RunDirUnusable, SandboxStartFailed
+from rollyard_pipeline.sandboxes.errors import DiskFull, ImageNotUsable, NodeUnusable, SandboxStartFailed
 from rollyard_pipeline.sandboxes.host.programs import run_program
 from rollyard_pipeline.sandboxes.host.threads import in_thread
 
@@ -87,7 +87,7 @@ class ImageCache:
         """Make the folder.
 
         Raises:
-            RunDirUnusable: The folder cannot be made or written to.
+            NodeUnusable: The folder cannot be made or written to.
         """
         try:
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -95,7 +95,9 @@ class ImageCache:
             probe.touch()
             probe.unlink()
         except OSError as error:
-            raise RunDirUnusable(f"--image-cache {self.folder} cannot be used: {error}") from error
+            raise NodeUnusable(
+                f"--image-cache {self.folder} cannot be used: {error}", "RunDirUnusable"
+            ) from error
 
     async def ready(self, image: Image, program: ContainerProgram, *, unpacked: bool) -> Path:
         """Return the image as a SIF file, or as a folder if `unpacked`. It is built if it is missing.

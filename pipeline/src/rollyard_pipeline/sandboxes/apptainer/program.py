@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal
 
-from rollyard_pipeline.sandboxes.errors import ApptainerMissing
+from rollyard_pipeline.sandboxes.errors import NodeUnusable
 from rollyard_pipeline.sandboxes.host.programs import run_program
 
 INSTALL_HINT: Final = (
@@ -45,7 +45,7 @@ async def find_program(program: str | None = None) -> ContainerProgram:
     """Return `program`, or the first on PATH that identifies itself as Apptainer or SingularityCE.
 
     Raises:
-        ApptainerMissing: There is no such program. The message says what was found instead.
+        NodeUnusable: There is no such program. The message says what was found instead.
     """
     names = [program] if program else ["apptainer", "singularity"]
     problems = []
@@ -72,7 +72,9 @@ async def find_program(program: str | None = None) -> ContainerProgram:
             return ContainerProgram(path, "apptainer", answered, (), takes)
         options = ("--no-oci",) if version >= _OCI_SINCE else ()
         return ContainerProgram(path, "singularity-ce", answered, options, takes)
-    raise ApptainerMissing(f"no Apptainer and no SingularityCE ({'; '.join(problems)}): {INSTALL_HINT}")
+    raise NodeUnusable(
+        f"no Apptainer and no SingularityCE ({'; '.join(problems)}): {INSTALL_HINT}", "ApptainerMissing"
+    )
 
 
 async def _takes_config(path: str) -> bool:

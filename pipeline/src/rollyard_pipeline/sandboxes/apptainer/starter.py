@@ -36,9 +36,8 @@ from rollyard_pipeline.sandboxes.errors import (
     DiskFull,
     ImageNotUsable,
     NodeDiskFull,
-    RunDirUnusable,
+    NodeUnusable,
     SandboxStartFailed,
-    UserNamespacesForbidden,
 )
 from rollyard_pipeline.sandboxes.host.cgroups import CgroupPlace
 from rollyard_pipeline.sandboxes.host.processes import ProcessRef, Reaper, ends
@@ -145,7 +144,7 @@ class ApptainerStarter:
         """Find the program and check what this node lets it do.
 
         Raises:
-            ApptainerMissing, UserNamespacesForbidden, RunDirUnusable: This node cannot run such sandboxes.
+            NodeUnusable: This node cannot run such sandboxes.
             ImageNotUsable: The default image cannot be used.
         """
         # All checks run concurrently, because a worker's first rollout waits for them.
@@ -155,11 +154,13 @@ class ApptainerStarter:
             problem = await userns_problem()
             self._program = await finding
             if problem is not None:
-                raise UserNamespacesForbidden(forbidden_text(problem))
+                raise NodeUnusable(forbidden_text(problem), "UserNamespacesForbidden")
             try:
                 await preparing
             except OSError as error:
-                raise RunDirUnusable(f"run dir {self._folder.run_dir} cannot be used: {error}") from error
+                raise NodeUnusable(
+                    f"run dir {self._folder.run_dir} cannot be used: {error}", "RunDirUnusable"
+                ) from error
         finally:
             finding.cancel()
             await asyncio.wait([preparing])
@@ -401,7 +402,7 @@ class ApptainerStarter:
     def _explained(self, error: SandboxStartFailed, key: SandboxKey) -> Exception:
         text = str(error)
         if NOT_CONFINED in text or re.search(r"user namespace|unshare.*not permitted", text, re.IGNORECASE):
-            return UserNamespacesForbidden(forbidden_text(text))
+            return NodeUnusable(forbidden_text(text), "UserNamespacesForbidden")
         if NO_ROOM.search(text):
             return DiskFull(f"no room left for a sandbox in {self._folder.run_dir}: {text}")
         image = key.image if key.image is not None else self._options.default_image

@@ -28,7 +28,7 @@ from rollyard_process.private_folder import make_private_folder
 from rollyard_sandbox import folders
 from rollyard_sandbox.proof import SECRET_BYTES
 
-from rollyard_pipeline.sandboxes.errors import NodeDiskFull, RunDirUnusable
+from rollyard_pipeline.sandboxes.errors import NodeDiskFull, NodeUnusable
 from rollyard_pipeline.sandboxes.host.disk_room import is_full
 from rollyard_pipeline.sandboxes.host.processes import ProcessRef
 
@@ -147,21 +147,22 @@ class SandboxFolder:
         """Make the run folder and its `sandboxes` folder, which no other user can access or replace.
 
         Raises:
-            RunDirUnusable: The path is too long for a socket, is not writable, or could be accessed or
+            NodeUnusable: The path is too long for a socket, is not writable, or could be accessed or
                 replaced by another user of the machine.
         """
         length = len(os.fsencode(self.socket_path("0" * ID_LENGTH)))
         if length > SOCKET_PATH_MAX:
             room = SOCKET_PATH_MAX - (length - len(os.fsencode(self.run_dir)))
-            raise RunDirUnusable(
+            raise NodeUnusable(
                 f"run dir {self.run_dir} is too long for Unix sockets: "
-                f"{len(os.fsencode(self.run_dir))} bytes, at most {room}; choose a shorter --run-dir"
+                f"{len(os.fsencode(self.run_dir))} bytes, at most {room}; choose a shorter --run-dir",
+                "RunDirUnusable",
             )
         try:
             make_private_folder(self.run_dir)
             make_private_folder(self.path)
         except OSError as error:
-            raise RunDirUnusable(f"run dir {self.run_dir} cannot be used: {error}") from error
+            raise NodeUnusable(f"run dir {self.run_dir} cannot be used: {error}", "RunDirUnusable") from error
 
     @staticmethod
     def new_id() -> str:

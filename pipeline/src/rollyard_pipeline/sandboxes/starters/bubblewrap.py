@@ -12,12 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
-from rollyard_pipeline.sandboxes.errors import (
-    BubblewrapMissing,
-    ImageNotUsable,
-    SandboxStartFailed,
-    UserNamespacesForbidden,
-)
+from rollyard_pipeline.sandboxes.errors import ImageNotUsable, NodeUnusable, SandboxStartFailed
 from rollyard_pipeline.sandboxes.host.cgroups import CgroupPlace
 from rollyard_pipeline.sandboxes.host.processes import Reaper, kill_and_wait
 from rollyard_pipeline.sandboxes.host.programs import run_program
@@ -103,16 +98,20 @@ async def probe_bwrap(bwrap: str | None = None) -> tuple[int, ...]:
     """Run `bwrap` once with all the namespaces of a sandbox, and return its version.
 
     Raises:
-        BubblewrapMissing: There is no such program, or it does not run.
-        UserNamespacesForbidden: The namespaces are refused. The message says what to do.
+        NodeUnusable: There is no such program, it does not run, or the namespaces are refused. The message
+            says what to do.
     """
     program = bwrap or shutil.which("bwrap")
     if program is None or not os.access(program, os.X_OK):
-        raise BubblewrapMissing(f"there is no bubblewrap (bwrap) on this machine's PATH: {INSTALL_HINT}")
+        raise NodeUnusable(
+            f"there is no bubblewrap (bwrap) on this machine's PATH: {INSTALL_HINT}", "BubblewrapMissing"
+        )
     code, text = await _run(program, "--version")
     version = bwrap_version(text)
     if code != 0 or not version:
-        raise BubblewrapMissing(f"{program} does not run ({text.strip()[:300]}): {INSTALL_HINT}")
+        raise NodeUnusable(
+            f"{program} does not run ({text.strip()[:300]}): {INSTALL_HINT}", "BubblewrapMissing"
+        )
     for _ in range(MOUNT_TRIES):
         code, text = await _run(
             program, *NAMESPACES, "--ro-bind", "/", "/", "--proc", "/proc", "--dev", "/dev", "/bin/true"
@@ -121,7 +120,7 @@ async def probe_bwrap(bwrap: str | None = None) -> tuple[int, ...]:
             return version
         if not mounts_changed(text):
             break
-    raise UserNamespacesForbidden(forbidden_text(text))
+    raise NodeUnusable(forbidden_text(text), "UserNamespacesForbidden")
 
 
 def mounts_changed(text: str) -> bool:
@@ -341,7 +340,7 @@ class BubblewrapStarter:
         if re.search(
             r"creat\w* new (user )?namespace|setting up uid map|No permissions", text, re.IGNORECASE
         ):
-            return UserNamespacesForbidden(forbidden_text(text))
+            return NodeUnusable(forbidden_text(text), "UserNamespacesForbidden")
         if key.image is not None and "not ready within" not in text:
             return ImageNotUsable(f"sandbox.image {key.image!r}: {text}")
         return error

@@ -112,7 +112,8 @@ def write_bundle(out: Path) -> None:
         path.write_text(text)
         path.chmod(0o755 if name.endswith("bin/python") else 0o644)
     (out / "libs").mkdir()
-    for library in _libraries(Path(loader), out, [executable, *_native(out)]):
+    native = [path for path in sorted(out.rglob("*.so*")) if path.is_file() and not path.is_symlink()]
+    for library in _libraries(Path(loader), out, [executable, *native]):
         _copy(library.resolve(), out / "libs" / library.name)
     _compile(out)
 
@@ -183,10 +184,6 @@ def _distributions(roots: Iterable[str]) -> list[Distribution]:
             if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
                 pending.append(requirement.name)
     return [distributions[name] for name in sorted(distributions)]
-
-
-def _native(folder: Path) -> list[Path]:
-    return [path for path in sorted(folder.rglob("*.so*")) if path.is_file() and not path.is_symlink()]
 
 
 def _libraries(loader: Path, bundle: Path, files: Iterable[Path]) -> list[Path]:

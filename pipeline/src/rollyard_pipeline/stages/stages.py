@@ -139,7 +139,7 @@ class Stages:
         """Perform one stage of one rollout. `times` is filled in even if the stage fails.
 
         Raises:
-            Exception: The infrastructure failed. `worker.failures.stage_failure` converts it to a report.
+            Exception: The infrastructure failed. `worker.worker.stage_failure` converts it to a report.
         """
         try:
             spec = await self._jobs.get(held.lease)

@@ -77,8 +77,10 @@ class ProcessStarter:
             "TERM": "dumb",
             "SHELL": "/bin/bash",
         }
+        # Parts of this worker's path may come from PYTHONPATH and .pth files, which -I and -S ignore.
+        path = [entry for entry in sys.path if entry]
         launch = SandboxLaunch(
-            argv=[sys.executable, *server_code(key, self._places, str(work), _path(), inside=None)],
+            argv=[sys.executable, *server_code(key, self._places, str(work), path, inside=None)],
             env=env,
             socket_path=folder / SOCKET_NAME,
             secret=secret,
@@ -94,11 +96,3 @@ class ProcessStarter:
     def close(self) -> None:
         """Stop watching the processes that were started."""
         self._reaper.close()
-
-
-def _path() -> list[str]:
-    """Return this worker's sys.path.
-
-    Parts of it may come from PYTHONPATH and .pth files, which -I and -S ignore.
-    """
-    return [entry for entry in sys.path if entry]

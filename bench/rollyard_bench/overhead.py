@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
-from rollyard_pipeline.trajectories.request_seeds import request_seed
+from rollyard_pipeline.backends.session import request_seed
 
 from rollyard_bench.harness import deliver, external_pool, stage_worker
 from rollyard_bench.memory import manifest, posted

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 from rollyard_drivers.reconcile.plan import Owner, Workload
-from rollyard_pipeline.sandboxes.errors import RunDirUnusable
+from rollyard_pipeline.sandboxes.errors import NodeUnusable
 from rollyard_pipeline.sandboxes.host.records import SandboxFolder
 from rollyard_slurm.profile import SiteProfile
 from rollyard_slurm.readers.job_identity import SlurmJobIdentity
@@ -63,8 +63,9 @@ class Node:
         assert done.returncode == 73, done.stdout
         assert "choose another workers.runDir" in done.stderr
         assert self.secret.read_text() == "kept"
-        with pytest.raises(RunDirUnusable, match="cannot be used"):
+        with pytest.raises(NodeUnusable, match="cannot be used") as caught:
             SandboxFolder(self.tmp / BASE / "cn1").prepare()
+        assert caught.value.reason == "RunDirUnusable"
         assert self.secret.read_text() == "kept"
 
 

@@ -13,7 +13,7 @@ from rollyard_pipeline.handlers.quantities import quantities
 from rollyard_pipeline.handlers.stem import letter
 from rollyard_pipeline.handlers.swe.diffs import patch_of
 from rollyard_pipeline.handlers.swe.log_parsers import exit_code, parse
-from rollyard_pipeline.sandboxes.egress.http_head import MAX_HEAD, BadHead, parse_head
+from rollyard_pipeline.sandboxes.egress.proxy import MAX_HEAD, BadHead, parse_head
 from rollyard_tasks.formats.swebench.diffs import changed_files
 from rollyard_testing.pace import patience
 

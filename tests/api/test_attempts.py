@@ -14,7 +14,7 @@ from rollyard_client import RolloutSummary
 from rollyard_crds.lease import Lease, StageTimes
 from rollyard_crds.trajectory import MAX_ATTEMPT_MESSAGE, MAX_ATTEMPTS, Trajectory
 from rollyard_pipeline.sandboxes.errors import SandboxLost
-from rollyard_pipeline.worker.failures import stage_failure
+from rollyard_pipeline.worker.worker import stage_failure
 from rollyard_testing.api.plane import Worker, make_manifest
 from rollyard_testing.crds.segments import reported
 

@@ -17,7 +17,7 @@ from rollyard_inference.errors import (
 )
 from rollyard_pipeline.backends import BackendClient, Sampling
 from rollyard_pipeline.backends import client as clients
-from rollyard_pipeline.trajectories.request_seeds import request_seed
+from rollyard_pipeline.backends.session import request_seed
 
 SAMPLING = Sampling(temperature=1.0, top_p=1.0, top_k=-1, max_tokens=8, seed=7)
 

@@ -11,8 +11,8 @@ from rollyard_crds.lease import BackendAssignment, Lease, NoBackend, RouteRespon
 from rollyard_inference.errors import BackendUnavailable
 from rollyard_pipeline import errors
 from rollyard_pipeline.backends import BackendClient, session
-from rollyard_pipeline.backends.outage import Outage
-from rollyard_pipeline.worker.failures import stage_failure
+from rollyard_pipeline.backends.session import Outage
+from rollyard_pipeline.worker.worker import stage_failure
 from rollyard_testing.pace import patience
 
 _HERE = BackendAssignment(pool="p", url="http://here", model="tiny", tokenizer="t")

@@ -11,7 +11,7 @@ import pytest
 from aiohttp import web
 from rollyard_inference.errors import BackendUnavailable, WeightsChanged
 from rollyard_pipeline.backends import BackendClient, Sampling, client, session
-from rollyard_pipeline.backends.vocabulary import vocabulary_size
+from rollyard_pipeline.chat.tokenizer import vocabulary_size
 from rollyard_testing.pace import patience
 
 SAMPLING = Sampling(temperature=1.0, top_p=1.0, top_k=-1, max_tokens=8, seed=7)

@@ -27,7 +27,7 @@ from rollyard_pipeline.stages import eval_carry, sandbox_places
 from rollyard_pipeline.stages.eval_sandboxes import carries, eval_sandbox, place_within, reaches
 from rollyard_pipeline.stages.sandbox_places import SandboxPlaces
 from rollyard_pipeline.stages.stages import Stages
-from rollyard_pipeline.worker.failures import stage_failure
+from rollyard_pipeline.worker.worker import stage_failure
 from rollyard_sandbox.errors import FileError
 from rollyard_testing.pace import patience
 

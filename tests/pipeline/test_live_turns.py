@@ -10,9 +10,8 @@ from rollyard_crds.lease import MAX_LIVE_TEXT, LiveTurn
 from rollyard_crds.task import Message
 from rollyard_pipeline.control_plane.leases import HeldLease
 from rollyard_pipeline.tool_parsers.base import ParsedCall, ParsedTurn
-from rollyard_pipeline.trajectories.episode import Episode
-from rollyard_pipeline.trajectories.live import MAX_ARGUMENTS, turns_from
-from rollyard_pipeline.worker.live_turns import MAX_BYTES, MAX_ROLLOUT_BYTES, LiveTurnsToSend
+from rollyard_pipeline.trajectories.episode import MAX_ARGUMENTS, Episode, turns_from
+from rollyard_pipeline.worker.heartbeat import MAX_BYTES, MAX_ROLLOUT_BYTES, LiveTurnsToSend
 from rollyard_testing.pipeline.workerlab import Plane, Steered, lease, spec, working
 from rollyard_testing.waiting import eventually
 

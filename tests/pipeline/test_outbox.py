@@ -9,8 +9,8 @@ from contextlib import asynccontextmanager
 import pytest
 from rollyard_crds.lease import CompleteRequest, OutcomeItem, OutcomeResponse, StageResult, StageTimes
 from rollyard_pipeline.control_plane.leases import HeldLease
-from rollyard_pipeline.worker.failures import hand_over
 from rollyard_pipeline.worker.outbox import BATCH, Outbox
+from rollyard_pipeline.worker.worker import hand_over
 from rollyard_testing.pace import patience
 from rollyard_testing.pipeline.workerlab import Answer, Plane, lease, spec
 

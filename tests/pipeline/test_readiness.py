@@ -14,9 +14,9 @@ from rollyard_crds.lease import LeaseRef
 from rollyard_crds.rolloutjob import SandboxSpec
 from rollyard_pipeline.chat.format import FormatCache
 from rollyard_pipeline.errors import TokenizerUnavailable
+from rollyard_pipeline.program import Readiness
 from rollyard_pipeline.sandboxes.interface import SandboxRequest
 from rollyard_pipeline.sandboxes.provider import NodeProvider
-from rollyard_pipeline.worker.readiness import Readiness
 
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = ROOT / "engine/src/rollyard_engine/models/tiny-policy"

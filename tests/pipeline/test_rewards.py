@@ -20,13 +20,13 @@ from rollyard_crds.trajectory import Segment, Trajectory
 from rollyard_pipeline.control_plane.calls import ControlPlaneUnavailable
 from rollyard_pipeline.errors import (
     EvaluationInvalid,
+    ExtensionError,
     PipelineError,
     RewardComponentUnknown,
     RewardFunctionFailed,
     RewardFunctionTimeout,
     RewardServiceFailed,
     TaskInvalid,
-    UnknownRewardFunction,
 )
 from rollyard_pipeline.handlers import Evaluation, Handler, StageContext
 from rollyard_pipeline.handlers.math import MathHandler
@@ -36,7 +36,7 @@ from rollyard_pipeline.rewards.episode import MAX_MESSAGES, MAX_METADATA, MAX_TE
 from rollyard_pipeline.rewards.format_checks import FormatChecks, has_tags
 from rollyard_pipeline.rewards.service import service_score
 from rollyard_pipeline.rewards.shaping import Rewards
-from rollyard_pipeline.worker.failures import stage_failure
+from rollyard_pipeline.worker.worker import stage_failure
 from rollyard_testing.pace import patience
 
 FUNCTIONS = """
@@ -366,8 +366,10 @@ async def test_a_function_that_fails_gives_no_reward(
 
 
 async def test_an_unknown_function_is_named(rewards: Rewards) -> None:
-    with pytest.raises(UnknownRewardFunction, match="no reward function 'mine' is installed on this worker"):
+    words = "no reward function 'mine' is installed on this worker"
+    with pytest.raises(ExtensionError, match=words) as caught:
         await rewards.check(MathHandler(), spec(function("mine")))
+    assert caught.value.reason == "UnknownRewardFunction"
 
 
 async def test_a_child_ends_with_its_parent(tmp_path: Path) -> None:

@@ -14,9 +14,9 @@ from rollyard_pipeline.backends import BackendClient
 from rollyard_pipeline.control_plane.leases import HeldLease
 from rollyard_pipeline.registry import Registry
 from rollyard_pipeline.sandboxes import open_provider
-from rollyard_pipeline.sandboxes.errors import NetworkImpossible
+from rollyard_pipeline.sandboxes.errors import SandboxImpossible
 from rollyard_pipeline.stages.stages import Stages
-from rollyard_pipeline.worker.failures import stage_failure
+from rollyard_pipeline.worker.worker import stage_failure
 from rollyard_testing.sandboxes.outside import HOST, Outside
 
 
@@ -130,7 +130,7 @@ async def test_a_task_has_no_more_of_it_than_it_names(rollouts: Rollouts) -> Non
 
 @pytest.mark.parametrize("rollouts", ["process"], indirect=True)
 async def test_bare_processes_are_refused_for_good(rollouts: Rollouts) -> None:
-    with pytest.raises(NetworkImpossible) as refused:
+    with pytest.raises(SandboxImpossible) as refused:
         await rollouts.play("true", "true", "true")
     failure = stage_failure(rollouts.held.lease, refused.value, StageTimes())
     assert (failure.reason, failure.retryable) == ("NetworkImpossible", False)

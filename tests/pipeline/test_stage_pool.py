@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 from rollyard_crds.lease import Lease, LeaseRequest, LeaseResponse
-from rollyard_pipeline.worker.stage_pool import StagePool, WorkerIdentity
+from rollyard_pipeline.worker.worker import StagePool, WorkerIdentity
 from rollyard_testing.pace import patience
 from rollyard_testing.pipeline.workerlab import Plane, lease, spec
 from rollyard_testing.waiting import eventually
@@ -56,7 +56,7 @@ async def requested(control: Generous, number: int) -> None:
 async def test_requests_keep_their_distance_while_there_is_other_work(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("rollyard_pipeline.worker.stage_pool.PACE_SECONDS", 0.2)
+    monkeypatch.setattr("rollyard_pipeline.worker.worker.PACE_SECONDS", 0.2)
     async with leasing(places=4) as (pool, control):
         await requested(control, 2)
         pool.release()
@@ -67,14 +67,14 @@ async def test_requests_keep_their_distance_while_there_is_other_work(
 
 
 async def test_a_pool_without_other_work_requests_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rollyard_pipeline.worker.stage_pool.PACE_SECONDS", 3600.0)
+    monkeypatch.setattr("rollyard_pipeline.worker.worker.PACE_SECONDS", 3600.0)
     async with leasing(places=4, ends_at_once=True) as (_, control):
         await requested(control, 5)
     assert control.free[:5] == [4] * 5
 
 
 async def test_a_pool_whose_work_has_ended_keeps_no_distance(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rollyard_pipeline.worker.stage_pool.PACE_SECONDS", 3600.0)
+    monkeypatch.setattr("rollyard_pipeline.worker.worker.PACE_SECONDS", 3600.0)
     async with leasing(places=1) as (pool, control):
         for number in range(1, 4):
             await requested(control, number)

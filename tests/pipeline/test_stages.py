@@ -30,6 +30,7 @@ from rollyard_crds.trajectory import MALFORMED_CALL, Trajectory
 from rollyard_inference.errors import BackendUnavailable
 from rollyard_pipeline.agents.base import Agent, AgentContext
 from rollyard_pipeline.backends import BackendClient
+from rollyard_pipeline.backends.session import request_seed
 from rollyard_pipeline.control_plane.leases import HeldLease
 from rollyard_pipeline.errors import (
     EvalTimeout,
@@ -58,8 +59,7 @@ from rollyard_pipeline.tool_parsers.base import ParsedCall
 from rollyard_pipeline.tools import ToolContext
 from rollyard_pipeline.tools.edit import EditTool
 from rollyard_pipeline.trajectories.episode import Episode
-from rollyard_pipeline.trajectories.request_seeds import request_seed
-from rollyard_pipeline.worker.failures import stage_failure
+from rollyard_pipeline.worker.worker import stage_failure
 from rollyard_sandbox.client import ExecClient
 from rollyard_sandbox.errors import SandboxError
 from rollyard_testing.crds.segments import lists

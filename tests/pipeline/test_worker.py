@@ -13,15 +13,14 @@ from rollyard_crds.lease import Lease, LeaseRef, SandboxHandle, StageFailure, St
 from rollyard_crds.rolloutjob import RolloutJobSpec
 from rollyard_pipeline import registry
 from rollyard_pipeline.backends import BackendClient
-from rollyard_pipeline.control_plane.calls import ControlPlaneUnavailable
-from rollyard_pipeline.control_plane.job_specs import JobSpecs
+from rollyard_pipeline.control_plane.calls import ControlPlaneUnavailable, JobSpecs
 from rollyard_pipeline.control_plane.leases import HeldLease
 from rollyard_pipeline.errors import ControlPlaneRefused, SandboxMissing
 from rollyard_pipeline.handlers.shell import ShellHandler
 from rollyard_pipeline.sandboxes.errors import NodeDiskFull, SandboxLost
 from rollyard_pipeline.sandboxes.interface import SandboxRequest
 from rollyard_pipeline.stages.stages import Stages
-from rollyard_pipeline.worker.stage_pool import PACE_SECONDS
+from rollyard_pipeline.worker.worker import PACE_SECONDS
 from rollyard_process.backoff import Backoff
 from rollyard_testing.pace import patience
 from rollyard_testing.pipeline.workerlab import (
@@ -628,7 +627,7 @@ async def test_a_job_that_was_made_again_under_its_name_has_its_own_spec() -> No
 
 
 async def test_a_spec_is_asked_for_until_the_control_plane_answers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rollyard_pipeline.control_plane.job_specs.TRY_AGAIN", Backoff(0.001, 0.001))
+    monkeypatch.setattr("rollyard_pipeline.control_plane.calls.TRY_AGAIN", Backoff(0.001, 0.001))
     plane = Specs()
     plane.failures = 3
     jobs = JobSpecs(plane)

@@ -9,7 +9,7 @@ import pytest
 from rollyard_crds.lease import FailRequest, StageFailure
 from rollyard_pipeline.control_plane.rest import RestControlPlane
 from rollyard_pipeline.errors import ControlPlaneRefused, JobEnded
-from rollyard_pipeline.worker.stage_pool import StagePool, WorkerIdentity
+from rollyard_pipeline.worker.worker import StagePool, WorkerIdentity
 from rollyard_testing.pace import patience
 
 

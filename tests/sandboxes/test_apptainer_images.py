@@ -22,12 +22,7 @@ from rollyard_pipeline.sandboxes.apptainer import starter as apptainer_module
 from rollyard_pipeline.sandboxes.apptainer.image_cache import BUILDS_AT_ONCE, ImageCache
 from rollyard_pipeline.sandboxes.apptainer.images import parse_image
 from rollyard_pipeline.sandboxes.apptainer.program import ContainerProgram
-from rollyard_pipeline.sandboxes.errors import (
-    DiskFull,
-    ImageNotUsable,
-    RunDirUnusable,
-    SandboxStartFailed,
-)
+from rollyard_pipeline.sandboxes.errors import DiskFull, ImageNotUsable, NodeUnusable, SandboxStartFailed
 from rollyard_pipeline.sandboxes.provider import NodeProvider
 from rollyard_testing.pace import patience
 
@@ -480,5 +475,5 @@ async def test_an_image_that_nobody_waits_for_needs_room(tmp_path: Path) -> None
 
 def test_cache_that_cannot_be_used_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(RunDirUnusable, match=r"--image-cache .*file/cache cannot be used"):
+    with pytest.raises(NodeUnusable, match=r"--image-cache .*file/cache cannot be used"):
         ImageCache(tmp_path / "file" / "cache").prepare()

@@ -12,13 +12,7 @@ from rollyard_pipeline.sandboxes.apptainer import starter as apptainer_module
 from rollyard_pipeline.sandboxes.apptainer.program import find_program, fuse_problem, userns_problem
 from rollyard_pipeline.sandboxes.apptainer.starter import ApptainerOptions
 from rollyard_pipeline.sandboxes.doctor import apptainer_checks
-from rollyard_pipeline.sandboxes.errors import (
-    ApptainerMissing,
-    DiskFull,
-    ImageNotUsable,
-    SandboxStartFailed,
-    UserNamespacesForbidden,
-)
+from rollyard_pipeline.sandboxes.errors import DiskFull, ImageNotUsable, NodeUnusable, SandboxStartFailed
 
 
 def answering(folder: Path, name: str, version: str, buildcfg: str = "") -> Path:
@@ -65,8 +59,9 @@ async def test_others_are_named(
     answering(tmp_path, "singularity", answer)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     monkeypatch.setattr("shutil.which", lambda name: None if name == "apptainer" else str(tmp_path / name))
-    with pytest.raises(ApptainerMissing) as caught:
+    with pytest.raises(NodeUnusable) as caught:
         await find_program()
+    assert caught.value.reason == "ApptainerMissing"
     assert "apptainer: not found" in str(caught.value)
     assert says in str(caught.value)
     assert "module load apptainer" in str(caught.value)
@@ -102,7 +97,7 @@ async def test_no_program_is_told_before_anything_starts(run_dir: Path) -> None:
     provider = open_provider(
         "apptainer", run_dir=run_dir, node="n", apptainer=ApptainerOptions(program=str(run_dir / "none"))
     )
-    with pytest.raises(ApptainerMissing, match="not found"):
+    with pytest.raises(NodeUnusable, match="not found"):
         await provider.start()
 
 
@@ -115,8 +110,9 @@ async def test_no_user_namespaces(run_dir: Path, tmp_path: Path, monkeypatch: py
     provider = open_provider(
         "apptainer", run_dir=run_dir, node="n", apptainer=ApptainerOptions(program=str(program))
     )
-    with pytest.raises(UserNamespacesForbidden, match=r"Operation not permitted.*What to do"):
+    with pytest.raises(NodeUnusable, match=r"Operation not permitted.*What to do") as caught:
         await provider.start()
+    assert caught.value.reason == "UserNamespacesForbidden"
 
 
 @pytest.mark.parametrize(
@@ -126,8 +122,8 @@ async def test_no_user_namespaces(run_dir: Path, tmp_path: Path, monkeypatch: py
         ("FATAL: exec /.singularity.d/startscript failed: no such file or directory", ImageNotUsable),
         ("FATAL: could not write instance file: no space left on device", DiskFull),
         ("FATAL: while writing: disk quota exceeded", DiskFull),
-        ("ERROR: Failed to create user namespace: user namespace not supported", UserNamespacesForbidden),
-        ("NotConfined: unshare(): No space left on device", UserNamespacesForbidden),
+        ("ERROR: Failed to create user namespace: user namespace not supported", NodeUnusable),
+        ("NotConfined: unshare(): No space left on device", NodeUnusable),
         ("FATAL: something else", SandboxStartFailed),
     ],
 )

@@ -15,7 +15,6 @@ from rollyard_crds.fields.allowed_hosts import HostRule, host_name, installers_r
 from rollyard_crds.lease import SandboxHandle
 from rollyard_crds.rolloutjob import SandboxSpec
 from rollyard_pipeline.sandboxes.egress.addresses import is_own, why_refused
-from rollyard_pipeline.sandboxes.egress.client_hello import NotTls, server_name
 from rollyard_pipeline.sandboxes.egress.destinations import (
     DestinationRefused,
     Destinations,
@@ -23,9 +22,8 @@ from rollyard_pipeline.sandboxes.egress.destinations import (
     Unresolved,
 )
 from rollyard_pipeline.sandboxes.egress.egress import proxy_variables
-from rollyard_pipeline.sandboxes.egress.http_head import BadHead, parse_head
 from rollyard_pipeline.sandboxes.egress.limits import MAX_NOTES, ConnectionPace, EgressLimits, Meter, Spent
-from rollyard_pipeline.sandboxes.egress.proxy import EgressProxy
+from rollyard_pipeline.sandboxes.egress.proxy import BadHead, EgressProxy, NotTls, parse_head, server_name
 from rollyard_sandbox.client.tunnel import SandboxTunnel
 from rollyard_sandbox.errors import SandboxError as ExecError
 from rollyard_testing.pace import patience

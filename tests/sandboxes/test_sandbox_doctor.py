@@ -13,7 +13,7 @@ import pytest
 from rollyard_crds.lease import LeaseRef
 from rollyard_pipeline.sandboxes import open_provider
 from rollyard_pipeline.sandboxes.doctor import limits_check, sandbox_checks
-from rollyard_pipeline.sandboxes.errors import BubblewrapMissing, UserNamespacesForbidden
+from rollyard_pipeline.sandboxes.errors import NodeUnusable
 from rollyard_pipeline.sandboxes.host import cgroups
 from rollyard_pipeline.sandboxes.host.cgroups import CgroupLimits, CgroupPlace
 from rollyard_pipeline.sandboxes.interface import SandboxRequest
@@ -41,8 +41,9 @@ async def test_no_bubblewrap(run_dir: Path) -> None:
     assert not checks[0].ok
     assert "apt-get install bubblewrap" in checks[0].remedy
     assert "--sandbox process" in checks[0].remedy
-    with pytest.raises(BubblewrapMissing):
+    with pytest.raises(NodeUnusable) as caught:
         await open_provider("bubblewrap", run_dir=run_dir, node="n", bwrap=str(run_dir / "none")).start()
+    assert caught.value.reason == "BubblewrapMissing"
 
 
 async def test_forbidden_namespaces(run_dir: Path, tmp_path: Path) -> None:
@@ -51,8 +52,9 @@ async def test_forbidden_namespaces(run_dir: Path, tmp_path: Path) -> None:
     assert names["bubblewrap"].ok
     assert not names["user namespaces"].ok
     assert "No permissions to create a new" in names["user namespaces"].remedy
-    with pytest.raises(UserNamespacesForbidden, match=r"What to do: .*--sandbox process"):
+    with pytest.raises(NodeUnusable, match=r"What to do: .*--sandbox process") as caught:
         await open_provider("bubblewrap", run_dir=run_dir, node="n", bwrap=bwrap).start()
+    assert caught.value.reason == "UserNamespacesForbidden"
 
 
 _MOUNT_AWAY = """case "$1" in --version) ;; *)
@@ -83,7 +85,7 @@ async def test_mounts_that_change_under_bubblewrap_are_no_failure(
 async def test_mounts_that_never_come_to_rest_are_one(run_dir: Path, tmp_path: Path) -> None:
     text = _MOUNT_AWAY.format(count=tmp_path / "count", fails=3, bwrap="false")
     bwrap = program(tmp_path, text.replace("--version) ;;", "--version) echo bubblewrap 0.8.0; exit;;"))
-    with pytest.raises(UserNamespacesForbidden, match="Unable to apply mount flags"):
+    with pytest.raises(NodeUnusable, match="Unable to apply mount flags"):
         await open_provider("bubblewrap", run_dir=run_dir, node="n", bwrap=bwrap).start()
     assert int((tmp_path / "count").read_text()) == MOUNT_TRIES
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rollyard_pipeline.sandboxes.errors import ImageNotUsable, UserNamespacesForbidden
+from rollyard_pipeline.sandboxes.errors import ImageNotUsable, NodeUnusable
 from rollyard_pipeline.sandboxes.provider import NodeProvider
 from rollyard_pipeline.sandboxes.starters.root_folders import check_image, in_root
 from rollyard_testing.pace import patience
@@ -81,7 +81,4 @@ async def test_process_provider_takes_no_image(kit: Any, run_dir: Path) -> None:
 
 
 def test_reasons_are_stable() -> None:
-    assert (ImageNotUsable.reason, UserNamespacesForbidden.reason) == (
-        "ImageNotUsable",
-        "UserNamespacesForbidden",
-    )
+    assert (ImageNotUsable.reason, NodeUnusable.reason) == ("ImageNotUsable", "NodeUnusable")

@@ -16,7 +16,7 @@ from rollyard_crds.fields.quantity import parse_quantity
 from rollyard_crds.rolloutjob import SandboxSpec
 from rollyard_crds.task import TaskSandbox
 from rollyard_pipeline.sandboxes import open_provider
-from rollyard_pipeline.sandboxes.errors import DiskFull, RunDirUnusable
+from rollyard_pipeline.sandboxes.errors import DiskFull, NodeUnusable
 from rollyard_pipeline.sandboxes.host.processes import (
     ProcessRef,
     descendants,
@@ -158,7 +158,7 @@ async def test_a_death_is_remembered_for_six_hours(folder: SandboxFolder, death:
 
 def test_long_run_dir_is_refused_with_its_limit(tmp_path: Path) -> None:
     with pytest.raises(
-        RunDirUnusable, match=r"too long for Unix sockets: \d+ bytes, at most 74; choose a shorter"
+        NodeUnusable, match=r"too long for Unix sockets: \d+ bytes, at most 74; choose a shorter"
     ):
         SandboxFolder(tmp_path / ("x" * 100)).prepare()
 
@@ -166,7 +166,7 @@ def test_long_run_dir_is_refused_with_its_limit(tmp_path: Path) -> None:
 def test_run_dir_that_is_a_file(tmp_path: Path) -> None:
     file = tmp_path.parent / "f"
     file.touch()
-    with pytest.raises(RunDirUnusable, match="cannot be used"):
+    with pytest.raises(NodeUnusable, match="cannot be used"):
         SandboxFolder(file).prepare()
 
 

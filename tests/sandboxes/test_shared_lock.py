@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
-from rollyard_pipeline.sandboxes.apptainer.shared_lock import shared_lock
+from rollyard_pipeline.sandboxes.apptainer.image_cache import shared_lock
 from rollyard_testing.pace import patience
 
 

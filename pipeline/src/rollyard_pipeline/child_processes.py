@@ -94,9 +94,12 @@ class ChildProcesses:
     async def _start(self) -> asyncio.subprocess.Process:
         try:
             child = await asyncio.create_subprocess_exec(
-                *self._command, start_new_session=True,
-                stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, limit=_LINE,
-            )  # fmt: skip
+                *self._command,
+                start_new_session=True,
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                limit=_LINE,
+            )
         except OSError as error:
             raise self._failed(f"{self._what} cannot be started: {error}") from error
         try:
@@ -111,8 +114,8 @@ class ChildProcesses:
         word, _, about = line.partition(b" ")
         if word.strip() != b"ready":
             await end_child(child)
-            said = line[:500].decode(errors="replace").strip()
-            raise self._failed(f"{self._what} ended at its start: {said or 'is its package installed?'}")
+            output = line[:500].decode(errors="replace").strip()
+            raise self._failed(f"{self._what} ended at its start: {output or 'is its package installed?'}")
         self._greeting = json.loads(about) if about.strip() else {}
         return child
 

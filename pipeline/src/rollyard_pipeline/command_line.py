@@ -59,22 +59,22 @@ def assigned_options(options: argparse.Namespace, assignment: Assignment) -> arg
     fixed = ("url", "token_file", "run_dir", "sandbox", "node", "ready", "otlp_endpoint")
     try:
         parser = _parser(exit_on_error=False)
-        found, unknown = parser.parse_known_args([*options.given, *assignment.arguments])
+        assigned, unknown = parser.parse_known_args([*options.given, *assignment.arguments])
     except argparse.ArgumentError as error:
         raise OptionError(f"the assignment has arguments that cannot be used: {error}") from error
     if unknown:
         raise OptionError(f"the assignment has arguments that are not known here: {' '.join(unknown)}")
-    if found.node is None:
-        found.node = options.node
+    if assigned.node is None:
+        assigned.node = options.node
     for name in fixed:
-        if getattr(found, name) != getattr(options, name):
+        if getattr(assigned, name) != getattr(options, name):
             raise OptionError(f"the assignment may not change --{name.replace('_', '-')}")
-    if (found.job, found.namespace) != (assignment.job, options.namespace):
+    if (assigned.job, assigned.namespace) != (assignment.job, options.namespace):
         raise OptionError(
             f"the assignment is to job {assignment.job} in namespace {options.namespace}, and its arguments "
-            f"name job {found.job} in namespace {found.namespace}"
+            f"name job {assigned.job} in namespace {assigned.namespace}"
         )
-    return found
+    return assigned
 
 
 def stages_of(text: str) -> list[StageName]:
@@ -83,13 +83,13 @@ def stages_of(text: str) -> list[StageName]:
     Raises:
         OptionError: `text` names no stage, or something else.
     """
-    wanted = [name.strip() for name in text.split(",") if name.strip()]
-    unknown = sorted(set(wanted) - set(STAGES))
-    if unknown or not wanted:
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    unknown = sorted(set(names) - set(STAGES))
+    if unknown or not names:
         raise OptionError(
             f"--stages: {', '.join(unknown) or 'nothing'} given; expected some of {', '.join(STAGES)}"
         )
-    return [stage for stage in STAGES if stage in wanted]
+    return [stage for stage in STAGES if stage in names]
 
 
 def concurrency_of(text: str | None) -> dict[StageName, int]:
@@ -116,7 +116,7 @@ def apptainer_options(options: argparse.Namespace) -> ApptainerOptions | None:
     Raises:
         OptionError: An option for Apptainer was given together with another kind of sandbox.
     """
-    given = {
+    apptainer_only = {
         "--default-image": options.default_image,
         "--image-cache": options.image_cache,
         "--apptainer": options.apptainer,
@@ -124,7 +124,7 @@ def apptainer_options(options: argparse.Namespace) -> ApptainerOptions | None:
         "--build-dockerfiles": options.build_dockerfiles,
     }
     if options.sandbox != "apptainer":
-        for name, value in given.items():
+        for name, value in apptainer_only.items():
             if value:
                 raise OptionError(f"{name} goes with --sandbox apptainer (got --sandbox {options.sandbox})")
         return None
@@ -191,63 +191,82 @@ def _parser(*, ready: bool = False, exit_on_error: bool = True) -> argparse.Argu
     parser.add_argument("--job", help="work for this job only, and exit when it is over")
     parser.add_argument("--namespace", default="default")
     parser.add_argument(
-        "--ready", metavar="NAME",
+        "--ready",
+        metavar="NAME",
         help="stand ready under this name: import everything, wait until a driver assigns a job of the "
         "namespace, work for it, and exit when it is over; the token is that of the ready worker",
-    )  # fmt: skip
+    )
     parser.add_argument("--stages", default=",".join(STAGES), help="pools to run, default: %(default)s")
     parser.add_argument(
         "--concurrency", help="places per stage, as init=16,run=64,eval=16; default: the job's"
     )
     parser.add_argument("--run-dir", type=Path, default=home / "run", help="default: %(default)s")
     parser.add_argument(
-        "--sandbox", choices=PROVIDERS, default="bubblewrap",
+        "--sandbox",
+        choices=PROVIDERS,
+        default="bubblewrap",
         help="kubernetes: pods that the operator starts; with it --node is kubernetes too",
-    )  # fmt: skip
+    )
     parser.add_argument(
-        "--no-sandbox-templates", action="store_false", dest="sandbox_templates",
+        "--no-sandbox-templates",
+        action="store_false",
+        dest="sandbox_templates",
         help="bubblewrap: start bwrap and Python for each sandbox, and fork none from a loaded exec server",
-    )  # fmt: skip
+    )
     parser.add_argument(
-        "--default-image", metavar="IMAGE",
+        "--default-image",
+        metavar="IMAGE",
         help="apptainer: the image of jobs that name none: a SIF file, a root folder, docker://NAME, …",
-    )  # fmt: skip
+    )
     parser.add_argument(
-        "--allow-image", action="append", dest="allow_images", metavar="IMAGE",
+        "--allow-image",
+        action="append",
+        dest="allow_images",
+        metavar="IMAGE",
         help="what jobs and tasks may name as their image: the path of an image or of a folder with images, "
         "docker://HOST/PREFIX/, none or any; repeatable, default: any",
-    )  # fmt: skip
+    )
     parser.add_argument(
-        "--image-cache", type=Path, metavar="DIR",
+        "--image-cache",
+        type=Path,
+        metavar="DIR",
         help="apptainer: where images built from others are kept, best on storage that the nodes share; "
         "default: in the run dir",
-    )  # fmt: skip
+    )
     parser.add_argument(
-        "--image-cache-gib", type=_positive, default=100, metavar="N",
+        "--image-cache-gib",
+        type=_positive,
+        default=100,
+        metavar="N",
         help="apptainer: beyond it the images that were not used for longest go, default: %(default)s",
-    )  # fmt: skip
+    )
     parser.add_argument(
         "--apptainer", metavar="PROGRAM", help="default: apptainer, else singularity, from PATH"
     )
     parser.add_argument(
-        "--fakeroot", action="store_true",
+        "--fakeroot",
+        action="store_true",
         help="apptainer: programs inside are root of their image and may change all of it",
-    )  # fmt: skip
+    )
     parser.add_argument(
-        "--build-dockerfiles", action="store_true",
+        "--build-dockerfiles",
+        action="store_true",
         help="apptainer: build the images of tasks' Dockerfiles; their commands run here as this user",
-    )  # fmt: skip
+    )
     parser.add_argument(
         "--max-sandboxes", type=int, help="claimed at once on this node; default: by concurrency"
     )
     parser.add_argument(
-        "--sandboxes-end", action="store_true",
+        "--sandboxes-end",
+        action="store_true",
         help="sandboxes end with the worker that started them, as in a batch job",
-    )  # fmt: skip
+    )
     parser.add_argument(
-        "--trouble-file", type=Path, metavar="FILE",
+        "--trouble-file",
+        type=Path,
+        metavar="FILE",
         help="says why this worker takes no Init work; gone while nothing is wrong",
-    )  # fmt: skip
+    )
     parser.add_argument("--node", help=f"default: {host}; of workers with --sandbox kubernetes: {NODE}")
     parser.add_argument("--name", default=f"{host}-{os.getpid()}-{secrets.token_hex(3)}")
     parser.add_argument("--drain-seconds", type=float, default=30.0)

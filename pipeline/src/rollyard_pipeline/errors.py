@@ -16,14 +16,14 @@ from rollyard_crds.names import NO_TOOL_PARSER, StageName
 class WorkerError(Exception):
     """The base class of every exception of the stage workers."""
 
-    reason: ClassVar[str] = "WorkerError"
+    reason: str = "WorkerError"
     """A CamelCase word for programs. It is stable."""
 
 
 class PipelineError(WorkerError):
     """The base class of infrastructure failures. The attributes say what the queue does next."""
 
-    reason: ClassVar[str] = "PipelineError"
+    reason = "PipelineError"
     retryable: ClassVar[bool] = True
     return_to: ClassVar[StageName | None] = None
     counts: ClassVar[bool] = True
@@ -42,34 +42,18 @@ class OptionError(PipelineError):
 
 
 class ExtensionError(PipelineError):
-    """A handler, agent, tool or parser cannot be loaded on this worker."""
+    """A handler, agent, tool, parser or reward function of this name cannot be loaded on this worker.
+
+    The reason is `UnknownHandler`, `UnknownAgent`, `UnknownTool`, `UnknownToolParser` or
+    `UnknownRewardFunction`.
+    """
 
     reason = "UnknownExtension"
     retryable = False
 
-
-class UnknownHandler(ExtensionError):
-    """No handler of this name can be loaded on this worker."""
-
-    reason = "UnknownHandler"
-
-
-class UnknownAgent(ExtensionError):
-    """No agent of this name can be loaded on this worker."""
-
-    reason = "UnknownAgent"
-
-
-class UnknownTool(ExtensionError):
-    """No tool of this name can be loaded on this worker."""
-
-    reason = "UnknownTool"
-
-
-class UnknownToolParser(ExtensionError):
-    """No tool-call parser of this name can be loaded on this worker."""
-
-    reason = "UnknownToolParser"
+    def __init__(self, message: str, reason: str) -> None:
+        super().__init__(message)
+        self.reason = reason
 
 
 class NoToolParser(PipelineError):
@@ -89,12 +73,6 @@ class ToolParserTimeout(ToolParserFailed):
     """The process took too long for a turn, and was killed."""
 
     reason = "ToolParserTimeout"
-
-
-class UnknownRewardFunction(ExtensionError):
-    """No reward function of this name can be loaded on this worker."""
-
-    reason = "UnknownRewardFunction"
 
 
 class RewardComponentUnknown(PipelineError):

@@ -6,9 +6,11 @@ import argparse
 import asyncio
 import contextlib
 import gc
+import logging
+import signal
 import sys
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Callable, Coroutine, Mapping
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import uvloop
 from rollyard_crds.names import PROVIDER, StageName
@@ -19,6 +21,7 @@ from rollyard_process.telemetry.options import TraceOptions, trace_options
 from rollyard_process.telemetry.variables import TraceOptionError
 
 from rollyard_pipeline.backends import BackendClient
+from rollyard_pipeline.chat.format import FormatCache
 from rollyard_pipeline.command_line import (
     apptainer_options,
     assigned_options,
@@ -31,13 +34,17 @@ from rollyard_pipeline.command_line import (
 )
 from rollyard_pipeline.control_plane.rest import RestControlPlane
 from rollyard_pipeline.errors import PipelineError
+from rollyard_pipeline.registry import Registry
+from rollyard_pipeline.sandboxes import open_provider
 from rollyard_pipeline.sandboxes.egress.egress import Egress
-from rollyard_pipeline.worker.readiness import Readiness
-from rollyard_pipeline.worker.stop_signals import StopSignals
+from rollyard_pipeline.sandboxes.interface import SandboxProvider
+from rollyard_pipeline.sandboxes.provider import NodeProvider
 from rollyard_pipeline.worker.worker import Worker, WorkerOptions
 
 if TYPE_CHECKING:
     from rollyard_crds.workers import Assignment
+
+log = logging.getLogger(__name__)
 
 GARBAGE_THRESHOLD: Final = 10_000
 """The number of new objects after which the young ones are searched for cycles."""
@@ -48,6 +55,7 @@ NODE_UNUSABLE: Final = 73
 
 Another node may have it.
 """
+T = TypeVar("T")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -76,11 +84,11 @@ def stand_ready(prepared: list[str], arguments: Callable[[], list[str] | None]) 
         ready = Readiness()
         runner.run(ready.prepare(_provider_settings(known), known.chat_format))
         # Nothing of this process runs while it waits, neither its event loop nor its threads.
-        given = arguments()
-        if given is None:
+        argv = arguments()
+        if argv is None:
             runner.run(ready.aclose())
             return 0
-        return _main(runner, parse(given), ready)
+        return _main(runner, parse(argv), ready)
 
 
 def _main(runner: asyncio.Runner, options: argparse.Namespace, ready: Readiness) -> int:
@@ -128,8 +136,8 @@ async def _run(options: argparse.Namespace, ready: Readiness) -> int:
                 await ready.aclose()
                 return 0
             options, token = assigned_options(options, assignment), assignment.token
-        asked, destination = bool(options.otlp_endpoint), _traces(options)
-        with exporting(destination, SERVICE, options.name, asked=asked) as traces:
+        requested, destination = bool(options.otlp_endpoint), _traces(options)
+        with exporting(destination, SERVICE, options.name, asked=requested) as traces:
             await _work(options, token, ready, signals, traces)
     return 0
 
@@ -146,7 +154,7 @@ async def _work(
     traces: SpanExport | None,
 ) -> None:
     """Run the worker whose options and token are known."""
-    stages, given = stages_of(options.stages), concurrency_of(options.concurrency)
+    stages, concurrency = stages_of(options.stages), concurrency_of(options.concurrency)
     async with RestControlPlane(options.url, token) as control:
         settings = _provider_settings(options)
         if options.sandbox == PROVIDER:
@@ -155,7 +163,7 @@ async def _work(
         # The provider waits for programs that it asks, and meanwhile a core is free.
         await asyncio.gather(provider.start(), asyncio.to_thread(control.prepare))
         try:
-            places = await _places(options, control, stages, given)
+            places = await _places(options, control, stages, concurrency)
             async with BackendClient(request_timeout=options.request_timeout) as backends:
                 await signals.run(
                     Worker(control, backends, provider, _worker_options(options, places, ready, traces))
@@ -191,18 +199,18 @@ async def _places(
     options: argparse.Namespace,
     control: RestControlPlane,
     stages: list[StageName],
-    given: dict[StageName, int],
+    concurrency: dict[StageName, int],
 ) -> dict[StageName, int]:
     """Return the places of each stage: the given ones, else those of the worker's own job, else the defaults.
 
     Raises:
         ControlPlaneRefused: The places were not given for every stage, and the job is gone.
     """
-    if options.job is None or not set(stages) - set(given):
+    if options.job is None or not set(stages) - set(concurrency):
         spec = StagesSpec()
     else:
         spec = (await control.job_when_there(options.namespace, options.job)).stages
-    return {stage: given.get(stage, getattr(spec, stage).concurrency) for stage in stages}
+    return {stage: concurrency.get(stage, getattr(spec, stage).concurrency) for stage in stages}
 
 
 def _worker_options(
@@ -228,3 +236,131 @@ def _worker_options(
         egress=Egress([options.url, *([_traces(options).url] if _traces(options).on else ())]),
         traces=traces,
     )
+
+
+class Readiness:
+    """Prepared parts of one worker. All of them depend on this machine only, and on no job."""
+
+    def __init__(self) -> None:
+        self.extensions = Registry()
+        self.formats = FormatCache()
+        self._provider: SandboxProvider | None = None
+        self._settings: dict[str, Any] = {}
+
+    async def prepare(self, settings: Mapping[str, Any], tokenizer: str | None = None) -> Exception | None:
+        """Prepare what can be prepared here. What fails is left to the worker, which reports its error.
+
+        Args:
+            settings: The arguments of `open_provider`.
+            tokenizer: The tokenizer that jobs of this machine are likely to use, if one is known.
+
+        Returns:
+            The error for which sandboxes cannot be started, or None.
+        """
+        with contextlib.suppress(Exception):
+            await asyncio.to_thread(self.extensions.load_own)
+        if tokenizer is not None:
+            with contextlib.suppress(Exception):
+                await self.formats.load_ahead(tokenizer)
+        provider: SandboxProvider | None = None
+        try:
+            provider = open_provider(**settings)
+            if isinstance(provider, NodeProvider):
+                await provider.stand_ready()
+        except BaseException as error:
+            if provider is not None:
+                await provider.aclose()
+            if not isinstance(error, Exception):
+                raise
+            log.debug("the sandboxes are not prepared: %s", error)
+            return error
+        self._provider, self._settings = provider, dict(settings)
+        return None
+
+    async def provider(self, settings: Mapping[str, Any]) -> SandboxProvider:
+        """Return the prepared provider if it was opened with these settings, and else a new one.
+
+        The caller owns it and starts it. This is called once.
+
+        Raises:
+            ValueError: See `open_provider`.
+        """
+        if self._provider is not None and self._settings != settings:
+            await self.aclose()
+        prepared, self._provider = self._provider, None
+        return prepared if prepared is not None else open_provider(**settings)
+
+    async def aclose(self) -> None:
+        """End the provider if nobody has taken it."""
+        provider, self._provider = self._provider, None
+        if provider is not None:
+            await provider.aclose()
+
+
+class StopSignals:
+    """Handles SIGTERM and SIGINT.
+
+    The first signal drains the worker, the second has it hand over its rollouts at once, and the third stops
+    it. The signals are handled from before the first sandbox starts until after the last one ends, because an
+    unhandled signal during the clean-up would leave sandboxes behind.
+    """
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._asked = 0
+        self._worker: Worker | None = None
+        self._running: asyncio.Future[None] | None = None
+        self._idle: asyncio.Future[Any] | None = None
+
+    def __enter__(self) -> StopSignals:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            self._loop.add_signal_handler(number, self._stop)
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            self._loop.remove_signal_handler(number)
+            if exc[0] is None:
+                # The work is complete, so a signal during the exit must not make it a failure.
+                signal.signal(number, signal.SIG_IGN)
+
+    async def run(self, worker: Worker) -> None:
+        """Run the worker until it ends."""
+        self._worker = worker
+        self._running = asyncio.ensure_future(worker.run())
+        self._pass_on(worker)
+        try:
+            await self._running
+        except asyncio.CancelledError:
+            if self._asked < 3:
+                raise
+
+    async def wait(self, idle: Coroutine[Any, Any, T]) -> T | None:
+        """Return the result of a coroutine that does no work, or None if a signal has ended it."""
+        self._idle = asyncio.ensure_future(idle)
+        if self._asked:
+            self._idle.cancel()
+        try:
+            result: T = await self._idle
+            return result
+        except asyncio.CancelledError:
+            if not self._asked:
+                raise
+            return None
+        finally:
+            self._idle = None
+
+    def _stop(self) -> None:
+        self._asked += 1
+        if self._idle is not None:
+            self._idle.cancel()
+        if self._worker is not None:
+            self._pass_on(self._worker)
+
+    def _pass_on(self, worker: Worker) -> None:
+        if self._asked == 1:
+            worker.drain()
+        elif self._asked == 2:
+            worker.hand_over()
+        elif self._asked > 2 and self._running is not None:
+            self._running.cancel()

@@ -10,14 +10,7 @@ import contextlib
 from importlib import metadata
 from typing import Any, Final
 
-from rollyard_pipeline.errors import (
-    ExtensionError,
-    UnknownAgent,
-    UnknownHandler,
-    UnknownRewardFunction,
-    UnknownTool,
-    UnknownToolParser,
-)
+from rollyard_pipeline.errors import ExtensionError
 
 HANDLERS: Final = "rollyard.handlers"
 AGENTS: Final = "rollyard.agents"
@@ -27,12 +20,12 @@ REWARD_FUNCTIONS: Final = "rollyard.reward_functions"
 
 _OURS: Final = "rollyard"
 """The distribution that is part of Rollyard itself."""
-_UNKNOWN: Final[dict[str, type[ExtensionError]]] = {
-    HANDLERS: UnknownHandler,
-    AGENTS: UnknownAgent,
-    TOOLS: UnknownTool,
-    TOOL_PARSERS: UnknownToolParser,
-    REWARD_FUNCTIONS: UnknownRewardFunction,
+_REASON: Final = {
+    HANDLERS: "UnknownHandler",
+    AGENTS: "UnknownAgent",
+    TOOLS: "UnknownTool",
+    TOOL_PARSERS: "UnknownToolParser",
+    REWARD_FUNCTIONS: "UnknownRewardFunction",
 }
 _NOUN: Final = {
     HANDLERS: "handler",
@@ -62,7 +55,7 @@ class Registry:
         for group, classes in (overrides or {}).items():
             for name, cls in classes.items():
                 self._loaded[group, name] = cls
-        self._given = frozenset(self._loaded)
+        self._overridden = frozenset(self._loaded)
 
     def load_own(self) -> None:
         """Load the extensions of Rollyard's own distribution, so that `load` finds them at once."""
@@ -79,17 +72,17 @@ class Registry:
                 self._own = metadata.EntryPoints(())
         return self._own
 
-    def _found(self, group: str, name: str) -> list[metadata.EntryPoint]:
+    def _entries_of(self, group: str, name: str) -> list[metadata.EntryPoint]:
         """Return the entry points of `name`, those of Rollyard's own distribution first.
 
         These come from one file. Only other names require reading a file of each distribution.
         """
-        found = list(self._own_entries().select(group=group, name=name))
-        if not found:
+        entries = list(self._own_entries().select(group=group, name=name))
+        if not entries:
             if self._entries is None:
                 self._entries = metadata.entry_points()
-            found = list(self._entries.select(group=group, name=name))
-        return found
+            entries = list(self._entries.select(group=group, name=name))
+        return entries
 
     def load(self, group: str, name: str) -> Any:
         """Return the class called `name`.
@@ -103,14 +96,14 @@ class Registry:
             try:
                 self._loaded[key] = entry.load()
             except (ImportError, AttributeError) as error:
-                raise _UNKNOWN[group](
-                    f"the {_NOUN[group]} '{name}' ({entry.value}) cannot be loaded: {error}"
+                raise ExtensionError(
+                    f"the {_NOUN[group]} '{name}' ({entry.value}) cannot be loaded: {error}", _REASON[group]
                 ) from error
         return self._loaded[key]
 
     def is_ours(self, group: str, name: str) -> bool:
         """Return whether `name` stands for a class of Rollyard's own distribution, or an override."""
-        return (group, name) in self._given or bool(self._own_entries().select(group=group, name=name))
+        return (group, name) in self._overridden or bool(self._own_entries().select(group=group, name=name))
 
     def target(self, group: str, name: str) -> str:
         """Return where the class called `name` is, as `module:class`, without importing it.
@@ -124,10 +117,10 @@ class Registry:
         return self._entry(group, name).value
 
     def _entry(self, group: str, name: str) -> metadata.EntryPoint:
-        found = self._found(group, name)
-        if not found:
+        entries = self._entries_of(group, name)
+        if not entries:
             names = ", ".join(installed(group)) or "none"
-            raise _UNKNOWN[group](
-                f"no {_NOUN[group]} '{name}' is installed on this worker; installed: {names}"
+            raise ExtensionError(
+                f"no {_NOUN[group]} '{name}' is installed on this worker; installed: {names}", _REASON[group]
             )
-        return found[0]
+        return entries[0]

@@ -36,11 +36,23 @@ _POLICYS: Final = frozenset(
         # Processes that no SIGKILL ends belong to the sandbox.
         "ProcessesSurvive",
         # Files and folders of the sandbox are not what the evaluation needs.
-        "FileError", "FileNotFound", "FileTooLarge", "InputOutputError", "IsADirectory", "NameTooLong",
-        "NotADirectory", "NotAFile", "NotEmpty", "PermissionDenied", "ReadOnly", "SymlinkLoop",
-        "TooManyEntries", "WouldBlock",
+        "FileError",
+        "FileNotFound",
+        "FileTooLarge",
+        "InputOutputError",
+        "IsADirectory",
+        "NameTooLong",
+        "NotADirectory",
+        "NotAFile",
+        "NotEmpty",
+        "PermissionDenied",
+        "ReadOnly",
+        "SymlinkLoop",
+        "TooManyEntries",
+        "WouldBlock",
         # A sandbox has its own disks and limits, and only what Run has left uses them.
-        "DiskFull", "ResourceExhausted",
+        "DiskFull",
+        "ResourceExhausted",
         # A program exists but cannot be started: its folder is gone, or its arguments are too long.
         "LaunchFailed",
         # Something in the sandbox has confused its server. It is a bug of ours, which the worker logs.
@@ -48,11 +60,13 @@ _POLICYS: Final = frozenset(
         # What the policy said or left does not fit into a request.
         "CommandTooLarge",
     }
-)  # fmt: skip
+)
 _INFRASTRUCTURE: Final = frozenset(
     {
         # The sandbox, its server or the node is gone, or is not the expected one.
-        "SandboxLost", "ProtocolError", "Unauthorized",
+        "SandboxLost",
+        "ProtocolError",
+        "Unauthorized",
         # Descriptors belong to the server or to the node.
         "TooManyOpenFiles",
         # The image has no such program. `was_removed` checks whether Run could have removed it.
@@ -61,10 +75,14 @@ _INFRASTRUCTURE: Final = frozenset(
         "ConfinementFailed",
         "IPythonUnavailable",
         # These are mistakes of a handler.
-        "BadRequest", "NoCommandRunning", "OutputNotFound", "SessionBusy", "TooManySessions",
+        "BadRequest",
+        "NoCommandRunning",
+        "OutputNotFound",
+        "SessionBusy",
+        "TooManySessions",
         "SandboxError",
     }
-)  # fmt: skip
+)
 
 
 def reward_reason(error: Exception) -> str:

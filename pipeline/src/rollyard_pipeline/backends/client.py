@@ -270,7 +270,7 @@ class _Watch:
         self._client = client
         self._known = known
         self._url = url
-        self._told = paused
+        self._on_pause = paused
         self._limit = asyncio.timeout(client._timeout)
         self._timer: asyncio.TimerHandle | None = None
         self._task: asyncio.Task[None] | None = None
@@ -306,8 +306,8 @@ class _Watch:
             if is_paused and not self._limit.expired():
                 self._pause += now - then
                 self._limit.reschedule((self._limit.when() or 0.0) + now - then)
-                if self._told is not None:
-                    self._told(now - then)
+                if self._on_pause is not None:
+                    self._on_pause(now - then)
             then = now
             await asyncio.sleep(_PAUSE_POLL)
 
@@ -333,5 +333,5 @@ def _differ(new: Capabilities, old: Capabilities) -> bool:
 
 def _two(ids: Sequence[int]) -> tuple[int, int]:
     first = ids[0] if ids else 0
-    second: Any = next((one for one in ids if one != first), None)
+    second: Any = next((token for token in ids if token != first), None)
     return first, (second if second is not None else int(first == 0))

@@ -7,9 +7,12 @@ except its prefix cache.
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import struct
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Final
+from dataclasses import dataclass, field
+from typing import Final, Literal
 
 from rollyard_crds.lease import BackendAssignment, RouteResponse, RunStats
 from rollyard_crds.names import UNVERIFIED
@@ -24,16 +27,18 @@ from rollyard_inference.errors import (
 )
 from rollyard_inference.sampling.request import Sampling
 from rollyard_process.backoff import Backoff
+from rollyard_process.telemetry import conventions as names
+from rollyard_process.telemetry.scope import RolloutScope, current
+from rollyard_process.telemetry.spans import Value
 
 from rollyard_pipeline.backends.client import UNKNOWN_MODE, BackendClient
-from rollyard_pipeline.backends.outage import Outage
-from rollyard_pipeline.backends.turn_spans import Cause, TurnSpan
 from rollyard_pipeline.errors import NoBackend
 from rollyard_pipeline.trajectories.recorder import Sample
-from rollyard_pipeline.trajectories.request_seeds import request_seed
 
 Route = Callable[[str, str, bool], Awaitable[RouteResponse]]
 """A function of (url, error, whether the backend failed) that asks the control plane for another backend."""
+Cause = Literal["weights", "backend"]
+"""Why a turn waits: the backend's weights are updated, or no backend has room."""
 
 MIXED_MODES: Final = "mixed"
 """The `SamplingRecord.logprobs_mode` of a rollout whose backends give different log-probabilities."""
@@ -50,6 +55,138 @@ OUTAGE_SECONDS: Final = 300.0
 _UPDATE_SECONDS: Final = 900.0  # Seconds for which a backend may run with unverified weights.
 _MAX_PARTS: Final = 64  # The number of requests that a turn may take if aborts cut it.
 _MAX_SHRINKS: Final = 3  # How often a turn may be repeated with fewer tokens to fit a backend's context.
+MAX_WAITS: Final = 32
+"""The largest number of waits of one turn that have spans of their own."""
+_GAP_SECONDS: Final = 1.5  # Stretches that follow each other so closely are one wait.
+_WAIT_SPANS: Final[dict[Cause, str]] = {"weights": names.PAUSE_SPAN, "backend": names.BACKEND_WAIT_SPAN}
+
+
+class Outage:
+    """Adds up the seconds between two answers of a backend in which the pool has no ready backend.
+
+    That is neither the rollout's fault nor a failure. The control plane says that there is an outage when it
+    is asked for another backend.
+    """
+
+    def __init__(self) -> None:
+        self._before = 0.0
+        self._since: float | None = None
+
+    @property
+    def lasts(self) -> bool:
+        """Whether the control plane had no ready backend when it was last asked."""
+        return self._since is not None
+
+    def seconds(self, now: float) -> float:
+        """Return the seconds of outages until the monotonic time `now` since the last answer."""
+        return self._before + (0.0 if self._since is None else now - self._since)
+
+    def note(self, answer: RouteResponse, now: float) -> None:
+        """Take note of what the control plane answered.
+
+        An answer without backend and reason changes nothing, because the control plane could not be asked.
+        """
+        if answer.backend is None and answer.reason in ("", "NoBackendReady"):
+            if answer.reason and self._since is None:
+                self._since = now
+            return
+        self._before, self._since = self.seconds(now), None
+
+    def end(self) -> None:
+        """Forget all outages, because a backend has answered."""
+        self._before, self._since = 0.0, None
+
+
+@dataclass(slots=True)
+class _Wait:
+    cause: Cause
+    begin: float
+    end: float
+
+
+@dataclass(slots=True)
+class TurnSpan:
+    """The span of one sampled turn, and of the times in which it waited for weights or for a backend.
+
+    The turn is one of the rollout that the current task works on. Without one, it does nothing.
+
+    Args:
+        turn: The number of the turn, from 0.
+    """
+
+    turn: int
+    scope: RolloutScope | None = field(default_factory=current)
+    began: float = field(default_factory=time.monotonic)
+    id: str = field(init=False, default="")
+    traceparent: str | None = field(init=False, default=None)
+    """The header with which requests of this turn name it as their parent, or None outside of a rollout."""
+    _waits: list[_Wait] = field(init=False, default_factory=list)
+
+    def __post_init__(self) -> None:
+        if self.scope is not None:
+            self.id = self.scope.child()
+            self.traceparent = self.scope.traceparent(self.id)
+
+    def wait(self, cause: Cause, begin: float, end: float) -> None:
+        """Note a stretch of waiting, by the monotonic clock. Stretches that follow closely are joined."""
+        if self.scope is None or self.scope.sink is None:
+            return
+        last = self._waits[-1] if self._waits else None
+        if last is not None and last.cause == cause and begin - last.end < _GAP_SECONDS:
+            last.end = max(last.end, end)
+        elif len(self._waits) < MAX_WAITS:
+            self._waits.append(_Wait(cause, max(begin, self.began), end))
+
+    def end(
+        self,
+        *,
+        model: str,
+        url: str,
+        prompt: int,
+        max_tokens: int,
+        requests: int,
+        sample: Sample | None,
+        error: str = "",
+    ) -> None:
+        """Add the spans of the turn, which ends now.
+
+        Args:
+            model: The name of the model.
+            url: The base URL of the backend that answered last.
+            prompt: The number of tokens of the prompt.
+            max_tokens: The largest number of tokens that the turn could have.
+            requests: The number of requests that backends answered.
+            sample: What was sampled, or None.
+            error: The type of the error with which the turn ended, or "".
+        """
+        scope = self.scope
+        if scope is None or scope.sink is None:
+            return
+        now = time.monotonic()
+        for wait in self._waits:
+            end = min(wait.end, now)
+            name = _WAIT_SPANS[wait.cause]
+            scope.add(name, end - wait.begin, {names.BACKEND: url}, parent=self.id, ago=now - end)
+        attributes: dict[str, Value] = {
+            names.OPERATION: names.CHAT,
+            names.PROVIDER: names.PROVIDER_NAME,
+            names.CONVERSATION: scope.rollout,
+            names.MODEL: model,
+            names.BACKEND: url,
+            names.TURN: self.turn,
+            names.MAX_TOKENS: max_tokens,
+            names.INPUT_TOKENS: prompt,
+            names.REQUESTS: requests,
+        }
+        if sample is not None:
+            attributes[names.OUTPUT_TOKENS] = len(sample.token_ids)
+            attributes[names.FINISH_REASONS] = (sample.finish_reason,)
+            if sample.policy_versions:
+                attributes[names.POLICY_VERSION] = sample.policy_versions[-1]
+        if error:
+            attributes[names.ERROR_TYPE] = error
+        title = f"{names.CHAT} {model}"
+        scope.add(title, now - self.began, attributes, id=self.id, client=True, error=error)
 
 
 class BackendSession:
@@ -219,13 +356,13 @@ class BackendSession:
                     return done("length")
                 raise
             self.stats.requests += 1
-            kept = _verified(sample)
-            ids += sample.token_ids[:kept]
-            logprobs += sample.logprobs[:kept]
-            versions += sample.policy_versions[:kept]
-            part += kept > 0
-            if kept < len(sample.token_ids):
-                self.stats.discarded_tokens += len(sample.token_ids) - kept
+            verified = _verified(sample)
+            ids += sample.token_ids[:verified]
+            logprobs += sample.logprobs[:verified]
+            versions += sample.policy_versions[:verified]
+            part += verified > 0
+            if verified < len(sample.token_ids):
+                self.stats.discarded_tokens += len(sample.token_ids) - verified
                 unverified = await self._until_verified(unverified)
             elif sample.finish_reason != "abort":
                 await self._learn_mode(prompt)
@@ -370,7 +507,18 @@ def _verified(sample: Sample) -> int:
     """Return how many tokens precede the first that was sampled with unverified weights."""
     if not any(version.startswith(UNVERIFIED) for version in set(sample.policy_versions)):
         return len(sample.policy_versions)
-    for place, version in enumerate(sample.policy_versions):
+    for index, version in enumerate(sample.policy_versions):
         if version.startswith(UNVERIFIED):
-            return place
+            return index
     return len(sample.policy_versions)
+
+
+def request_seed(base: int, task_id: str, sample_index: int, turn: int, part: int = 0) -> int:
+    """Return a seed in [0, 2**31) for one request of one turn, which makes a run repeatable.
+
+    `part` numbers the requests of one turn, because another request continues a turn that a weight update has
+    cut. The seed has 31 bits, because backends read seeds as signed 32-bit numbers.
+    """
+    text = task_id.encode()
+    packed = struct.pack(">QIIII", base, len(text), sample_index, turn, part) + text
+    return int.from_bytes(hashlib.blake2b(packed, digest_size=4).digest(), "big") >> 1

@@ -150,30 +150,33 @@ class Conversation:
         try:
             if self._window is None:
                 self._window = self._chat.render(messages)
-            found = self._after(messages, self._window, turn)
+            rendering = self._after(messages, self._window, turn)
         except TemplateError:  # The template may refuse only the gap of omitted turns.
             return None
-        if found.outside is None:
+        if rendering.outside is None:
             return None
         return replace(
-            found, text=self._text + found.text[len(self._window) :], window=found.text, whole=False
+            rendering,
+            text=self._text + rendering.text[len(self._window) :],
+            window=rendering.text,
+            whole=False,
         )
 
     def _full(self, turn: _Turn) -> Rendering:
         try:
-            found = self._after(self._settled, self._text, turn)
+            rendering = self._after(self._settled, self._text, turn)
         except TemplateError:
             if self._formal:
                 raise
             # The template accepted the raw text of turns that called tools, and now refuses what follows from
             # it.
             self._formal = True
-            for place, group in enumerate(self._groups):
-                form = self._form("parsed", place, group) or self._form("stand-in", place, group)
+            for number, group in enumerate(self._groups):
+                form = self._form("parsed", number, group) or self._form("stand-in", number, group)
                 if form is not None:
                     self._settled[group.start : group.start + len(form)] = form
-            found = self._after(self._settled, self._text, turn)
-        return replace(found, window=None if self._first else found.text)
+            rendering = self._after(self._settled, self._text, turn)
+        return replace(rendering, window=None if self._first else rendering.text)
 
     def _after(self, messages: list[ChatMessage], before: str, turn: _Turn) -> Rendering:
         """Return what follows `turn`, which was sampled after `messages`, whose rendering is `before`."""
@@ -221,7 +224,7 @@ class Conversation:
         else:
             shown = {"role": "assistant", "content": parsed.get("content") or ""}
         # Mistral's templates require ids of nine characters.
-        ids = [f"{number % 1_000_000:06d}{place % 1_000:03d}" for place in range(len(calls))]
+        ids = [f"{number % 1_000_000:06d}{index % 1_000:03d}" for index in range(len(calls))]
         if calls:
             shown["tool_calls"] = [{**call, "id": name} for call, name in zip(calls, ids, strict=True)]
         added, answered = [shown], 0
@@ -243,8 +246,8 @@ def _outside(before: str, turn: _Turn, text: str, parsed: ChatMessage | None) ->
     if parsed is None or not turn.end or not text.startswith(before):
         return None
     shown, end, rest = text[len(before) :].partition(turn.end)
-    kept = all(str(parsed.get(part) or "") in shown for part in ("thinking", "content"))
-    return rest if end and kept else None
+    unchanged = all(str(parsed.get(part) or "") in shown for part in ("thinking", "content"))
+    return rest if end and unchanged else None
 
 
 def _call(name: str) -> dict[str, Any]:

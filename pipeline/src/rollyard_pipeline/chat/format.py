@@ -30,10 +30,10 @@ _THOUGHTS: Final = ("reasoning_content", "reasoning", "thinking")
 
 def _to_chat(message: Message) -> ChatMessage:
     """Return a task's message in the form that most templates read. A thought has each of its names."""
-    found = message.model_dump(mode="json", exclude_none=True)
+    fields = message.model_dump(mode="json", exclude_none=True)
     if message.reasoning_content:
-        found |= dict.fromkeys(_THOUGHTS, message.reasoning_content)
-    return found
+        fields |= dict.fromkeys(_THOUGHTS, message.reasoning_content)
+    return fields
 
 
 def _with_calls(message: ChatMessage, change: Callable[[dict[str, Any]], dict[str, Any]]) -> ChatMessage:
@@ -70,12 +70,12 @@ class ChatFormat:
         Raises:
             TemplateError: The messages make calls, and the template refuses them or leaves one out.
         """
-        given = [_to_chat(message) for message in messages]
-        if not any("tool_calls" in message for message in given):
-            return given
+        chat = [_to_chat(message) for message in messages]
+        if not any("tool_calls" in message for message in chat):
+            return chat
         refused: TemplateError | None = None
         for text, null in itertools.product((False, True), repeat=2):
-            shown = [_with_calls(message, _with_text) for message in given] if text else given
+            shown = [_with_calls(message, _with_text) for message in chat] if text else chat
             if null:
                 silent = [not message["content"] and "tool_calls" in message for message in shown]
                 shown = [{**m, "content": None} if none else m for m, none in zip(shown, silent, strict=True)]
@@ -179,5 +179,5 @@ def _stamp(name: str) -> _Stamp:
     """Return the names, inodes, sizes and times of the files in a tokenizer's folder and its templates."""
     folder = locate(name)
     files = [*folder.glob("*.json"), *folder.glob("*.jinja"), *folder.glob("additional_chat_templates/*")]
-    found = ((file, file.stat()) for file in files)
-    return frozenset((str(file), info.st_ino, info.st_size, info.st_mtime_ns) for file, info in found)
+    stats = ((file, file.stat()) for file in files)
+    return frozenset((str(file), info.st_ino, info.st_size, info.st_mtime_ns) for file, info in stats)

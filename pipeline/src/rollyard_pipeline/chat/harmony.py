@@ -40,12 +40,14 @@ def split_channels(text: str, escape: Callable[[str], str], calls: bool) -> dict
         escape: Turns control tokens that are left in the parts into text.
         calls: Whether the turn makes calls. The template then accepts only thinking beside them.
     """
-    found = [message for message in _messages(text) if message.begun and message.channel]
-    if not found:
+    messages = [message for message in _messages(text) if message.begun and message.channel]
+    if not messages:
         return {"content": "" if calls else escape(text)}
-    said = [(one.channel, text[one.start : one.end]) for one in found if not one.recipient]
-    thinking = "\n".join(body for channel, body in said if channel == "analysis")
-    content = "\n".join(body for channel, body in said if channel != "analysis")
+    bodies = [
+        (message.channel, text[message.start : message.end]) for message in messages if not message.recipient
+    ]
+    thinking = "\n".join(body for channel, body in bodies if channel == "analysis")
+    content = "\n".join(body for channel, body in bodies if channel != "analysis")
     if calls:
         thinking, content = "\n".join(part for part in (thinking, content) if part), ""
     return {"content": escape(content), **({"thinking": escape(thinking)} if thinking else {})}
@@ -72,22 +74,22 @@ def channel_thought(text: str) -> Thought | None:
 
 def _messages(text: str) -> list[_Message]:
     """Return the messages of a turn in one pass, or [] if it has no marks."""
-    found: list[_Message] = []
+    messages: list[_Message] = []
     header, body = 0, -1  # Where the header began, and where the text after it began, or -1 in a header.
     for mark in _MARK.finditer(text):
         if body < 0 and mark[1] == "message":
             body = mark.end()
         elif mark[1] != "message":
             if body >= 0:
-                found.append(_message(text, header, body, mark.start()))
+                messages.append(_message(text, header, body, mark.start()))
             header, body = mark.end(), -1
     if body >= 0:
-        found.append(_message(text, header, body, len(text)))
-    elif found or "<|channel|>" in text[header : header + _HEADER_LIMIT]:
+        messages.append(_message(text, header, body, len(text)))
+    elif messages or "<|channel|>" in text[header : header + _HEADER_LIMIT]:
         rest = text[header:]
         if rest.strip():
-            found.append(_Message("", False, len(text), len(text), False))
-    return found
+            messages.append(_Message("", False, len(text), len(text), False))
+    return messages
 
 
 def _message(text: str, header: int, start: int, end: int) -> _Message:

@@ -18,8 +18,14 @@ from rollyard_pipeline.errors import TemplateError
 
 """Names that a template reads and that a job's variables may not set."""
 _FAILURES: Final = (
-    jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError,
-)  # fmt: skip
+    jinja2.TemplateError,
+    TypeError,
+    ValueError,
+    LookupError,
+    AttributeError,
+    ArithmeticError,
+    RecursionError,
+)
 _DICT_ATTRIBUTES: Final = frozenset(dir(dict))
 
 
@@ -119,11 +125,11 @@ class ChatTemplate:
         It is usually empty. gpt-oss's template names a channel there, which the model samples by itself.
         """
         opening = [{"role": "user", "content": "a"}]
-        said = [*opening, {"role": "assistant", "content": "probe"}, {"role": "user", "content": "b"}]
+        conversation = [*opening, {"role": "assistant", "content": "probe"}, {"role": "user", "content": "b"}]
         now = datetime(2000, 1, 1)
         try:
-            before, after = self.render(opening, now=now), self.render(said, now=now)
+            before, after = self.render(opening, now=now), self.render(conversation, now=now)
         except TemplateError:
             return ""
-        prefix, found, _ = after.removeprefix(before).partition("probe")
-        return prefix if found and after.startswith(before) else ""
+        prefix, probe, _ = after.removeprefix(before).partition("probe")
+        return prefix if probe and after.startswith(before) else ""

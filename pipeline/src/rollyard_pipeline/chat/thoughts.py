@@ -85,16 +85,16 @@ class ThoughtReader:
             text: Their text, as `ChatTokenizer.decode_sampled` returns it.
         """
         if self._channels:
-            found = channel_thought(text)
-            return None if found is None else _without_marks(found, text)
+            thought = channel_thought(text)
+            return None if thought is None else _without_marks(thought, text)
         spelled = [MARK in tag[0] for tag in _TAGS.finditer(text)]
         text = text.replace(MARK, "")
         marks = self._marks(ids, text, spelled)
         tail = prompt[-_TAIL:].rstrip()
         opened = next((mark for mark in _CLOSING if tail.endswith(mark)), "")
-        found = _first_thought(text, marks, opened)
-        if found is not None:
-            return found
+        thought = _first_thought(text, marks, opened)
+        if thought is not None:
+            return thought
         first = next((mark for mark in marks if mark.exact), None)
         if first is None or first.text not in self._in_template or tail.endswith(first.text):
             return None
@@ -108,10 +108,10 @@ class ThoughtReader:
             text: Their text without any MARK.
             spelled: Whether ordinary tokens spell it, for each of `_TAGS` in the text.
         """
-        found = list(_MARKS.finditer(text))
-        sampled = sum(token in self._tokens for token in ids) if found else 0
-        mixed = 0 < sampled < len(found)
-        tokens = self._in_order(ids) if mixed else [sampled > 0] * len(found)
+        matches = list(_MARKS.finditer(text))
+        sampled = sum(token in self._tokens for token in ids) if matches else 0
+        mixed = 0 < sampled < len(matches)
+        tokens = self._in_order(ids) if mixed else [sampled > 0] * len(matches)
         existing = set(self._tokens.values())
         tags = iter(spelled)
         return [
@@ -121,17 +121,17 @@ class ThoughtReader:
                 match.end(),
                 not next(tags) if _TAGS.fullmatch(match[0]) else token or match[0] not in existing,
             )
-            for match, token in zip(found, tokens, strict=False)
+            for match, token in zip(matches, tokens, strict=False)
         ]
 
     def _in_order(self, ids: Sequence[int]) -> list[bool]:
         """Return for each mark in the text of `ids` whether it is a token."""
         tokens: list[bool] = []
         begin = 0
-        for place, token in enumerate(ids):
+        for index, token in enumerate(ids):
             if token in self._tokens:
-                tokens += [*self._spelled(ids[begin:place]), True]
-                begin = place + 1
+                tokens += [*self._spelled(ids[begin:index]), True]
+                begin = index + 1
         return [*tokens, *self._spelled(ids[begin:])]
 
     def _spelled(self, ids: Sequence[int]) -> list[bool]:
@@ -164,11 +164,11 @@ def _first_thought(text: str, marks: Sequence[_Mark], opened: str) -> Thought | 
         opening, exact, following = marks[0].text, marks[0].exact, 1
     else:
         return None
-    for place in range(following, len(marks)):
-        mark = marks[place]
+    for index in range(following, len(marks)):
+        mark = marks[index]
         if mark.text != _CLOSING[opening] or (exact and not mark.exact):
             continue
-        after = marks[place + 1] if place + 1 < len(marks) else None
+        after = marks[index + 1] if index + 1 < len(marks) else None
         if after is None or after.text != opening or not _blank(text[mark.end : after.start]):
             return Thought(start=start, end=mark.start, answer=_after(text, mark), opened=opened)
         exact = after.exact  # A further thought begins at once.
@@ -187,6 +187,6 @@ def _after(text: str, mark: _Mark) -> int:
 
 
 def _without_marks(thought: Thought, text: str) -> Thought:
-    """Return a thought whose places do not count the `tokenizer.MARK`s of the text."""
-    places = {name: getattr(thought, name) for name in ("start", "end", "answer")}
-    return Thought(**{name: place - text.count(MARK, 0, place) for name, place in places.items()})
+    """Return a thought whose offsets do not count the `tokenizer.MARK`s of the text."""
+    offsets = {name: getattr(thought, name) for name in ("start", "end", "answer")}
+    return Thought(**{name: offset - text.count(MARK, 0, offset) for name, offset in offsets.items()})

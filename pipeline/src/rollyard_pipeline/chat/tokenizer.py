@@ -68,19 +68,19 @@ class ChatTokenizer:
 
     def token_id(self, text: str) -> int | None:
         """Return the id of the token whose text is `text`, or None if the vocabulary has none."""
-        found: int | None = self._tokenizer.token_to_id(text)
-        return found
+        token: int | None = self._tokenizer.token_to_id(text)
+        return token
 
     def variables(self) -> dict[str, str]:
         """Return `bos_token`, `eos_token`, … as templates read them."""
-        found: dict[str, str] = {}
+        variables: dict[str, str] = {}
         for name in _TOKEN_NAMES:
             value = self._config.get(name)
             if isinstance(value, dict):
                 value = value.get("content")
             if isinstance(value, str):
-                found[name] = value
-        return found
+                variables[name] = value
+        return variables
 
     def escape(self, text: str) -> str:
         """Return `text` with a MARK inside everything that spells a control token.
@@ -177,11 +177,11 @@ def locate(name: str) -> Path:
 
 
 def _remedy(folder: Path) -> str:
-    other = next((name for name in _OTHER_FORMATS if any(folder.glob(name))), None)
-    if other is None:
+    file = next((name for name in _OTHER_FORMATS if any(folder.glob(name))), None)
+    if file is None:
         return "set the pool's spec.tokenizer to a folder that has one"
     return (
-        f"its {other} has to be converted once, with transformers and sentencepiece installed: "
+        f"its {file} has to be converted once, with transformers and sentencepiece installed: "
         f"AutoTokenizer.from_pretrained('{folder}').save_pretrained('NEW_FOLDER'); then set the pool's "
         "spec.tokenizer to NEW_FOLDER"
     )
@@ -231,3 +231,24 @@ def _template_source(folder: Path, config: dict[str, Any]) -> str:
         "a base model has none; put the template that its training used there as chat_template.jinja, or "
         "set the pool's spec.tokenizer to a folder that has tokenizer.json and one"
     )
+
+
+def vocabulary_size(folder: Path, tokenizer_size: int) -> int:
+    """Return the bound of the model's ids: `config.json`'s `vocab_size`, but at least the tokenizer's size.
+
+    Embeddings are often padded beyond the tokenizer's last id.
+
+    Args:
+        folder: The folder of the model or its tokenizer. It need not contain a config.json.
+        tokenizer_size: The number of tokens of the tokenizer, including added ones.
+    """
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return tokenizer_size
+    sizes = [tokenizer_size]
+    for part in (config, config.get("text_config")) if isinstance(config, dict) else ():
+        size = part.get("vocab_size") if isinstance(part, dict) else None
+        if type(size) is int:
+            sizes.append(size)
+    return max(sizes)

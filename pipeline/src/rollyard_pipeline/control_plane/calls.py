@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from abc import ABC, abstractmethod
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final, Generic, TypeVar
@@ -16,6 +18,7 @@ from rollyard_crds.lease import (
     FailRequest,
     HeartbeatRequest,
     HeartbeatResponse,
+    Lease,
     LeaseRequest,
     LeaseResponse,
     OutcomeResponse,
@@ -35,6 +38,8 @@ M = TypeVar("M", bound=BaseModel)
 
 LEASES: Final = "/v1/leases"
 CLAIMS: Final = "/v1/claims"
+TRY_AGAIN: Final = Backoff(first=0.1, longest=5.0, jitter=0.5)
+"""The pauses between tries of a call that the control plane does not answer."""
 
 
 class ControlPlaneUnavailable(PipelineError):
@@ -157,5 +162,35 @@ def _nothing(body: bytes) -> None:
     """Return None. This reads the answers of calls that have no result."""
 
 
-TRY_AGAIN: Final = Backoff(first=0.1, longest=5.0, jitter=0.5)
-"""The pauses between tries of a call that the control plane does not answer."""
+class JobSpecs:
+    """The specs of the jobs whose rollouts are leased here, by uid, each fetched once.
+
+    The least recently used are dropped beyond `size`.
+    """
+
+    def __init__(self, control: WorkerCalls, size: int = 256) -> None:
+        self._control = control
+        self._size = size
+        self._specs: OrderedDict[str, RolloutJobSpec] = OrderedDict()
+        self._lock = asyncio.Lock()
+
+    async def get(self, lease: Lease) -> RolloutJobSpec:
+        """Return the spec of the lease's job. This waits for the control plane as long as the lease allows.
+
+        Raises:
+            ControlPlaneRefused: The control plane refuses to return the spec.
+        """
+        async with self._lock:
+            tries = 0
+            while lease.job_uid not in self._specs:
+                try:
+                    spec = await self._control.job_spec(lease.namespace, lease.job, lease.job_uid)
+                except ControlPlaneUnavailable as error:
+                    tries += 1
+                    await asyncio.sleep(TRY_AGAIN.pause(tries, error.retry_after))
+                else:
+                    self._specs[lease.job_uid] = spec
+                    while len(self._specs) > self._size:
+                        self._specs.popitem(last=False)
+            self._specs.move_to_end(lease.job_uid)
+            return self._specs[lease.job_uid]

@@ -84,8 +84,8 @@ class LeaseTable:
 
     def find(self, refs: Iterable[LeaseRef]) -> list[HeldLease]:
         """Return the leases of `refs` that are held here."""
-        found = (self._held.get((ref.rollout, ref.token)) for ref in refs)
-        return [held for held in found if held is not None]
+        leases = (self._held.get((ref.rollout, ref.token)) for ref in refs)
+        return [held for held in leases if held is not None]
 
     def any_working(self) -> bool:
         """Return whether a lease is held whose outcome is not there yet."""

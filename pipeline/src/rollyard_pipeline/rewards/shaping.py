@@ -50,7 +50,7 @@ class Rewards:
 
         Raises:
             RewardComponentUnknown: A name stands for nothing, or for two components.
-            UnknownRewardFunction: The reward function is not installed here.
+            ExtensionError: The reward function is not installed here.
             RewardFunctionFailed: The reward function cannot be loaded.
         """
         if spec.reward is not None:

@@ -63,8 +63,8 @@ class AllowedImages:
         path = archive[1] if archive else image
         if not os.path.isabs(path) or "\0" in path:
             return False
-        found = os.path.realpath(path)
-        return any(found == entry or found.startswith(entry.rstrip("/") + "/") for entry in self._paths)
+        real = os.path.realpath(path)
+        return any(real == entry or real.startswith(entry.rstrip("/") + "/") for entry in self._paths)
 
 
 def _is_plain(reference: str) -> bool:

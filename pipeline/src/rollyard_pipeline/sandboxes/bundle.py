@@ -48,9 +48,20 @@ _ROOTS: Final = ("ipykernel", "jupyter-client", "pyzmq")
 # ipykernel and IPython work without a debugger, completion and time zones, which make up a third of it.
 _LEFT_OUT: Final = frozenset({"debugpy", "jedi", "parso", "tzdata"})
 _STDLIB_LEFT_OUT: Final = frozenset(
-    {"__pycache__", "dist-packages", "ensurepip", "idlelib", "lib2to3", "site-packages", "test", "tests",
-     "tkinter", "turtledemo", "turtle.py"}
-)  # fmt: skip
+    {
+        "__pycache__",
+        "dist-packages",
+        "ensurepip",
+        "idlelib",
+        "lib2to3",
+        "site-packages",
+        "test",
+        "tests",
+        "tkinter",
+        "turtledemo",
+        "turtle.py",
+    }
+)
 _MODULES_LEFT_OUT: Final = ("_ctypes_test", "_test", "_tkinter", "_xx", "nis.", "xx")
 _FOR_COMPILERS: Final = frozenset({".pyi", ".pyx", ".pxd", ".pxi", ".h", ".c"})
 _RECORDS: Final = frozenset({"RECORD", "INSTALLER", "REQUESTED", "direct_url.json"})
@@ -101,7 +112,8 @@ def write_bundle(out: Path) -> None:
         path.write_text(text)
         path.chmod(0o755 if name.endswith("bin/python") else 0o644)
     (out / "libs").mkdir()
-    for library in _libraries(Path(loader), out, [executable, *_native(out)]):
+    native = [path for path in sorted(out.rglob("*.so*")) if path.is_file() and not path.is_symlink()]
+    for library in _libraries(Path(loader), out, [executable, *native]):
         _copy(library.resolve(), out / "libs" / library.name)
     _compile(out)
 
@@ -144,43 +156,39 @@ def _base(path: Path) -> Path:
 
 
 def _packages() -> Iterator[tuple[Path, str]]:
-    for found in _distributions(_ROOTS):
-        for file in found.files or ():
+    for package in _distributions(_ROOTS):
+        for file in package.files or ():
             parts = file.parts
             if parts[0] in ("..", "/") or {"tests", "test", "__pycache__"} & set(parts):
                 continue
             if file.name in _RECORDS or file.suffix in _FOR_COMPILERS or file.name == "py.typed":
                 continue
-            yield Path(str(found.locate_file(file))), str(file)
+            yield Path(str(package.locate_file(file))), str(file)
 
 
 def _distributions(roots: Iterable[str]) -> list[Distribution]:
     """Return the installed distributions `roots` and everything that they require on this machine."""
-    wanted, found = list(roots), dict[str, Distribution]()
-    while wanted:
-        name = wanted.pop().lower().replace("_", "-")
-        if name in found or name in _LEFT_OUT:
+    pending, distributions = list(roots), dict[str, Distribution]()
+    while pending:
+        name = pending.pop().lower().replace("_", "-")
+        if name in distributions or name in _LEFT_OUT:
             continue
         try:
-            found[name] = distribution(name)
+            distributions[name] = distribution(name)
         except PackageNotFoundError:
             raise SandboxStartFailed(
                 f"the Python package {name} is not installed; IPython in sandboxes needs it"
             ) from None
-        for line in found[name].requires or ():
+        for line in distributions[name].requires or ():
             requirement = Requirement(line)
             if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
-                wanted.append(requirement.name)
-    return [found[name] for name in sorted(found)]
-
-
-def _native(folder: Path) -> list[Path]:
-    return [path for path in sorted(folder.rglob("*.so*")) if path.is_file() and not path.is_symlink()]
+                pending.append(requirement.name)
+    return [distributions[name] for name in sorted(distributions)]
 
 
 def _libraries(loader: Path, bundle: Path, files: Iterable[Path]) -> list[Path]:
     """Return the libraries that `files` need, as the loader finds them, except those inside the bundle."""
-    found: dict[str, Path] = {}
+    libraries: dict[str, Path] = {}
     environment = {name: value for name, value in os.environ.items() if not name.startswith("LD_")}
     for file in files:
         done = subprocess.run(
@@ -192,15 +200,15 @@ def _libraries(loader: Path, bundle: Path, files: Iterable[Path]) -> list[Path]:
             if arrow and not path.is_absolute():
                 raise SandboxStartFailed(f"{file} needs {name}, which is not on this machine")
             if arrow and bundle not in path.parents and path.resolve() != loader.resolve():
-                found.setdefault(name, path)
+                libraries.setdefault(name, path)
         if done.returncode != 0:
             raise SandboxStartFailed(f"{loader} cannot list what {file} needs: {done.stderr.strip()}")
     for name in _OPENED_BY_NAME:
-        beside = {path.parent for path in found.values()}
+        beside = {path.parent for path in libraries.values()}
         for path in (folder / name for folder in sorted(beside)):
-            if name not in found and path.exists():
-                found[name] = path
-    return [path.parent / name for name, path in sorted(found.items())]
+            if name not in libraries and path.exists():
+                libraries[name] = path
+    return [path.parent / name for name, path in sorted(libraries.items())]
 
 
 def _compile(out: Path) -> None:
@@ -210,9 +218,12 @@ def _compile(out: Path) -> None:
         try:
             # The .pyc files are not checked against the source, because neither can be changed.
             py_compile.compile(
-                str(source), dfile=f"{RUNTIME_PATH}/{source.relative_to(out)}", doraise=True, quiet=2,
+                str(source),
+                dfile=f"{RUNTIME_PATH}/{source.relative_to(out)}",
+                doraise=True,
+                quiet=2,
                 invalidation_mode=py_compile.PycInvalidationMode.UNCHECKED_HASH,
-            )  # fmt: skip
+            )
         except py_compile.PyCompileError:
             continue  # This file is for another Python, such as a template. It is never imported here.
 

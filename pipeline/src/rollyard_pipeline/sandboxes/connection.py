@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Final
 
 from rollyard_sandbox.client import ExecClient
 from rollyard_sandbox.errors import ConnectionLost, FileError, SandboxSabotaged
 from rollyard_sandbox.errors import SandboxError as ExecError
 
-from rollyard_pipeline.sandboxes.errors import DiskFull, SandboxFileRefused, SandboxLost
+from rollyard_pipeline.sandboxes.errors import DiskFull, SandboxImpossible, SandboxLost
 from rollyard_pipeline.sandboxes.interface import SandboxRequest
 
-_APPLY_SECONDS = 60.0
+_APPLY_SECONDS: Final = 60.0
 
 
 async def connect(
@@ -50,7 +51,7 @@ async def apply(
     Raises:
         SandboxLost: The connection broke.
         DiskFull: The files exceed the sandbox's disk limit.
-        SandboxFileRefused: A file cannot be written at its path.
+        SandboxImpossible: A file cannot be written at its path.
     """
     path = ""
     try:
@@ -66,6 +67,6 @@ async def apply(
             raise DiskFull(
                 f"sandbox.files[{path!r}] does not fit: {error}; raise sandbox.resources.disk (or memory)"
             ) from error
-        raise SandboxFileRefused(f"sandbox.files[{path!r}]: {error}") from error
+        raise SandboxImpossible(f"sandbox.files[{path!r}]: {error}", "SandboxFileRefused") from error
     except (ConnectionLost, TimeoutError) as error:
         raise SandboxLost(f"the exec server is gone: {error}") from error

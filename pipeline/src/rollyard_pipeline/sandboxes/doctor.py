@@ -9,20 +9,16 @@ import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
 from rollyard_pipeline.sandboxes.apptainer.program import FUSE, find_program, fuse_problem, userns_problem
 from rollyard_pipeline.sandboxes.apptainer.starter import namespace_advice
-from rollyard_pipeline.sandboxes.errors import (
-    ApptainerMissing,
-    BubblewrapMissing,
-    RunDirUnusable,
-    UserNamespacesForbidden,
-)
+from rollyard_pipeline.sandboxes.errors import NodeUnusable
 from rollyard_pipeline.sandboxes.host.cgroups import CgroupPlace, enforced, find_places
 from rollyard_pipeline.sandboxes.host.records import SandboxFolder
 from rollyard_pipeline.sandboxes.starters.bubblewrap import probe_bwrap
 
-_NPROC_PER_NAMESPACE = (5, 14)
+_NPROC_PER_NAMESPACE: Final = (5, 14)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,16 +61,22 @@ async def apptainer_checks(
     """
     checks = []
     try:
-        found = await find_program(program)
-    except ApptainerMissing as error:
+        container_program = await find_program(program)
+    except NodeUnusable as error:
         checks.append(Check("apptainer", False, "no sandboxes from container images", str(error)))
     else:
         sized = (
             "the writable layer of an image is sized by the job"
-            if found.takes_config
+            if container_program.takes_config
             else "set-user-id installation: the writable layer has the administrator's `sessiondir max size`"
         )
-        checks.append(Check("apptainer", True, f"{found.kind} {found.version} ({found.path}); {sized}"))
+        checks.append(
+            Check(
+                "apptainer",
+                True,
+                f"{container_program.kind} {container_program.version} ({container_program.path}); {sized}",
+            )
+        )
     problem = await userns_problem()
     if problem is None:
         checks.append(Check("user namespaces", True, "this user may make them"))
@@ -107,19 +109,22 @@ def _subordinate_ids(etc: Path) -> Check:
             lacking.append(f"{etc / name}")
     if not lacking and shutil.which("newuidmap"):
         return Check("subordinate ids", True, "--fakeroot gives images all of their users")
-    what = f"no line for {user} in {' and '.join(lacking)}" if lacking else "newuidmap is not on the PATH"
+    reason = f"no line for {user} in {' and '.join(lacking)}" if lacking else "newuidmap is not on the PATH"
     ask = f"`usermod --add-subuids 100000-165535 --add-subgids 100000-165535 {user}`"
     return Check(
-        "subordinate ids", True, f"{what}: with --fakeroot an image has its root user only", f"ask for {ask}"
+        "subordinate ids",
+        True,
+        f"{reason}: with --fakeroot an image has its root user only",
+        f"ask for {ask}",
     )
 
 
 async def _bubblewrap(bwrap: str | None) -> list[Check]:
     try:
         version = ".".join(map(str, await probe_bwrap(bwrap)))
-    except BubblewrapMissing as error:
-        return [Check("bubblewrap", False, "sandboxes cannot be started", str(error))]
-    except UserNamespacesForbidden as error:
+    except NodeUnusable as error:
+        if error.reason == "BubblewrapMissing":
+            return [Check("bubblewrap", False, "sandboxes cannot be started", str(error))]
         return [
             Check("bubblewrap", True, "installed"),
             Check("user namespaces", False, "sandboxes cannot be started", str(error)),
@@ -174,7 +179,7 @@ def _tmpfs(proc: Path) -> Check:
 def _run_dir(run_dir: Path) -> Check:
     try:
         SandboxFolder(run_dir).prepare()
-    except RunDirUnusable as error:
+    except NodeUnusable as error:
         return Check("run folder", False, "workers cannot keep sandboxes there", str(error))
     return Check("run folder", True, f"{run_dir}, private to this user")
 

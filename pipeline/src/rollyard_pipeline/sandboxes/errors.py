@@ -5,6 +5,8 @@ All of them are infrastructure failures, and none of them ever becomes a reward.
 
 from __future__ import annotations
 
+from typing import Literal
+
 from rollyard_pipeline.errors import PipelineError
 
 
@@ -43,36 +45,25 @@ class ImageNotAllowed(SandboxProviderError):
     retryable = False
 
 
-class UserNamespacesForbidden(SandboxProviderError):
-    """The kernel or a container's policy forbids the namespaces that sandboxes need."""
+class NodeUnusable(SandboxProviderError):
+    """This node cannot start sandboxes, and another node may.
 
-    reason = "UserNamespacesForbidden"
+    The reason is `UserNamespacesForbidden` (by the kernel or by the policy of a container),
+    `BubblewrapMissing` or `ApptainerMissing` (there is no usable program), or `RunDirUnusable` (the path is
+    too long for a socket, or the folder cannot be made private).
+    """
+
+    reason = "NodeUnusable"
     retryable = False
     of_node = True
 
-
-class BubblewrapMissing(SandboxProviderError):
-    """There is no usable `bwrap` program on this machine."""
-
-    reason = "BubblewrapMissing"
-    retryable = False
-    of_node = True
-
-
-class ApptainerMissing(SandboxProviderError):
-    """There is no usable `apptainer` or `singularity` program on this machine."""
-
-    reason = "ApptainerMissing"
-    retryable = False
-    of_node = True
-
-
-class RunDirUnusable(SandboxProviderError):
-    """The run folder's path is too long for a socket, or the folder cannot be made private."""
-
-    reason = "RunDirUnusable"
-    retryable = False
-    of_node = True
+    def __init__(
+        self,
+        message: str,
+        reason: Literal["UserNamespacesForbidden", "BubblewrapMissing", "ApptainerMissing", "RunDirUnusable"],
+    ) -> None:
+        super().__init__(message)
+        self.reason = reason
 
 
 class SandboxLost(SandboxProviderError):
@@ -88,31 +79,25 @@ class SandboxStartFailed(SandboxProviderError):
 
 
 class SandboxImpossible(SandboxProviderError):
-    """No attempt can start this sandbox, as its driver reports or as the exec server in it shows."""
+    """No attempt can start this sandbox, as its driver reports or as the exec server in it shows.
+
+    The reason is more precise where the request is the cause: `NetworkImpossible` if sandboxes of this kind
+    cannot have the network of the job, `ResourceLimitsUnavailable` if this machine cannot enforce a limit,
+    and `SandboxFileRefused` if a file cannot be written at its path.
+    """
 
     reason = "SandboxImpossible"
     retryable = False
 
-
-class NetworkImpossible(SandboxProviderError):
-    """Sandboxes of this kind cannot be given the network that the job asks for."""
-
-    reason = "NetworkImpossible"
-    retryable = False
-
-
-class ResourceLimitsUnavailable(SandboxProviderError):
-    """A requested limit cannot be enforced on this machine."""
-
-    reason = "ResourceLimitsUnavailable"
-    retryable = False
-
-
-class SandboxFileRefused(SandboxProviderError):
-    """A file of the request cannot be written inside the sandbox (its path is read-only or impossible)."""
-
-    reason = "SandboxFileRefused"
-    retryable = False
+    def __init__(
+        self,
+        message: str,
+        reason: Literal[
+            "SandboxImpossible", "NetworkImpossible", "ResourceLimitsUnavailable", "SandboxFileRefused"
+        ] = "SandboxImpossible",
+    ) -> None:
+        super().__init__(message)
+        self.reason = reason
 
 
 class DiskFull(SandboxProviderError):

@@ -159,7 +159,7 @@ class SandboxProvider(Protocol):
         """Check that sandboxes can be started here, then sweep.
 
         Raises:
-            BubblewrapMissing, UserNamespacesForbidden, RunDirUnusable: Sandboxes cannot be started. The
+            NodeUnusable: Sandboxes cannot be started. The
                 message says what to do.
         """
         ...
@@ -179,8 +179,8 @@ class SandboxProvider(Protocol):
         lease: it is not listed by `claimed`, and it ends with this process unless it is released earlier.
 
         Raises:
-            ImageNotUsable, SandboxStartFailed, SandboxImpossible, SandboxLost, DiskFull, NodeDiskFull,
-                SandboxFileRefused: The sandbox could not be started or prepared.
+            ImageNotUsable, SandboxStartFailed, SandboxImpossible, SandboxLost, DiskFull, NodeDiskFull:
+                The sandbox could not be started or prepared.
         """
         ...
 

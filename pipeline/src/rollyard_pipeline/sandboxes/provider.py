@@ -5,25 +5,30 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Final, Literal
 
 from rollyard_crds.lease import LeaseRef, SandboxHandle
+from rollyard_crds.names import NODE, PROVIDER
 from rollyard_sandbox.client import ExecClient
 from rollyard_sandbox.errors import SandboxError as ExecError
 
+from rollyard_pipeline.control_plane.calls import WorkerCalls
 from rollyard_pipeline.sabotage import CRASHED, OUT_OF_MEMORY
 from rollyard_pipeline.sandboxes.allowed_images import ANY, AllowedImages
+from rollyard_pipeline.sandboxes.apptainer.starter import ApptainerOptions, ApptainerStarter
+from rollyard_pipeline.sandboxes.claims import ClaimProvider
 from rollyard_pipeline.sandboxes.connection import apply, connect
 from rollyard_pipeline.sandboxes.errors import (
     DiskFull,
     ImageNotUsable,
     NodeDiskFull,
-    ResourceLimitsUnavailable,
+    SandboxImpossible,
     SandboxLost,
     SandboxStartFailed,
 )
@@ -32,22 +37,29 @@ from rollyard_pipeline.sandboxes.host.disk_room import DiskRefuses, DiskRoom, is
 from rollyard_pipeline.sandboxes.host.processes import ends, this_process
 from rollyard_pipeline.sandboxes.host.records import Death, Process, SandboxFolder, SandboxRecord
 from rollyard_pipeline.sandboxes.host.threads import in_thread
-from rollyard_pipeline.sandboxes.interface import Sandbox, SandboxKey, SandboxRequest
+from rollyard_pipeline.sandboxes.interface import Sandbox, SandboxKey, SandboxProvider, SandboxRequest
+from rollyard_pipeline.sandboxes.starters.bare_process import WARNING, ProcessStarter
 from rollyard_pipeline.sandboxes.starters.base import LEASE_SECONDS, Starter, limits_of
+from rollyard_pipeline.sandboxes.starters.bubblewrap import BubblewrapStarter
 from rollyard_pipeline.sandboxes.warm_pool import WarmPool, WarmSandbox
 
 log = logging.getLogger(__name__)
 
-SWEEP_SECONDS = 30.0
-RELEASE_SECONDS = 15.0
-CONNECT_SECONDS = 5.0
-_RENEW_AT_ONCE = 16
-_END_SECONDS = 5.0
+SWEEP_SECONDS: Final = 30.0
+RELEASE_SECONDS: Final = 15.0
+CONNECT_SECONDS: Final = 5.0
+_RENEW_AT_ONCE: Final = 16
+_END_SECONDS: Final = 5.0
 """The time that a process of a lost connection gets to end. Process 1 ends after all others inside."""
 
 
 Claimed = Callable[[SandboxRecord], SandboxRecord]
 """Returns the record of a sandbox with the rollout that has claimed it."""
+_NO_GROUPS: Final = (
+    "no writable control groups for %s: as root the limit on processes does not bind, and memory is limited "
+    "per process only; give this container its own writable cgroups, or run as another user"
+)
+PROVIDERS: Final = ("bubblewrap", "apptainer", "process", PROVIDER)
 
 
 class NodeProvider:
@@ -102,7 +114,7 @@ class NodeProvider:
         """Do what `start` needs most of its time for, long before it. Nothing runs in the background yet.
 
         Raises:
-            BubblewrapMissing, UserNamespacesForbidden, RunDirUnusable, SandboxStartFailed: Sandboxes cannot
+            NodeUnusable, SandboxStartFailed: Sandboxes cannot
                 be started.
         """
         await in_thread(self._folder.prepare)
@@ -214,7 +226,7 @@ class NodeProvider:
         """Renew the leases of sandboxes. Those that do not answer are logged and skipped."""
         at_once = asyncio.Semaphore(_RENEW_AT_ONCE)
 
-        async def one(sandbox_id: str) -> None:
+        async def renew_one(sandbox_id: str) -> None:
             async with at_once:
                 record = self._folder.load(sandbox_id)
                 if record is None:
@@ -227,7 +239,7 @@ class NodeProvider:
 
         async with asyncio.TaskGroup() as group:
             for sandbox_id in ids:
-                group.create_task(one(sandbox_id))
+                group.create_task(renew_one(sandbox_id))
 
     async def warm(self, request: SandboxRequest, count: int) -> None:
         """Keep `count` sandboxes of the request's key ready in the background, or none if they start fast."""
@@ -368,9 +380,10 @@ class NodeProvider:
         try:
             cgroups.create(self._places, sandbox_id, limits_of(key))
         except OSError as error:
-            raise ResourceLimitsUnavailable(
+            raise SandboxImpossible(
                 f"limits cpu={key.cpu:g}, memory={key.memory_bytes} bytes, processes={key.processes} "
-                f"cannot be set by control groups: {error}"
+                f"cannot be set by control groups: {error}",
+                "ResourceLimitsUnavailable",
             ) from error
 
     async def _claim(self, warm: WarmSandbox, request: SandboxRequest, claimed: Claimed) -> Sandbox:
@@ -487,3 +500,68 @@ def _claimed(record: SandboxRecord, *, request: SandboxRequest, owner: str, for_
     # heartbeat asks the control plane about its rollout.
     state: Literal["warm", "claimed"] = "warm" if for_eval else "claimed"
     return replace(record, state=state, owner=owner, env=dict(request.env))
+
+
+def open_provider(
+    name: str,
+    *,
+    run_dir: Path | str,
+    node: str,
+    starts_at_once: int | None = None,
+    bwrap: str | None = None,
+    find_places: Callable[[], Sequence[cgroups.CgroupPlace]] = cgroups.find_places,
+    claims: WorkerCalls | None = None,
+    apptainer: ApptainerOptions | None = None,
+    templates: bool = True,
+    images: Sequence[str] = (ANY,),
+) -> SandboxProvider:
+    """Return the provider `name`. The caller must await its `start()` before any other call.
+
+    Args:
+        run_dir: The run folder, which all workers of the node share. Claimed pods do not need one.
+        node: The name of the node, which handles carry.
+        starts_at_once: The number of sandboxes that may start at the same time. The default is the number of
+            CPU cores, but at least 2.
+        bwrap: The path of the bubblewrap program. By default it is looked up on PATH.
+        find_places: Returns the places where control groups can be made.
+        claims: The control plane's claims, which `kubernetes` needs.
+        apptainer: The options of `apptainer` sandboxes.
+        templates: Whether `bubblewrap` sandboxes are forked from templates, which is much faster than to
+            start bwrap and Python for each of them.
+        images: The images that jobs may name on this node; see `AllowedImages`.
+
+    Raises:
+        ValueError: No provider has that name, an option that it needs is missing, or an entry of `images` is
+            malformed; the message names it.
+    """
+    if name not in PROVIDERS:
+        raise ValueError(f"--sandbox {name}: there is no such provider; choose one of {', '.join(PROVIDERS)}")
+    if name == PROVIDER:
+        if claims is None:
+            raise ValueError(f"--sandbox {name}: needs a control plane that takes claims")
+        if node != NODE:
+            raise ValueError(
+                f"--node {node}: sandbox pods are reached from every worker alike, so that workers with "
+                f"--sandbox {name} have --node {NODE}"
+            )
+        return ClaimProvider(claims)
+    folder = SandboxFolder(Path(run_dir))
+    try:
+        allowed = AllowedImages(images)
+    except ValueError as error:
+        raise ValueError(f"--allow-image: {error}") from error
+    places = list(find_places())
+    missing = {"memory", "pids"} - cgroups.enforced(places)
+    warnings = []
+    if missing and os.geteuid() == 0:
+        warnings.append(_NO_GROUPS % " and ".join(sorted(missing)))
+    starts = starts_at_once or max(2, os.cpu_count() or 2)
+    if name == "process":
+        warnings.append(WARNING % os.geteuid())
+        return NodeProvider(folder, node, ProcessStarter(places), places, starts, warnings, allowed)
+    if name == "apptainer":
+        options = apptainer or ApptainerOptions()
+        apptainer_starter = ApptainerStarter(folder, places, options, allowed)
+        return NodeProvider(folder, node, apptainer_starter, places, starts, warnings, allowed)
+    starter = BubblewrapStarter(folder, places, bwrap, templates=templates)
+    return NodeProvider(folder, node, starter, places, starts, warnings, allowed)

@@ -62,7 +62,7 @@ class Rescorer:
 
     Raises:
         RescoreRefused: The handler judges what Run left in its sandbox, or the reward comes from a service.
-        UnknownHandler: No handler of this name is installed here.
+        ExtensionError: No handler of this name is installed here.
     """
 
     def __init__(

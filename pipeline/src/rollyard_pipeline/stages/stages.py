@@ -19,11 +19,9 @@ from rollyard_sandbox.errors import ConnectionLost
 from rollyard_pipeline import registry
 from rollyard_pipeline.agents.base import AgentContext
 from rollyard_pipeline.backends import BackendClient, BackendSession
-from rollyard_pipeline.backends.vocabulary import vocabulary_size
 from rollyard_pipeline.chat.format import ChatFormat, FormatCache
-from rollyard_pipeline.chat.tokenizer import locate
-from rollyard_pipeline.control_plane.calls import ControlPlaneUnavailable, WorkerCalls
-from rollyard_pipeline.control_plane.job_specs import JobSpecs
+from rollyard_pipeline.chat.tokenizer import locate, vocabulary_size
+from rollyard_pipeline.control_plane.calls import ControlPlaneUnavailable, JobSpecs, WorkerCalls
 from rollyard_pipeline.control_plane.leases import HeldLease
 from rollyard_pipeline.errors import (
     CarryRefused,
@@ -63,8 +61,7 @@ from rollyard_pipeline.tool_parsers.base import ChatModel, TokenParser, ToolCall
 from rollyard_pipeline.tool_parsers.detect import configured
 from rollyard_pipeline.tool_parsers.renderers import Readers
 from rollyard_pipeline.tools.base import Tool, ToolContext
-from rollyard_pipeline.trajectories.episode import Episode
-from rollyard_pipeline.trajectories.live import turns_from
+from rollyard_pipeline.trajectories.episode import Episode, turns_from
 from rollyard_pipeline.trajectories.recorder import TrajectoryRecorder
 from rollyard_pipeline.trajectories.sanitize import clean_text
 
@@ -142,7 +139,7 @@ class Stages:
         """Perform one stage of one rollout. `times` is filled in even if the stage fails.
 
         Raises:
-            Exception: The infrastructure failed. `worker.failures.stage_failure` converts it to a report.
+            Exception: The infrastructure failed. `worker.worker.stage_failure` converts it to a report.
         """
         try:
             spec = await self._jobs.get(held.lease)

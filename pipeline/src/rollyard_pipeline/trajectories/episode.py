@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Final
 
-from rollyard_crds.lease import Lease
+import orjson
+from rollyard_crds.lease import MAX_LIVE_CALLS, MAX_LIVE_TEXT, MAX_LIVE_TURNS, Lease, LiveCall, LiveTurn
 from rollyard_crds.rolloutjob import SamplingSpec
 from rollyard_crds.task import FunctionCall, Message, ToolCall
 from rollyard_crds.trajectory import (
@@ -15,14 +17,17 @@ from rollyard_crds.trajectory import (
     Thought,
     Turn,
     TurnToolCall,
+    turns_said,
 )
 
 from rollyard_pipeline.tool_parsers.base import ParsedCall, ParsedTurn
 from rollyard_pipeline.trajectories.recorder import TrajectoryRecorder
 from rollyard_pipeline.trajectories.sanitize import TooDeep, clean_text, clean_value
 
-_MAX_CONTENT = 1 << 20  # Message has the same limit, in characters.
-_MAX_RECORDED_CALLS = 64  # Message has the same limit.
+_MAX_CONTENT: Final = 1 << 20  # Message has the same limit, in characters.
+_MAX_RECORDED_CALLS: Final = 64  # Message has the same limit.
+MAX_ARGUMENTS: Final = 1024
+"""The number of characters of a call's arguments that are shown."""
 
 
 @dataclass(slots=True)
@@ -155,7 +160,7 @@ def _in_content(thought: Thought, text: str, message: Message) -> Thought:
             return Thought(start=0, end=size, answer=size)
         cut = len(before) - len(before.lstrip())
     start, end, answer = (
-        min(max(place - cut, 0), size) for place in (thought.start, thought.end, thought.answer)
+        min(max(offset - cut, 0), size) for offset in (thought.start, thought.end, thought.answer)
     )
     return Thought(start=start, end=end, answer=answer, opened=thought.opened)
 
@@ -175,3 +180,38 @@ def clean_turn(parsed: ParsedTurn) -> ParsedTurn:
         else:
             calls.append(ParsedCall(name, arguments, clean_text(call.error) if call.error else None))
     return ParsedTurn(parsed.text, tuple(calls), parsed.thought)
+
+
+def turns_from(episode: Episode, first: int) -> list[LiveTurn]:
+    """Return the messages of an episode from the number `first` on, cut for people who watch it.
+
+    Heartbeats send them, so there are at most MAX_LIVE_TURNS of them, and their texts are bounded.
+    """
+    messages = episode.messages[first : first + MAX_LIVE_TURNS]
+    if not messages:
+        return []
+    turn_of = turns_said([message.role for message in episode.messages], len(episode.turns))
+    return [_turn(episode, first + index, message, turn_of) for index, message in enumerate(messages)]
+
+
+def _turn(episode: Episode, number: int, message: Message, turn_of: dict[int, int]) -> LiveTurn:
+    text = message.content if isinstance(message.content, str) else ""
+    calls = [
+        LiveCall(name=call.function.name[:128], arguments=_arguments(call.function.arguments))
+        for call in (message.tool_calls or ())[:MAX_LIVE_CALLS]
+    ]
+    turn = episode.turns[turn_of[number]] if number in turn_of else None
+    return LiveTurn(
+        no=number,
+        role=message.role,
+        text=text[:MAX_LIVE_TEXT],
+        characters=len(text),
+        tool_calls=calls,
+        tokens=0 if turn is None else turn.end - turn.start,
+        seconds=0.0 if turn is None else turn.model_seconds,
+    )
+
+
+def _arguments(arguments: object) -> str:
+    text = arguments if isinstance(arguments, str) else orjson.dumps(arguments, default=str).decode()
+    return text[:MAX_ARGUMENTS]

@@ -57,10 +57,10 @@ class TokenIds(Sequence[int]):
     def __getitem__(self, index: int | slice) -> int | Sequence[int]:
         if isinstance(index, slice):
             return tuple(self)[index]
-        place = index + len(self) if index < 0 else index
-        if not 0 <= place < len(self):
+        position = index + len(self) if index < 0 else index
+        if not 0 <= position < len(self):
             raise IndexError(f"id {index} of {len(self)}")
-        return self._head[place] if place < self._count else self._tail[place - self._count]
+        return self._head[position] if position < self._count else self._tail[position - self._count]
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Sequence) and tuple(self) == tuple(other)
@@ -171,15 +171,15 @@ class TrajectoryRecorder:
         start = len(segment.loss_mask)
         segment.sampled(sample)
         end = self._tokenizer.special_text(sample.token_ids[-1]) if sample.token_ids else None
-        said = sample.token_ids[:-1] if end else sample.token_ids
-        text = self._tokenizer.decode_sampled(said)
+        ids = sample.token_ids[:-1] if end else sample.token_ids
+        text = self._tokenizer.decode_sampled(ids)
         self.turns.append(
             Turn(
                 segment=len(self._segments) - 1,
                 start=start,
                 end=len(segment.loss_mask),
                 finish_reason=sample.finish_reason,
-                thought=self._thoughts.read(prompt.rendering.text, said, text),
+                thought=self._thoughts.read(prompt.rendering.text, ids, text),
             )
         )
         self._conversation.said(prompt.rendering, text, end or "")

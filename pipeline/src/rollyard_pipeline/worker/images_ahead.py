@@ -113,7 +113,7 @@ class ImagesAhead:
         """Bring those images that were not tried often enough; whether there was room for all of them."""
         full = False
 
-        async def one(image: str) -> None:
+        async def bring(image: str) -> None:
             nonlocal full
             async with self._places:
                 if full:
@@ -132,5 +132,5 @@ class ImagesAhead:
         async with asyncio.TaskGroup() as group:
             for image in named:
                 if tries.get(image, 0) < _TRIES:
-                    group.create_task(one(image))
+                    group.create_task(bring(image))
         return not full

@@ -11,6 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
+from typing import Final
 
 from rollyard_crds.lease import CompleteRequest, FailRequest, OutcomeResponse, StageFailure, StageResult
 
@@ -20,12 +21,12 @@ from rollyard_pipeline.errors import ControlPlaneRefused
 
 log = logging.getLogger(__name__)
 
-BATCH = 8  # Outcomes per request: few enough to be answered while the next ones are collected.
-_SENDERS = 2  # One sender collects outcomes while the other waits for its answer.
-GATHER_SECONDS = 0.02
+BATCH: Final = 8  # Outcomes per request: few enough to be answered while the next ones are collected.
+_SENDERS: Final = 2  # One sender collects outcomes while the other waits for its answer.
+GATHER_SECONDS: Final = 0.02
 """How long an outcome waits for others while there is other work, in seconds. A request costs both sides
 about as much processor time as the outcome itself, and a stage takes much longer than this."""
-PACE_SECONDS = 0.05
+PACE_SECONDS: Final = 0.05
 """The shortest time between two requests while there is other work and less than a batch waits, in seconds.
 Where stages are short, one request then does for several outcomes."""
 

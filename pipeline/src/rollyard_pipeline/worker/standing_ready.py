@@ -42,11 +42,11 @@ async def assignment_of(
     tries = 0
     while True:
         try:
-            found = await control.assignment(request)
+            assignment = await control.assignment(request)
         except ControlPlaneUnavailable as error:
             tries += 1
             await asyncio.sleep(TRY_AGAIN.pause(tries, error.retry_after))
             continue
         tries = 0
-        if found is not None:
-            return found
+        if assignment is not None:
+            return assignment

@@ -4,37 +4,55 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
-from rollyard_crds.lease import Lease, StageFailure, StageTimes
+from rollyard_crds.lease import MAX_BATCH, Lease, LeaseRequest, StageFailure, StageTimes
 from rollyard_crds.rolloutjob import STAGES, StageName
+from rollyard_crds.trajectory import TokensMissing
+from rollyard_inference.errors import BackendError
 from rollyard_process.telemetry.export import SpanExport
 from rollyard_process.telemetry.scope import RolloutScope, entered
 from rollyard_process.waiting import first_of
+from rollyard_sandbox.errors import SandboxError as ExecError
 
 from rollyard_pipeline.backends import BackendClient
 from rollyard_pipeline.chat.format import FormatCache
-from rollyard_pipeline.control_plane.calls import WorkerCalls
+from rollyard_pipeline.control_plane.calls import TRY_AGAIN, ControlPlaneUnavailable, WorkerCalls
 from rollyard_pipeline.control_plane.leases import HeldLease, LeaseTable
+from rollyard_pipeline.errors import ControlPlaneRefused, JobEnded, PipelineError
+from rollyard_pipeline.handlers.isolated.places import message_of
 from rollyard_pipeline.registry import Registry
 from rollyard_pipeline.sandboxes.egress.egress import Egress
 from rollyard_pipeline.sandboxes.errors import SandboxProviderError
 from rollyard_pipeline.sandboxes.interface import SandboxProvider
 from rollyard_pipeline.stages.sandbox_places import SandboxPlaces
 from rollyard_pipeline.stages.stages import Stages
-from rollyard_pipeline.worker.failures import hand_over, stage_failure
+from rollyard_pipeline.trajectories.sanitize import clean_text
 from rollyard_pipeline.worker.heartbeat import Heartbeat
 from rollyard_pipeline.worker.images_ahead import ImagesAhead
 from rollyard_pipeline.worker.outbox import Outbox
-from rollyard_pipeline.worker.stage_pool import StagePool, WorkerIdentity
 
 log = logging.getLogger(__name__)
 
 _LAST_REPORT_SECONDS: Final = 10.0
 """How long a drained worker retries reports to a control plane that does not answer, in seconds."""
+_MESSAGE_LIMIT: Final = 4096  # StageFailure has the same limit.
+POLL_SECONDS: Final = 20.0
+GATHER_SECONDS: Final = 0.015
+"""How long a free place waits for others while there is other work in this stage, in seconds. One request
+then leases for all of them."""
+PACE_SECONDS: Final = 0.05
+"""The shortest time from an answer to the next request while there is other work in this stage, in seconds.
+Where stages are short, one request then leases for several places. A pool whose work has ended does not wait
+for it, because its places would stand idle."""
+_ROOM_CHECK: Final = (
+    1.0  # The time between two checks for room that another process may have made, in seconds.
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -322,9 +340,12 @@ class Worker:
         expected = failure.reason != "InternalError"
         log.warning(
             "%s of %s failed: %s: %s",
-            failure.stage, failure.rollout, failure.reason, failure.message,
+            failure.stage,
+            failure.rollout,
+            failure.reason,
+            failure.message,
             exc_info=None if expected else error,
-        )  # fmt: skip
+        )
         keeps = failure.stage == "eval" and failure.retryable and failure.return_to is None
         held.done_with_sandbox = not keeps
         self._outbox.put(held, failure)
@@ -352,3 +373,163 @@ class Worker:
         if held.done_with_sandbox or outcome in ("cancelled", "unknown"):
             await self._release(held)
         await self._table.remove(held)
+
+
+def stage_failure(lease: Lease, error: Exception, times: StageTimes) -> StageFailure:
+    """Return the failure to report for `error`. An unforeseen error is an `InternalError` and is retried."""
+    retryable, return_to, counts = True, _same_stage(lease), True
+    match error:
+        case PipelineError():
+            reason, retryable, counts = error.reason, error.retryable, error.counts
+            if error.return_to is not None and (error.return_to != "init" or lease.stage != "init"):
+                return_to = error.return_to
+            message = str(error)
+        case BackendError() | TokensMissing():
+            reason, retryable, message = error.reason, error.retryable, str(error)
+        case ExecError():
+            # A fresh sandbox may succeed where the exec server failed.
+            reason, return_to, message = error.reason, "init", str(error)
+        case _:
+            reason, message = "InternalError", message_of(error)
+    return StageFailure(
+        rollout=lease.rollout,
+        token=lease.token,
+        stage=lease.stage,
+        reason=reason[:128],
+        message=clean_text(message, _MESSAGE_LIMIT),
+        retryable=retryable,
+        return_to=return_to,
+        counts=counts,
+        times=times,
+    )
+
+
+def hand_over(lease: Lease, times: StageTimes) -> StageFailure:
+    """Return the report that passes the rollout to another worker. It does not count as a failure."""
+    return StageFailure(
+        rollout=lease.rollout,
+        token=lease.token,
+        stage=lease.stage,
+        reason="WorkerDrained",
+        message="the worker stopped before the stage was done",
+        return_to=_same_stage(lease),
+        counts=False,
+        times=times,
+    )
+
+
+def _same_stage(lease: Lease) -> StageName | None:
+    """Return where the next attempt starts. A Run that used its sandbox starts again from a fresh one."""
+    return "init" if lease.stage == "run" and lease.sandbox is not None else None
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerIdentity:
+    """The identity under which a worker leases, and the job for which it leases."""
+
+    worker: str
+    node: str
+    job: str | None = None
+    namespace: str | None = None
+
+
+class StagePool:
+    """The places of one stage.
+
+    Args:
+        stage: The stage: init, run or eval.
+        places: The number of rollouts that may be worked on at once.
+        start: Begins work on a lease. Its place is free again when `release` is called.
+        room: Returns how many more rollouts the node can take now. Sandboxes limit this for Init.
+    """
+
+    def __init__(
+        self,
+        control: WorkerCalls,
+        identity: WorkerIdentity,
+        stage: StageName,
+        places: int,
+        start: Callable[[Lease], None],
+        room: Callable[[], int] | None = None,
+    ) -> None:
+        self._control = control
+        self._identity = identity
+        self._start = start
+        self._room = room
+        self._busy = 0
+        self._freed = asyncio.Event()
+        self._idle = asyncio.Event()
+        self._answered = -PACE_SECONDS
+        self.stage: StageName = stage
+        self.places = places
+
+    @property
+    def busy(self) -> int:
+        """Return the number of places in use."""
+        return self._busy
+
+    def release(self) -> None:
+        """Free the place of a rollout that has ended."""
+        self._busy -= 1
+        self._freed.set()
+        if self._busy == 0:
+            self._idle.set()
+
+    async def run(self) -> None:
+        """Lease rollouts until cancelled, or until the control plane reports that the job is over."""
+        tries = 0
+        while True:
+            free = await self._free()
+            request = LeaseRequest(
+                worker=self._identity.worker,
+                node=self._identity.node,
+                capacity={self.stage: free},
+                job=self._identity.job,
+                namespace=self._identity.namespace,
+                wait=POLL_SECONDS,
+            )
+            try:
+                answer = await self._control.lease(request)
+            except JobEnded as error:
+                log.info("%s: no more leases: %s", self.stage, error)
+                return
+            except (ControlPlaneUnavailable, ControlPlaneRefused) as error:
+                tries += 1
+                if tries in (1, 10, 100):
+                    log.warning("%s: no lease: %s", self.stage, error)
+                retry_after = error.retry_after if isinstance(error, ControlPlaneUnavailable) else None
+                await asyncio.sleep(TRY_AGAIN.pause(tries, retry_after))
+                continue
+            tries = 0
+            self._answered = time.monotonic()
+            for lease in answer.leases:
+                self._busy += 1
+                self._start(lease)
+            if answer.draining and not answer.leases and self._identity.job is not None:
+                return
+
+    async def _free(self) -> int:
+        while True:
+            if self._busy > 0:
+                await asyncio.sleep(GATHER_SECONDS)
+                await self._paced()
+            self._freed.clear()
+            free = min(self.places - self._busy, MAX_BATCH)
+            if free > 0 and self._room is not None:
+                free = min(free, await asyncio.to_thread(self._room))
+            if free > 0:
+                return free
+            try:
+                async with asyncio.timeout(_ROOM_CHECK if self._busy < self.places else None):
+                    await self._freed.wait()
+            except TimeoutError:
+                continue
+
+    async def _paced(self) -> None:
+        """Wait until a request may follow the last answer, or no work is left in this stage."""
+        left = self._answered + PACE_SECONDS - time.monotonic()
+        if self._busy > 0 and left > 0:
+            self._idle.clear()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(left):
+                    await self._idle.wait()

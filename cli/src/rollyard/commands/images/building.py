@@ -17,7 +17,7 @@ from rollyard_pipeline.sandboxes.apptainer.image_cache import ImageCache
 from rollyard_pipeline.sandboxes.apptainer.images import Image, dockerfile_image
 from rollyard_pipeline.sandboxes.apptainer.program import find_program
 from rollyard_pipeline.sandboxes.dockerfiles.context import ContextProblem
-from rollyard_pipeline.sandboxes.dockerfiles.folders import dockerfile_folders
+from rollyard_pipeline.sandboxes.dockerfiles.recipe import dockerfile_folders
 
 from rollyard.errors import CliError, InvalidInput
 

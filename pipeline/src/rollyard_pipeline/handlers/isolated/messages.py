@@ -16,7 +16,7 @@ from rollyard_crds.trajectory import TokensMissing
 from rollyard_sandbox.errors import SandboxError, from_wire
 
 from rollyard_pipeline import errors
-from rollyard_pipeline.errors import HandlerRaised, PipelineError, RewardUnusable
+from rollyard_pipeline.errors import ExtensionError, HandlerRaised, PipelineError, RewardUnusable
 from rollyard_pipeline.handlers.base import StageContext
 from rollyard_pipeline.handlers.isolated.places import message_of
 from rollyard_pipeline.trajectories.sanitize import clean_text
@@ -90,6 +90,8 @@ def exception_of(fields: dict[str, Any]) -> Exception:
     if fields["kind"] == "sandbox":
         return from_wire(str(fields["reason"]), message)
     if fields["kind"] == "pipeline":
+        if fields["class"] == ExtensionError.__name__:
+            return ExtensionError(message, str(fields["decisions"]["reason"]))
         found = getattr(errors, str(fields["class"]), None)
         if found is RewardUnusable:
             return RewardUnusable(message, str(fields["blamed"]))

@@ -29,7 +29,7 @@ from rollyard_sandbox.errors import SandboxError
 from rollyard_sandbox.frames import encode
 
 from rollyard_pipeline.child_processes import begin_child
-from rollyard_pipeline.errors import HandlerStateInvalid, UnknownHandler, WorkerError
+from rollyard_pipeline.errors import ExtensionError, HandlerStateInvalid, WorkerError
 from rollyard_pipeline.handlers.base import Evaluation, Handler, StageContext
 from rollyard_pipeline.handlers.isolated.messages import HandlerCall, described
 
@@ -158,13 +158,13 @@ def loaded(target: str) -> Handler:
     """Return a new handler of the class at `target`, which is MODULE:CLASS.
 
     Raises:
-        UnknownHandler: It cannot be imported.
+        ExtensionError: It cannot be imported.
     """
     module, _, name = target.partition(":")
     try:
         handler: type[Handler] = operator.attrgetter(name)(importlib.import_module(module))
     except (ImportError, AttributeError) as error:
-        raise UnknownHandler(f"the handler {target} cannot be loaded: {error}") from error
+        raise ExtensionError(f"the handler {target} cannot be loaded: {error}", "UnknownHandler") from error
     return handler()
 
 

@@ -22,8 +22,8 @@ import shutil
 import socket
 import subprocess
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Final
 
@@ -31,8 +31,7 @@ from rollyard_sandbox import folders
 
 from rollyard_pipeline.sandboxes.apptainer.images import Image
 from rollyard_pipeline.sandboxes.apptainer.program import ContainerProgram
-from rollyard_pipeline.sandboxes.apptainer.shared_lock import STALE_SECONDS, shared_lock
-from rollyard_pipeline.sandboxes.errors import DiskFull, ImageNotUsable, RunDirUnusable, SandboxStartFailed
+from rollyard_pipeline.sandboxes.errors import DiskFull, ImageNotUsable, NodeUnusable, SandboxStartFailed
 from rollyard_pipeline.sandboxes.host.programs import run_program
 from rollyard_pipeline.sandboxes.host.threads import in_thread
 
@@ -53,6 +52,9 @@ _PASSING: Final = re.compile(
     r"too ?many ?requests|\b(429|500|502|503|504)\b|unexpected EOF|TLS handshake",
     re.IGNORECASE,
 )
+TOUCH_SECONDS: Final = 5.0
+STALE_SECONDS: Final = 45.0
+_POLL_SECONDS: Final = 0.5
 
 
 class ImageCache:
@@ -85,7 +87,7 @@ class ImageCache:
         """Make the folder.
 
         Raises:
-            RunDirUnusable: The folder cannot be made or written to.
+            NodeUnusable: The folder cannot be made or written to.
         """
         try:
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -93,7 +95,9 @@ class ImageCache:
             probe.touch()
             probe.unlink()
         except OSError as error:
-            raise RunDirUnusable(f"--image-cache {self.folder} cannot be used: {error}") from error
+            raise NodeUnusable(
+                f"--image-cache {self.folder} cannot be used: {error}", "RunDirUnusable"
+            ) from error
 
     async def ready(self, image: Image, program: ContainerProgram, *, unpacked: bool) -> Path:
         """Return the image as a SIF file, or as a folder if `unpacked`. It is built if it is missing.
@@ -117,9 +121,10 @@ class ImageCache:
             if not _used(target):
                 with self._disk():
                     async with shared_lock(
-                        self.folder / f"{target.name}.lock", until=target.exists,
+                        self.folder / f"{target.name}.lock",
+                        until=target.exists,
                         stale_seconds=self._stale_seconds,
-                    ) as mine:  # fmt: skip
+                    ) as mine:
                         if mine and not target.exists():
                             await self._build(image, program, target)
             _used(target)
@@ -210,7 +215,7 @@ class ImageCache:
         argv = [program.path, "build", "--force", *kind, *options, str(built), source]
         return await run_program(argv, seconds=BUILD_SECONDS, env=env)
 
-    def _make_room(self, wanted: Path) -> bool:
+    def _make_room(self, target: Path) -> bool:
         """Remove what dead builders left, and the least recently used images; whether there is room then."""
         now = time.time()
         for path in [*self.folder.glob(".new-*"), *self.folder.glob(".layers-*")]:
@@ -225,7 +230,7 @@ class ImageCache:
         for used, path, size in sorted(entries):
             if total < self._max_bytes:
                 break
-            if now - used > _IN_USE_SECONDS and path != wanted:
+            if now - used > _IN_USE_SECONDS and path != target:
                 log.info("removing %s from the image cache, which holds %d MB", path, total >> 20)
                 _remove(path)
                 path.with_suffix(".json").unlink(missing_ok=True)
@@ -301,3 +306,92 @@ def _remove(path: Path) -> None:
                 subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, timeout=_REMOVE_SECONDS)
     else:
         path.unlink(missing_ok=True)
+
+
+@asynccontextmanager
+async def shared_lock(
+    path: Path, *, until: Callable[[], bool] = lambda: False, stale_seconds: float = STALE_SECONDS
+) -> AsyncIterator[bool]:
+    """Hold the lock file `path`, whose folder must exist. The caller bounds the wait.
+
+    It is a lock for several nodes on shared storage, where flock(2) may apply to one node only: a file that
+    its holder touches repeatedly. A file that has not been touched for `stale_seconds` belongs to a dead
+    holder, and a waiting process takes it. All times come from the storage, because the nodes' clocks may
+    differ. If a holder was frozen for that long, there may be a second one. The protected work must stay
+    correct in that case: the lock saves work, it does not guard data.
+
+    The value is False, and nothing is held, once `until` returns true because nothing is left to do.
+
+    Raises:
+        OSError: The storage refuses the file.
+    """
+    mine = f"{socket.gethostname()} {os.getpid()} {secrets.token_hex(8)}\n"
+    while not await asyncio.to_thread(_taken, path, mine, stale_seconds):
+        if until():
+            yield False
+            return
+        await asyncio.sleep(_POLL_SECONDS)
+    touching = asyncio.create_task(_touch(path, stale_seconds), name=f"lock {path.name}")
+    try:
+        yield True
+    finally:
+        touching.cancel()
+        await asyncio.gather(touching, return_exceptions=True)
+        await asyncio.shield(asyncio.to_thread(_give_back, path, mine))
+
+
+async def _touch(path: Path, stale_seconds: float) -> None:
+    while True:
+        await asyncio.sleep(min(TOUCH_SECONDS, stale_seconds / 3))
+        # No times are passed, so the storage writes its own.
+        with contextlib.suppress(OSError):
+            await asyncio.to_thread(os.utime, path)
+
+
+def _taken(path: Path, mine: str, stale_seconds: float) -> bool:
+    try:
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+    except FileExistsError:
+        _clear_stale(path, stale_seconds)
+        return False
+    try:
+        os.write(fd, mine.encode())
+    finally:
+        os.close(fd)
+    return True
+
+
+def _clear_stale(path: Path, stale_seconds: float) -> None:
+    """Remove the lock of a dead holder. Of several processes that try, one succeeds."""
+    probe = path.with_name(f".{path.name}.{secrets.token_hex(6)}")
+    try:
+        holder, touched = path.read_text(), path.stat().st_mtime
+        probe.touch()
+        age = probe.stat().st_mtime - touched
+    except FileNotFoundError:
+        return
+    finally:
+        probe.unlink(missing_ok=True)
+    if age < stale_seconds:
+        return
+    try:
+        path.rename(probe)
+    except FileNotFoundError:
+        return
+    try:
+        if probe.read_text() != holder:
+            # Another process was faster, and the moved lock is a new holder's. It is put back.
+            with contextlib.suppress(FileExistsError):
+                os.link(probe, path)
+        else:
+            log.warning(
+                "took the lock %s of a holder that has not been seen for %.0f s: %s", path, age, holder
+            )
+    finally:
+        probe.unlink(missing_ok=True)
+
+
+def _give_back(path: Path, mine: str) -> None:
+    with contextlib.suppress(FileNotFoundError):
+        if path.read_text() == mine:
+            path.unlink()

@@ -99,14 +99,14 @@ def end(
 ) -> bool:
     """End an instance in the order that leaves nothing, and return whether all of it is gone. This blocks."""
     deadline = time.monotonic() + seconds
-    gone = root is None or kill_and_wait(root, deadline - time.monotonic())
+    ended = root is None or kill_and_wait(root, deadline - time.monotonic())
     if keeper is not None and not ends(keeper, min(_KEEPER_SECONDS, deadline - time.monotonic())):
         with contextlib.suppress(ProcessLookupError):
             os.kill(keeper.pid, signal.SIGTERM)
         ends(keeper, min(1.0, deadline - time.monotonic()))
     for ref in (*helpers, *([keeper] if keeper is not None else [])):
-        gone = kill_and_wait(ref, max(0.1, deadline - time.monotonic())) and gone
-    return gone
+        ended = kill_and_wait(ref, max(0.1, deadline - time.monotonic())) and ended
+    return ended
 
 
 def end_by_name(name: str, seconds: float, sessions: Iterable[int] = ()) -> bool:
@@ -127,10 +127,10 @@ def end_by_name(name: str, seconds: float, sessions: Iterable[int] = ()) -> bool
         if time.monotonic() >= deadline:
             break
     last = [ref for ref in search(name, sessions) if ref in stopped]
-    gone = True
+    ended = True
     for ref in dict.fromkeys([*last, *stopped]):
-        gone = kill_and_wait(ref, max(0.1, deadline - time.monotonic())) and gone
-    return gone
+        ended = kill_and_wait(ref, max(0.1, deadline - time.monotonic())) and ended
+    return ended
 
 
 def forget(config: Path, name: str) -> None:

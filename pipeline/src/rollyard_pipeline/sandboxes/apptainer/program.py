@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal
 
-from rollyard_pipeline.sandboxes.errors import ApptainerMissing
+from rollyard_pipeline.sandboxes.errors import NodeUnusable
 from rollyard_pipeline.sandboxes.host.programs import run_program
 
 INSTALL_HINT: Final = (
@@ -41,18 +41,18 @@ class ContainerProgram:
     """Whether the installation is unprivileged, which lets users give their own configuration."""
 
 
-async def find_program(wanted: str | None = None) -> ContainerProgram:
-    """Return the program `wanted`, or the first on PATH that identifies itself as Apptainer or SingularityCE.
+async def find_program(program: str | None = None) -> ContainerProgram:
+    """Return `program`, or the first on PATH that identifies itself as Apptainer or SingularityCE.
 
     Raises:
-        ApptainerMissing: There is no such program. The message says what was found instead.
+        NodeUnusable: There is no such program. The message says what was found instead.
     """
-    names = [wanted] if wanted else ["apptainer", "singularity"]
-    found = []
+    names = [program] if program else ["apptainer", "singularity"]
+    problems = []
     for name in names:
         path = shutil.which(name)
         if path is None:
-            found.append(f"{name}: not found")
+            problems.append(f"{name}: not found")
             continue
         # Both run concurrently, because a worker's first rollout waits for both.
         (code, text), takes = await asyncio.gather(
@@ -60,19 +60,21 @@ async def find_program(wanted: str | None = None) -> ContainerProgram:
         )
         match = _ANSWER.search(text)
         if code != 0 or match is None:
-            found.append(f"{path} answers {text.strip()[:200]!r}")
+            problems.append(f"{path} answers {text.strip()[:200]!r}")
             continue
         # The Singularity from before the two projects split has neither name.
         kind, version = match[1].lower(), (int(match[2]), int(match[3]))
         if kind not in _OLDEST or version < _OLDEST[kind]:
-            found.append(f"{path} is {match[0]}, which is too old")
+            problems.append(f"{path} is {match[0]}, which is too old")
             continue
         answered = text[match.start() :].split()[2]
         if kind == "apptainer":
             return ContainerProgram(path, "apptainer", answered, (), takes)
         options = ("--no-oci",) if version >= _OCI_SINCE else ()
         return ContainerProgram(path, "singularity-ce", answered, options, takes)
-    raise ApptainerMissing(f"no Apptainer and no SingularityCE ({'; '.join(found)}): {INSTALL_HINT}")
+    raise NodeUnusable(
+        f"no Apptainer and no SingularityCE ({'; '.join(problems)}): {INSTALL_HINT}", "ApptainerMissing"
+    )
 
 
 async def _takes_config(path: str) -> bool:

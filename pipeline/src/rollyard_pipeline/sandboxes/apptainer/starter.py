@@ -36,9 +36,8 @@ from rollyard_pipeline.sandboxes.errors import (
     DiskFull,
     ImageNotUsable,
     NodeDiskFull,
-    RunDirUnusable,
+    NodeUnusable,
     SandboxStartFailed,
-    UserNamespacesForbidden,
 )
 from rollyard_pipeline.sandboxes.host.cgroups import CgroupPlace
 from rollyard_pipeline.sandboxes.host.processes import ProcessRef, Reaper, ends
@@ -145,7 +144,7 @@ class ApptainerStarter:
         """Find the program and check what this node lets it do.
 
         Raises:
-            ApptainerMissing, UserNamespacesForbidden, RunDirUnusable: This node cannot run such sandboxes.
+            NodeUnusable: This node cannot run such sandboxes.
             ImageNotUsable: The default image cannot be used.
         """
         # All checks run concurrently, because a worker's first rollout waits for them.
@@ -155,11 +154,13 @@ class ApptainerStarter:
             problem = await userns_problem()
             self._program = await finding
             if problem is not None:
-                raise UserNamespacesForbidden(forbidden_text(problem))
+                raise NodeUnusable(forbidden_text(problem), "UserNamespacesForbidden")
             try:
                 await preparing
             except OSError as error:
-                raise RunDirUnusable(f"run dir {self._folder.run_dir} cannot be used: {error}") from error
+                raise NodeUnusable(
+                    f"run dir {self._folder.run_dir} cannot be used: {error}", "RunDirUnusable"
+                ) from error
         finally:
             finding.cancel()
             await asyncio.wait([preparing])
@@ -267,29 +268,29 @@ class ApptainerStarter:
         )
         try:
             started = await start(launch, self._reaper, _START_SECONDS)
-            found = await self._filed(name, started.child)
+            instance = await self._filed(name, started.child)
         except SandboxStartFailed as error:
             await in_thread(self._clear, name)
             raise self._explained(error, key) from error
         except BaseException:
             await in_thread(self._clear, name)
             raise
-        return StartedSandbox(found.root, found.keeper, found.helpers)
+        return StartedSandbox(instance.root, instance.keeper, instance.helpers)
 
     async def _filed(self, name: str, starter: ProcessRef) -> instances.Instance:
         """Return the instance's processes, once Apptainer has filed them.
 
         The start command is one of the helpers if it still runs.
         """
-        found = await in_thread(instances.load, self._own, name)
-        if found is None:
+        instance = await in_thread(instances.load, self._own, name)
+        if instance is None:
             await in_thread(ends, starter, START_SECONDS)
-            found = await in_thread(instances.load, self._own, name)
-        if found is None:
+            instance = await in_thread(instances.load, self._own, name)
+        if instance is None:
             raise SandboxStartFailed(f"no instance {name} is filed below {self._own}, though one has started")
         # Apptainer files an instance before the server runs, but its command ends up to 0.1 s later. Nobody
         # needs to wait for that, only to end the command with the sandbox.
-        return replace(found, helpers=(*found.helpers, starter)) if starter.alive() else found
+        return replace(instance, helpers=(*instance.helpers, starter)) if starter.alive() else instance
 
     def _command(self, key: SandboxKey, image: Path, name: str) -> list[str]:
         program, runtime = self._program, self._runtime
@@ -298,20 +299,36 @@ class ApptainerStarter:
         binds = [(str(self._own / "runtime"), INSIDE), *runtime.binds]
         binds.append((str(self._own / "start"), "/.singularity.d/startscript"))
         return [
-            program.path, "-s", *self._config(key), "instance", "start",
+            program.path,
+            "-s",
+            *self._config(key),
+            "instance",
+            "start",
             *(["--fakeroot"] if self._options.fakeroot else ["--userns"]),
-            *program.options, "--containall", "--cleanenv", "--no-home", "--no-mount", "sys,bind-paths",
-            "--net", "--network", "none",
+            *program.options,
+            "--containall",
+            "--cleanenv",
+            "--no-home",
+            "--no-mount",
+            "sys,bind-paths",
+            "--net",
+            "--network",
+            "none",
             *(part for folder in (WORKDIR, *key.folders) for part in ("--scratch", folder)),
             *(["--writable-tmpfs"] if self._layered else []),
             *(part for source, target in binds for part in ("--mount", _mount(source, target))),
-            str(image), name,
+            str(image),
+            name,
             *runtime.argv,
             *server_code(
-                key, self._places, WORKDIR, runtime.path, before=self._confine(key),
+                key,
+                self._places,
+                WORKDIR,
+                runtime.path,
+                before=self._confine(key),
                 inside=inside(key, None if self._options.fakeroot else SANDBOX_UID),
             ),
-        ]  # fmt: skip
+        ]
 
     def _config(self, key: SandboxKey) -> list[str]:
         """Return options for a configuration of our own, which sets the size of the writable layer.
@@ -362,19 +379,19 @@ class ApptainerStarter:
         """Kill the instance with all of its processes, and return whether they are gone."""
         name = instances.instance_name(record.id)
         if record.root is None:
-            gone = instances.end_by_name(name, seconds)
+            ended = instances.end_by_name(name, seconds)
         else:
             keeper = record.monitor.ref() if record.monitor is not None else None
-            gone = instances.end(
+            ended = instances.end(
                 record.root.ref(), keeper, [helper.ref() for helper in record.helpers], seconds
             )
         instances.forget(self._own, name)
-        return gone
+        return ended
 
     def _clear(self, name: str, sessions: Sequence[int] = ()) -> None:
-        found = instances.load(self._own, name)
-        if found is not None:
-            instances.end(found.root, found.keeper, found.helpers, 10.0)
+        instance = instances.load(self._own, name)
+        if instance is not None:
+            instances.end(instance.root, instance.keeper, instance.helpers, 10.0)
         instances.end_by_name(name, 10.0, sessions)
         instances.forget(self._own, name)
 
@@ -385,7 +402,7 @@ class ApptainerStarter:
     def _explained(self, error: SandboxStartFailed, key: SandboxKey) -> Exception:
         text = str(error)
         if NOT_CONFINED in text or re.search(r"user namespace|unshare.*not permitted", text, re.IGNORECASE):
-            return UserNamespacesForbidden(forbidden_text(text))
+            return NodeUnusable(forbidden_text(text), "UserNamespacesForbidden")
         if NO_ROOM.search(text):
             return DiskFull(f"no room left for a sandbox in {self._folder.run_dir}: {text}")
         image = key.image if key.image is not None else self._options.default_image

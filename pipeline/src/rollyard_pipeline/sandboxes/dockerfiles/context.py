@@ -85,7 +85,7 @@ class FolderContext:
 
     def files(self) -> Mapping[str, ContextFile]:
         """Return the files by path. Links and special files are listed with what is wrong with them."""
-        found: dict[str, ContextFile] = {}
+        files: dict[str, ContextFile] = {}
         room = MAX_BYTES
         try:
             with self._opened() as top:
@@ -96,16 +96,16 @@ class FolderContext:
                         if stat.S_ISDIR(info.st_mode):
                             continue
                         path = f"{above}{name}"
-                        found[path] = _listed(path, info)
+                        files[path] = _listed(path, info)
                         room -= info.st_size
-                        if len(found) > MAX_FILES or room < 0:
+                        if len(files) > MAX_FILES or room < 0:
                             raise ContextProblem(
                                 f"{path}: with this file, the folder holds more than {MAX_FILES} files "
                                 f"or {MAX_BYTES} bytes"
                             )
         except OSError as error:
             raise ContextProblem(f"{error.filename or self._folder}: {error.strerror}") from error
-        return found
+        return files
 
     def read(self, path: str) -> Iterator[bytes]:
         """Yield the content of a file, piece by piece."""
@@ -128,18 +128,18 @@ class FolderContext:
     def _file(self, path: str) -> Iterator[IO[bytes]]:
         *above, name = path.split("/")
         with self._opened() as top:
-            held = [top]
+            descriptors = [top]
             try:
                 for part in above:
                     flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-                    held.append(os.open(part, flags, dir_fd=held[-1]))
+                    descriptors.append(os.open(part, flags, dir_fd=descriptors[-1]))
                 flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-                with open(os.open(name, flags, dir_fd=held[-1]), "rb") as file:
+                with open(os.open(name, flags, dir_fd=descriptors[-1]), "rb") as file:
                     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
                         raise ContextProblem(f"{path}: is no regular file")
                     yield file
             finally:
-                for descriptor in held[1:]:
+                for descriptor in descriptors[1:]:
                     os.close(descriptor)
 
 
@@ -166,13 +166,13 @@ class Copy:
 
     def digest(self, context: BuildContext) -> str:
         """Return a digest of the paths, modes and contents."""
-        held = hashlib.sha256()
+        digest = hashlib.sha256()
         for path, file in sorted(self.files.items()):
             inner = hashlib.sha256()
             for piece in context.read(file.path):
                 inner.update(piece)
-            held.update(f"{path}\0{file.executable}\0{inner.hexdigest()}\n".encode())
-        return held.hexdigest()
+            digest.update(f"{path}\0{file.executable}\0{inner.hexdigest()}\n".encode())
+        return digest.hexdigest()
 
     def write(self, context: BuildContext, folder: Path) -> None:
         """Write the files below a new folder, with the modes 0755 and 0644.
@@ -210,13 +210,13 @@ def copied(files: Mapping[str, ContextFile], source: str) -> tuple[dict[str, Con
         ContextProblem: There is no such file, or one of them cannot be copied.
     """
     if source in files:
-        found, folder = {source.rpartition("/")[2]: files[source]}, False
+        chosen, folder = {source.rpartition("/")[2]: files[source]}, False
     else:
         top = f"{source}/" if source else ""
-        found, folder = {p[len(top) :]: file for p, file in files.items() if p.startswith(top)}, True
-    if not found:
+        chosen, folder = {p[len(top) :]: file for p, file in files.items() if p.startswith(top)}, True
+    if not chosen:
         raise ContextProblem(f"{source or '.'}: no such file beside the Dockerfile, or an empty folder")
-    for file in found.values():
+    for file in chosen.values():
         if file.problem:
             raise ContextProblem(f"{file.path}: {file.problem}")
-    return found, folder
+    return chosen, folder

@@ -44,22 +44,22 @@ def read_dockerfile(text: str) -> list[Instruction]:
         raise DockerfileRefused(f"Dockerfile: is longer than {MAX_BYTES} bytes", 1)
     lines = text.removeprefix("\ufeff").replace("\r\n", "\n").split("\n")
     _check_directives(lines)
-    found: list[Instruction] = []
-    held, began = "", 0
+    instructions: list[Instruction] = []
+    joined, began = "", 0
     for number, line in enumerate(lines, 1):
         # Comments and empty lines may stand between continued lines.
         if line.strip() == "" or line.lstrip().startswith("#"):
             continue
         began = began or number
         if _CONTINUED.search(line):
-            held += _CONTINUED.sub("", line)
+            joined += _CONTINUED.sub("", line)
             continue
-        if (held + line).strip():
-            found.append(_instruction(began, held + line))
-        held, began = "", 0
-    if held.strip():
-        found.append(_instruction(began, held))
-    return found
+        if (joined + line).strip():
+            instructions.append(_instruction(began, joined + line))
+        joined, began = "", 0
+    if joined.strip():
+        instructions.append(_instruction(began, joined))
+    return instructions
 
 
 def _instruction(number: int, line: str) -> Instruction:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Mapping
+import os
+import tomllib
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
-from rollyard_pipeline.sandboxes.dockerfiles.context import BuildContext, ContextProblem, Copy
+from rollyard_pipeline.sandboxes.dockerfiles.context import BuildContext, ContextProblem, Copy, FolderContext
+from rollyard_pipeline.sandboxes.dockerfiles.instructions import MAX_BYTES
 from rollyard_pipeline.sandboxes.dockerfiles.translation import STAGING, Translation, translate
 from rollyard_pipeline.sandboxes.errors import DockerfileRefused
 
@@ -20,6 +23,8 @@ _SILENT: Final = -9
 """A level of spython's messages at which it prints none, such as that a file is missing here."""
 _VERSION: Final = "1"
 """It is part of every key. Another one makes all images be built again."""
+MAX_FOLDERS: Final = 100_000
+DOCKERFILE: Final = "Dockerfile"
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,37 +80,48 @@ def make_recipe(text: str, context: BuildContext) -> Recipe:
         DockerfileRefused: Something cannot be translated faithfully. The message names the line.
         ModuleNotFoundError: spython is not installed.
     """
-    made = translate(text, context)
-    body = _body(made)
-    held = hashlib.sha256(f"{_VERSION}\0{body}".encode())
+    translation = translate(text, context)
+    body = _body(translation)
+    digest = hashlib.sha256(f"{_VERSION}\0{body}".encode())
     try:
-        for copy in made.copies:
-            held.update(copy.digest(context).encode())
+        for copy in translation.copies:
+            digest.update(copy.digest(context).encode())
     except ContextProblem as error:
         raise DockerfileRefused(f"Dockerfile: COPY: {error}", 1) from error
     return Recipe(
-        made.base, body, tuple(made.copies), context, tuple(made.notes), made.workdir, held.hexdigest()
+        translation.base,
+        body,
+        tuple(translation.copies),
+        context,
+        tuple(translation.notes),
+        translation.workdir,
+        digest.hexdigest(),
     )
 
 
-def _body(made: Translation) -> str:
+def _body(translation: Translation) -> str:
     """Return what spython makes of the instructions, after its head.
 
     Raises:
         DockerfileRefused: This version of spython makes something else of them than it should.
     """
-    text, got = spython_definition(made.lines)
+    text, parsed = spython_definition(translation.lines)
     head, _, body = text.partition("\nStage: spython-base\n")
-    copies = [[f"context/{number}", f"{STAGING}/{number}"] for number in range(len(made.copies))]
-    wanted = {"install": made.script, "environ": made.environment, "files": copies, "fromHeader": made.base}
-    for name, value in wanted.items():
-        if (got.get(name) or []) != value:
+    copies = [[f"context/{number}", f"{STAGING}/{number}"] for number in range(len(translation.copies))]
+    expected = {
+        "install": translation.script,
+        "environ": translation.environment,
+        "files": copies,
+        "fromHeader": translation.base,
+    }
+    for name, value in expected.items():
+        if (parsed.get(name) or []) != value:
             raise DockerfileRefused(
                 f"Dockerfile: spython {version('spython')} translates its {name} in another way than the "
                 "versions that are known; install another version of spython",
                 1,
             )
-    if head != f"Bootstrap: docker\nFrom: {made.base}":
+    if head != f"Bootstrap: docker\nFrom: {translation.base}":
         raise DockerfileRefused("Dockerfile: FROM: spython names another image", 1)
     return body.strip("\n")
 
@@ -130,3 +146,89 @@ def spython_definition(lines: list[str]) -> tuple[str, Mapping[str, object]]:
         bot.level = level
     last: Mapping[str, object] = list(parser.recipe.values())[-1].json()
     return text, last
+
+
+@dataclass(frozen=True, slots=True)
+class DockerfileFolder:
+    """A folder with a Dockerfile that an image is needed of."""
+
+    name: str
+    """What messages call it: its path below the folder that was searched, or its own name."""
+    path: Path
+
+    def recipe(self) -> Recipe:
+        """Return the translated Dockerfile.
+
+        Raises:
+            DockerfileRefused: It cannot be read or translated faithfully.
+        """
+        context = FolderContext(self.path)
+        data = b""
+        try:
+            for piece in context.read(DOCKERFILE):
+                data += piece
+                if len(data) > MAX_BYTES:
+                    break
+            text = data.decode()
+        except ContextProblem as error:
+            raise DockerfileRefused(str(error), 1) from error
+        except UnicodeDecodeError as error:
+            raise DockerfileRefused("Dockerfile: is no UTF-8 text", 1) from error
+        return make_recipe(text, context)
+
+
+def dockerfile_folders(top: Path) -> list[DockerfileFolder]:
+    """Return the folders with Dockerfiles whose images are needed, sorted.
+
+    It is `top` itself if it has a Dockerfile. Otherwise they are those of task folders: `environment` where
+    the task's `task.toml` names no image, and `tests` where a separate verifier has no image.
+
+    Raises:
+        ContextProblem: A folder cannot be read, or there are too many.
+    """
+    if (top / DOCKERFILE).is_file():
+        return [DockerfileFolder(top.resolve().name, top)]
+    folders: list[DockerfileFolder] = []
+    for count, folder in enumerate(_task_folders(top)):
+        if count >= MAX_FOLDERS:
+            raise ContextProblem(f"{top}: holds more than {MAX_FOLDERS} task folders")
+        name = top.resolve().name if folder == top else folder.relative_to(top).as_posix()
+        folders += [
+            DockerfileFolder(f"{name}/{part}", folder / part)
+            for part in _without_image(folder)
+            if (folder / part / DOCKERFILE).is_file() and not (folder / part).is_symlink()
+        ]
+    return folders
+
+
+def _without_image(folder: Path) -> list[str]:
+    """Return the parts of a task folder that need an image of their own and name none."""
+    try:
+        document = tomllib.loads((folder / "task.toml").read_text())
+    except (OSError, ValueError) as error:
+        raise ContextProblem(f"{folder / 'task.toml'}: cannot be read: {error}") from error
+    environment, verifier = _table(document, "environment"), _table(document, "verifier")
+    separate = verifier.get("environment_mode") == "separate"
+    parts = [] if environment.get("docker_image") else ["environment"]
+    if separate and not _table(verifier, "environment").get("docker_image"):
+        parts.append("tests")
+    return parts
+
+
+def _table(document: dict[str, Any], name: str) -> dict[str, Any]:
+    table = document.get(name)
+    return table if isinstance(table, dict) else {}
+
+
+def _task_folders(folder: Path) -> Iterator[Path]:
+    if (folder / "task.toml").is_file():
+        yield folder
+        return
+    try:
+        with os.scandir(folder) as entries:
+            names = sorted(entry.name for entry in entries if entry.is_dir(follow_symlinks=False))
+    except OSError as error:
+        raise ContextProblem(f"{folder}: {error.strerror}") from error
+    for name in names:
+        if not name.startswith("."):
+            yield from _task_folders(folder / name)

@@ -92,24 +92,30 @@ class _Translator:
     def __init__(self, context: BuildContext) -> None:
         self._context = context
         self._files: dict[str, ContextFile] | None = None
-        self._made = Translation()
+        self._translation = Translation()
         self._globals: dict[str, Value] = {}
         self._arguments: dict[str, Value] = {}
         self._variables: dict[str, Value] = {}
 
     def run(self, instructions: list[Instruction]) -> Translation:
         steps = {
-            "FROM": self._from, "ARG": self._arg, "ENV": self._env, "RUN": self._run,
-            "WORKDIR": self._workdir, "COPY": self._copy, "ADD": self._copy, "USER": self._user,
-        }  # fmt: skip
+            "FROM": self._from,
+            "ARG": self._arg,
+            "ENV": self._env,
+            "RUN": self._run,
+            "WORKDIR": self._workdir,
+            "COPY": self._copy,
+            "ADD": self._copy,
+            "USER": self._user,
+        }
         for each in instructions:
             check_instruction(each)
-            if not self._made.base and each.keyword not in ("FROM", "ARG"):
+            if not self._translation.base and each.keyword not in ("FROM", "ARG"):
                 raise each.refused("stands before FROM")
             try:
                 if each.keyword in _WITHOUT_EFFECT:
                     words = f"has no effect: {_WITHOUT_EFFECT[each.keyword]}"
-                    self._made.notes.append(f"Dockerfile line {each.line}: {each.keyword} {words}")
+                    self._translation.notes.append(f"Dockerfile line {each.line}: {each.keyword} {words}")
                 elif each.keyword in steps:
                     steps[each.keyword](each)
                 else:
@@ -118,28 +124,28 @@ class _Translator:
                     raise each.refused("is no instruction of a Dockerfile")
             except (WordProblem, ContextProblem) as error:
                 raise each.refused(str(error)) from error
-        if not self._made.base:
+        if not self._translation.base:
             raise DockerfileRefused("Dockerfile: has no FROM", 1)
-        if self._made.copies:
+        if self._translation.copies:
             self._command(f"rm -rf {STAGING}")
-        return self._made
+        return self._translation
 
     def _line(self, line: str, *script: str) -> None:
-        self._made.lines.append(line)
-        self._made.script += script
+        self._translation.lines.append(line)
+        self._translation.script += script
 
     def _command(self, command: str) -> None:
         self._line(f"RUN {command}", command)
 
     def _argument(self, name: str) -> Value | None:
         """Return a variable's value for instructions that need it now. ENV comes before ARG."""
-        found = self._variables.get(name, self._arguments.get(name))
-        if found is None:
+        value = self._variables.get(name, self._arguments.get(name))
+        if value is None:
             raise WordProblem(f"${name} has no value in the Dockerfile; only the image could know it")
-        return found
+        return value
 
     def _from(self, each: Instruction) -> None:
-        if self._made.base:
+        if self._translation.base:
             raise each.refused("a second stage is not translated; spython would mix up or merge the stages")
         words = split_words(each.text)
         if words and words[0].startswith("--"):
@@ -157,23 +163,23 @@ class _Translator:
             raise each.refused("scratch is no image that can be started, and spython would look it up")
         if not _BASE.fullmatch(base):
             raise each.refused(f"{base[:100]!r} is no name of an image")
-        self._made.base = base
-        self._made.lines.append(f"FROM {base}")
+        self._translation.base = base
+        self._translation.lines.append(f"FROM {base}")
         self._command("umask 022")
 
     def _arg(self, each: Instruction) -> None:
         for word in split_words(each.text):
-            name, given, default = word.partition("=")
+            name, equals, default = word.partition("=")
             if not _NAME.fullmatch(name):
                 raise each.refused(f"{name[:60]!r} is no name of a variable")
-            if not self._made.base:
-                if not given:
+            if not self._translation.base:
+                if not equals:
                     raise each.refused(f"{name} has no default, and nothing else gives it a value")
                 self._globals[name] = expand(default, lambda name: self._globals.get(name, ()))
                 continue
-            if not given and name not in self._globals:
+            if not equals and name not in self._globals:
                 raise each.refused(f"{name} has no default, and nothing else gives it a value")
-            value = expand(default, self._argument) if given else self._globals[name]
+            value = expand(default, self._argument) if equals else self._globals[name]
             self._arguments[name] = value
             if name not in self._variables:
                 self._command(f"export {name}={shlex.quote(literal(value))}")
@@ -193,9 +199,9 @@ class _Translator:
         set_here: set[str] = set()
 
         def lookup(name: str) -> Value:
-            found = before.get(name, self._arguments.get(name))
-            if found is not None and not any(isinstance(part, ImageVariable) for part in found):
-                return found
+            known = before.get(name, self._arguments.get(name))
+            if known is not None and not any(isinstance(part, ImageVariable) for part in known):
+                return known
             if name in set_here:
                 raise WordProblem(f"${name} is set on the same line; write another ENV for it")
             return (ImageVariable(name),)
@@ -207,7 +213,7 @@ class _Translator:
             set_here.add(name)
             assignment = f"{name}={quoted(self._variables[name])}"
             self._line(f"ENV {assignment}", assignment)
-            self._made.environment.append(assignment)
+            self._translation.environment.append(assignment)
             self._command(f"export {name}")
 
     def _run(self, each: Instruction) -> None:
@@ -216,14 +222,14 @@ class _Translator:
         self._command(f"/bin/sh -c {shlex.quote(each.text)}")
 
     def _workdir(self, each: Instruction) -> None:
-        given = literal(expand(each.text, self._argument))
-        if not given or not _PATH.fullmatch(given):
-            raise each.refused(f"{given[:100]!r} has a character that is not translated")
-        if not given.startswith("/") and self._made.workdir is None:
+        folder = literal(expand(each.text, self._argument))
+        if not folder or not _PATH.fullmatch(folder):
+            raise each.refused(f"{folder[:100]!r} has a character that is not translated")
+        if not folder.startswith("/") and self._translation.workdir is None:
             raise each.refused("a relative path needs a WORKDIR before it; only the image knows its own")
-        path = posixpath.normpath(posixpath.join(self._made.workdir or "/", given))
-        self._made.workdir = "/" + path.lstrip("/")
-        where = self._made.workdir
+        path = posixpath.normpath(posixpath.join(self._translation.workdir or "/", folder))
+        self._translation.workdir = "/" + path.lstrip("/")
+        where = self._translation.workdir
         self._line(f"WORKDIR {where}", f"mkdir -p {where}", f"cd {where}")
 
     def _user(self, each: Instruction) -> None:
@@ -236,7 +242,7 @@ class _Translator:
             raise each.refused("expected at least one source and a target")
         *sources, target = words
         files = self._listed(each)
-        found: dict[str, ContextFile] = {}
+        chosen: dict[str, ContextFile] = {}
         folders = 0
         for source in sources:
             path = _source(each, source)
@@ -246,15 +252,15 @@ class _Translator:
                 raise each.refused(
                     f"{source}: an archive, which spython would not unpack; unpack it in a RUN"
                 )
-            found |= below
-        tops = {path[:at] for path in found for at, letter in enumerate(path) if letter == "/"}
-        if both := sorted(tops & found.keys()):
+            chosen |= below
+        tops = {path[:at] for path in chosen for at, letter in enumerate(path) if letter == "/"}
+        if both := sorted(tops & chosen.keys()):
             raise each.refused(f"{both[0]}: is a file of one source and a folder of another one")
         where = self._target(each, target)
         if len(sources) > 1 and not target.endswith("/"):
             raise each.refused(f"{target}: a target of several sources must end with /")
-        number = len(self._made.copies)
-        self._made.copies.append(Copy(found))
+        number = len(self._translation.copies)
+        self._translation.copies.append(Copy(chosen))
         staged = f"{STAGING}/{number}"
         self._line(f"COPY context/{number} {staged}")
         if folders or target.endswith(("/", "/.")) or target == ".":
@@ -266,7 +272,7 @@ class _Translator:
             )
         else:
             # A target that is a folder of the image gets the file into it.
-            name = shlex.quote(f"{staged}/{next(iter(found))}")
+            name = shlex.quote(f"{staged}/{next(iter(chosen))}")
             self._command(f"mkdir -p {posixpath.dirname(where)}")
             self._command(f"cp -a {name} {where}")
 
@@ -287,16 +293,16 @@ class _Translator:
     def _target(self, each: Instruction, target: str) -> str:
         if not _PATH.fullmatch(target) or ".." in target.split("/"):
             raise each.refused(f"the target {target[:100]!r} has a character or '..', not translated")
-        if not target.startswith("/") and self._made.workdir is None:
+        if not target.startswith("/") and self._translation.workdir is None:
             raise each.refused("a relative target needs a WORKDIR before it; only the image knows its own")
-        where = "/" + posixpath.normpath(posixpath.join(self._made.workdir or "/", target)).lstrip("/")
+        where = "/" + posixpath.normpath(posixpath.join(self._translation.workdir or "/", target)).lstrip("/")
         for top in _OTHERS:
             if where == top or where.startswith(f"{top}/"):
                 raise each.refused(f"{top} of a sandbox is its own and hides that of its image")
         for top in _PASSING:
             if where == top or where.startswith(f"{top}/"):
                 words = f"{each.keyword}: {top} of a sandbox is empty; the files are there in the build only"
-                self._made.notes.append(f"Dockerfile line {each.line}: {words}")
+                self._translation.notes.append(f"Dockerfile line {each.line}: {words}")
         return where
 
 

@@ -104,11 +104,11 @@ def _variable(text: str, at: int, lookup: Lookup) -> tuple[Value, int]:
         if modifier and any(isinstance(part, ImageVariable) for part in value or ()):
             raise WordProblem(f"${{{name}{modifier}…}} depends on a value that only the image knows")
         # With a colon an empty value counts as none.
-        given = value is not None and (value != () or ":" not in (modifier or ""))
+        is_set = value is not None and (value != () or ":" not in (modifier or ""))
         if modifier and modifier.endswith("-"):
-            value = value if given else (word,)
+            value = value if is_set else (word,)
         elif modifier:
-            value = (word,) if given else ()
+            value = (word,) if is_set else ()
         return value or (), braced.end()
     if text.startswith("{", at):
         raise WordProblem(f"the substitution ${text[at : at + 40]} is not translated")
@@ -118,13 +118,13 @@ def _variable(text: str, at: int, lookup: Lookup) -> tuple[Value, int]:
 
 
 def _joined(parts: list[str | ImageVariable]) -> Value:
-    found: list[str | ImageVariable] = []
+    joined: list[str | ImageVariable] = []
     for part in parts:
-        if isinstance(part, str) and found and isinstance(found[-1], str):
-            found[-1] += part
+        if isinstance(part, str) and joined and isinstance(joined[-1], str):
+            joined[-1] += part
         elif part != "":
-            found.append(part)
-    return tuple(found)
+            joined.append(part)
+    return tuple(joined)
 
 
 def literal(value: Value) -> str:

@@ -13,10 +13,14 @@ Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 # Machines of clouds find their own metadata here. Some of these addresses are in networks below.
 _METADATA: Final = {
     "a metadata service": (
-        "168.63.129.16/32", "169.254.169.254/32", "100.100.100.200/32", "192.0.0.192/32", "fd00:ec2::254/128",
+        "168.63.129.16/32",
+        "169.254.169.254/32",
+        "100.100.100.200/32",
+        "192.0.0.192/32",
+        "fd00:ec2::254/128",
         "fd20:ce::254/128",
     ),
-}  # fmt: skip
+}
 _REFUSED_4: Final = {
     "this network": ("0.0.0.0/8",),
     "private": ("10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16"),
@@ -24,22 +28,35 @@ _REFUSED_4: Final = {
     "loopback": ("127.0.0.0/8",),
     "link-local": ("169.254.0.0/16",),
     "reserved": (
-        "192.0.0.0/24", "192.0.2.0/24", "192.31.196.0/24", "192.52.193.0/24", "192.88.99.0/24",
-        "192.175.48.0/24", "198.18.0.0/15", "198.51.100.0/24", "203.0.113.0/24", "240.0.0.0/4",
+        "192.0.0.0/24",
+        "192.0.2.0/24",
+        "192.31.196.0/24",
+        "192.52.193.0/24",
+        "192.88.99.0/24",
+        "192.175.48.0/24",
+        "198.18.0.0/15",
+        "198.51.100.0/24",
+        "203.0.113.0/24",
+        "240.0.0.0/4",
     ),
     "multicast": ("224.0.0.0/4",),
-}  # fmt: skip
+}
 _REFUSED_6: Final = {
     "loopback": ("::1/128",),
     "an IPv4 address in another form": (
-        "::/96", "::ffff:0:0/96", "::ffff:0:0:0/96", "64:ff9b::/96", "64:ff9b:1::/48", "2001::/32",
+        "::/96",
+        "::ffff:0:0/96",
+        "::ffff:0:0:0/96",
+        "64:ff9b::/96",
+        "64:ff9b:1::/48",
+        "2001::/32",
         "2002::/16",
     ),
     "private": ("fc00::/7", "fec0::/10"),
     "link-local": ("fe80::/10",),
     "multicast": ("ff00::/8",),
     "reserved": ("2001::/23", "2001:db8::/32", "2620:4f:8000::/48", "3fff::/20"),
-}  # fmt: skip
+}
 PINNABLE: Final = frozenset({"private", "shared by a carrier", "reserved"})
 """What an address may be that the installer pins a host to, in the place of a public one."""
 _PUBLIC_6: Final = ipaddress.IPv6Network("2000::/3")

@@ -63,12 +63,12 @@ class SystemResolver:
         loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(RESOLVE_SECONDS):
-                found = await loop.run_in_executor(
+                entries = await loop.run_in_executor(
                     self._threads, lambda: socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
                 )
         except UnicodeError as error:
             raise socket.gaierror(socket.EAI_NONAME, f"{host!r} is no host: {error}") from error
-        return list(dict.fromkeys(ipaddress.ip_address(item[4][0]) for item in found))
+        return list(dict.fromkeys(ipaddress.ip_address(entry[4][0]) for entry in entries))
 
     def close(self) -> None:
         """End the threads, without a wait for those that still resolve a name."""
@@ -99,7 +99,7 @@ class Infrastructure:
         if host and host not in self._known:
             self._known[host] = (_NEVER, frozenset())
 
-    async def contains(self, host: str, found: Iterable[Address]) -> bool:
+    async def contains(self, host: str, addresses: Iterable[Address]) -> bool:
         """Return whether the host, or one of its addresses, belongs to the infrastructure.
 
         A name of the infrastructure that cannot be resolved now keeps its last addresses.
@@ -109,7 +109,7 @@ class Infrastructure:
         """
         if host in self._known:
             return True
-        wanted = set(found)
+        candidates = set(addresses)
         for name, (when, _) in list(self._known.items()):
             if time.monotonic() - when > _KNOWN_SECONDS:
                 try:
@@ -119,7 +119,7 @@ class Infrastructure:
                     if name in self._own and when == _NEVER and not absent:
                         raise
                     self._known[name] = (time.monotonic(), self._known[name][1])
-            if wanted & self._known[name][1]:
+            if candidates & self._known[name][1]:
                 return True
         return False
 
@@ -168,12 +168,12 @@ class Destinations:
         if not any(rule.covers(host, port) for rule in rules):
             raise DestinationRefused(f"{host}:{port} is not in allowedHosts")
         try:
-            found = (await self._resolve(host))[:_MOST_ADDRESSES]
+            addresses = (await self._resolve(host))[:_MOST_ADDRESSES]
         except (OSError, TimeoutError) as error:
             raise Unresolved(f"{host} cannot be resolved") from error
-        if not found:
+        if not addresses:
             raise Unresolved(f"{host} has no address")
-        for address in found:
+        for address in addresses:
             kind = self._check(address)
             if kind and not (kind in PINNABLE and self._pinned(host, port, address)):
                 # The policy must not learn the address: it may be one of the inner network.
@@ -182,7 +182,7 @@ class Destinations:
                     f"{host}:{port} has the address {address}, which is {kind}",
                 )
         try:
-            inside = await self._infrastructure.contains(host, found)
+            inside = await self._infrastructure.contains(host, addresses)
         except OSError as error:
             raise Unresolved(f"{host} cannot be checked at present") from error
         if inside:
@@ -190,7 +190,7 @@ class Destinations:
                 f"{host} has an address that is not public, or that sandboxes may not reach",
                 f"{host}:{port} is the control plane or a backend",
             )
-        return found
+        return addresses
 
     def _pinned(self, host: str, port: int, address: Address) -> bool:
         """Return whether the installer lets the host have this address, which is not this machine's own."""

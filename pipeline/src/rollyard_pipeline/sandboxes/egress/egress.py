@@ -23,7 +23,7 @@ from rollyard_pipeline.sandboxes.egress.destinations import (
 )
 from rollyard_pipeline.sandboxes.egress.limits import ConnectionPace, EgressLimits, Meter
 from rollyard_pipeline.sandboxes.egress.proxy import EgressProxy
-from rollyard_pipeline.sandboxes.errors import NetworkImpossible
+from rollyard_pipeline.sandboxes.errors import SandboxImpossible
 from rollyard_pipeline.sandboxes.interface import Sandbox
 
 log = logging.getLogger(__name__)
@@ -40,9 +40,9 @@ _CLOSING_SECONDS: Final = 5.0
 
 def proxy_variables(port: int, author: Mapping[str, str]) -> dict[str, str]:
     """Return the variables that lead programs to the proxy, without those that the author has set."""
-    found = dict.fromkeys(PROXY_VARIABLES, f"http://127.0.0.1:{port}")
-    found |= dict.fromkeys(NO_PROXY_VARIABLES, _NO_PROXY)
-    return {name: value for name, value in found.items() if name not in author}
+    variables = dict.fromkeys(PROXY_VARIABLES, f"http://127.0.0.1:{port}")
+    variables |= dict.fromkeys(NO_PROXY_VARIABLES, _NO_PROXY)
+    return {name: value for name, value in variables.items() if name not in author}
 
 
 class Egress:
@@ -95,7 +95,7 @@ class Egress:
             The variables that lead programs to the network, which the sandbox's own commands get, too.
 
         Raises:
-            NetworkImpossible: Sandboxes of this kind already share the network of their machine, so a list
+            SandboxImpossible: Sandboxes of this kind already share the network of their machine, so a list
                 of hosts could not be enforced.
             rollyard_sandbox.errors.SandboxError: The exec server does not answer.
         """
@@ -105,9 +105,10 @@ class Egress:
             return
         kind = sandbox.handle.provider
         if kind in _UNISOLATED:
-            raise NetworkImpossible(
+            raise SandboxImpossible(
                 f"network: allowlist: sandboxes of kind '{kind}' have the network of their machine, "
-                "so allowedHosts could not be enforced; use bubblewrap, apptainer or kubernetes"
+                "so allowedHosts could not be enforced; use bubblewrap, apptainer or kubernetes",
+                "NetworkImpossible",
             )
         first = await sandbox.client.tunnel()
         resolver = SystemResolver()

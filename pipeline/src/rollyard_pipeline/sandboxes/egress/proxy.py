@@ -8,22 +8,55 @@ inside of TLS names, nor what it sends.
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Final
+from urllib.parse import urlsplit
 
-from rollyard_crds.fields.allowed_hosts import HostRule
+from rollyard_crds.fields.allowed_hosts import HostRule, host_name
 
-from rollyard_pipeline.sandboxes.egress.client_hello import NotTls, server_name
+from rollyard_pipeline.errors import WorkerError
 from rollyard_pipeline.sandboxes.egress.destinations import DestinationRefused, Destinations, Unresolved
-from rollyard_pipeline.sandboxes.egress.http_head import MAX_HEAD, BadHead, RequestHead, parse_head
 from rollyard_pipeline.sandboxes.egress.limits import EgressLimits, Meter, Spent
 
 _CHUNK: Final = 64 * 1024
 _ESTABLISHED: Final = b"HTTP/1.1 200 Connection established\r\n\r\n"
 _REASONS: Final = {
-    400: "Bad Request", 403: "Forbidden", 411: "Length Required", 431: "Request Header Fields Too Large",
-    502: "Bad Gateway", 503: "Service Unavailable",
-}  # fmt: skip
+    400: "Bad Request",
+    403: "Forbidden",
+    411: "Length Required",
+    431: "Request Header Fields Too Large",
+    502: "Bad Gateway",
+    503: "Service Unavailable",
+}
+MAX_HELLO: Final = 16 * 1024  # bytes
+_HANDSHAKE: Final = 22
+_CLIENT_HELLO: Final = 1
+_SERVER_NAME: Final = 0
+_ENCRYPTED_HELLO: Final = 0xFE0D
+_MAX_RECORD: Final = 1 << 14  # bytes
+_MAX_RECORDS: Final = 16
+MAX_HEAD: Final = 32 * 1024  # bytes
+_MAX_FIELDS: Final = 128
+_TOKEN: Final = r"[!#$%&'*+.^_`|~0-9A-Za-z-]+"
+_FIELD: Final = re.compile(rf"({_TOKEN}):([^\x00-\x08\x0a-\x1f\x7f]*+)")
+_LINE: Final = re.compile(rf"({_TOKEN}) ([!-~]+) HTTP/1\.[01]")
+_AUTHORITY: Final = re.compile(r"(\[[0-9A-Fa-f:.%]+\]|[^:\[\]@/?#]+):([0-9]{1,5})")
+_OF_THIS_CONNECTION: Final = frozenset(
+    {
+        "connection",
+        "host",
+        "keep-alive",
+        "proxy-authenticate",
+        "proxy-authorization",
+        "proxy-connection",
+        "te",
+        "trailer",
+        "transfer-encoding",
+        "upgrade",
+    }
+)
 
 
 class EgressProxy:
@@ -64,8 +97,8 @@ class EgressProxy:
             await _answer(writer, 503, "the sandbox has moved as many bytes as it may in one stage")
             return
         try:
-            found = await self._destinations.addresses(request.host, request.port, self._rules)
-            server, outside = await self._connected([str(address) for address in found], request.port)
+            addresses = await self._destinations.addresses(request.host, request.port, self._rules)
+            server, outside = await self._connected([str(address) for address in addresses], request.port)
         except DestinationRefused as error:
             self._meter.note(error.detail if where in error.detail else f"{where}: {error.detail}")
             await _answer(writer, 403, str(error))
@@ -220,3 +253,204 @@ async def _answer(writer: asyncio.StreamWriter, status: int, text: str) -> None:
     )
     writer.write(head.encode() + body)
     await writer.drain()
+
+
+class NotTls(WorkerError):
+    """The bytes are no ClientHello that is taken. The message says why."""
+
+    reason = "NotTls"
+
+
+class _HelloCut(WorkerError):
+    """A field ends before its length."""
+
+
+class _HelloFields:
+    __slots__ = ("_at", "_data")
+
+    def __init__(self, data: bytes) -> None:
+        self._data = data
+        self._at = 0
+
+    def take(self, count: int) -> bytes:
+        if self._at + count > len(self._data):
+            raise _HelloCut
+        piece = self._data[self._at : self._at + count]
+        self._at += count
+        return piece
+
+    def number(self, size: int) -> int:
+        return int.from_bytes(self.take(size))
+
+    def block(self, size: int) -> bytes:
+        return self.take(self.number(size))
+
+    @property
+    def left(self) -> bool:
+        return self._at < len(self._data)
+
+
+def server_name(data: bytes) -> str | None:
+    """Return the server name of the ClientHello with which `data` begins, or None if more bytes are needed.
+
+    See RFC 8446 section 4.1.2, and RFC 6066 section 3.
+
+    Raises:
+        NotTls: The bytes are no ClientHello, or one that is too long, that names no server, or that hides
+            the name (encrypted client hello).
+    """
+    message, rest = bytearray(), memoryview(data)
+    for _ in range(_MAX_RECORDS):
+        if len(rest) and rest[0] != _HANDSHAKE:
+            raise NotTls("the connection does not begin with TLS")
+        if len(rest) < 5:
+            return None
+        length = int.from_bytes(rest[3:5])
+        if rest[1] != 3 or not 0 < length <= _MAX_RECORD:
+            raise NotTls("the connection does not begin with TLS")
+        message += rest[5 : 5 + length]
+        if message and message[0] != _CLIENT_HELLO:
+            raise NotTls("the connection does not begin with a ClientHello")
+        if len(message) >= 4:
+            size = 4 + int.from_bytes(message[1:4])
+            if size > MAX_HELLO:
+                raise NotTls(f"the ClientHello has more than {MAX_HELLO} bytes")
+            if len(message) >= size:
+                return _name_in(bytes(message[4:size]))
+        if len(rest) < 5 + length:
+            return None
+        rest = rest[5 + length :]
+    raise NotTls(f"the ClientHello is in more than {_MAX_RECORDS} records")
+
+
+def _name_in(body: bytes) -> str:
+    try:
+        fields = _HelloFields(body)
+        fields.take(2 + 32)  # version and random
+        fields.block(1)  # session id
+        fields.block(2)  # cipher suites
+        fields.block(1)  # compression methods
+        extensions = _HelloFields(fields.block(2)) if fields.left else _HelloFields(b"")
+        contents: list[bytes] = []
+        while extensions.left:
+            kind, content = extensions.number(2), extensions.block(2)
+            if kind == _ENCRYPTED_HELLO:
+                raise NotTls("the ClientHello hides its server name (encrypted client hello)")
+            if kind == _SERVER_NAME:
+                contents.append(content)
+        if len(contents) != 1:
+            raise NotTls("the ClientHello names no server, or more than one")
+        names = _HelloFields(_HelloFields(contents[0]).block(2))
+        kind, name = names.number(1), names.block(2)
+        if kind != 0 or names.left:
+            raise NotTls("the ClientHello names no server, or more than one")
+        return name.decode("ascii")
+    except (_HelloCut, UnicodeDecodeError):
+        raise NotTls("the ClientHello is malformed") from None
+
+
+class BadHead(WorkerError):
+    """The request is none that the proxy takes; `status` is the status of the answer."""
+
+    reason = "RequestRefused"
+
+    def __init__(self, message: str, status: int = 400) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+@dataclass(frozen=True, slots=True)
+class RequestHead:
+    """A request, as the proxy understands it."""
+
+    host: str | None
+    """The DNS name in the form in which rules compare it, or None if it is an address or no name."""
+    shown: str
+    """The host as the request wrote it."""
+    port: int
+    forwarded: bytes
+    """The head that is sent to the server. It is empty for CONNECT."""
+    length: int = 0
+    """The number of bytes of the body."""
+
+    @property
+    def connects(self) -> bool:
+        """Whether the method is CONNECT."""
+        return not self.forwarded
+
+
+def parse_head(data: bytes) -> RequestHead:
+    """Return the request whose head, with the empty line at its end, is `data`.
+
+    It is CONNECT, or a request with an absolute URL (RFC 9112).
+
+    Raises:
+        BadHead: It is malformed, could be read in several ways, or is of a kind that is not taken.
+    """
+    first, *lines = data.decode("latin-1").removesuffix("\r\n\r\n").split("\r\n")
+    request_line = _LINE.fullmatch(first)
+    if request_line is None:
+        raise BadHead("the request line is malformed")
+    if len(lines) > _MAX_FIELDS:
+        raise BadHead(f"the request has more than {_MAX_FIELDS} fields", 431)
+    fields = []
+    for line in lines:
+        field = _FIELD.fullmatch(line)
+        if field is None:
+            raise BadHead("a field of the request is malformed")
+        fields.append((field[1], field[2].strip(" \t")))
+    method, target = request_line[1], request_line[2]
+    if method == "CONNECT":
+        authority = _AUTHORITY.fullmatch(target)
+        if authority is None:
+            raise BadHead("CONNECT needs HOST:PORT")
+        return RequestHead(host_name(authority[1]), authority[1], _port(authority[2]), b"")
+    return _forwarded(method, target, fields)
+
+
+def _forwarded(method: str, target: str, fields: list[tuple[str, str]]) -> RequestHead:
+    scheme, separator, _ = target.partition("://")
+    if not separator or scheme.lower() != "http":
+        raise BadHead("this is a proxy: it takes CONNECT HOST:PORT, and requests for http:// URLs")
+    try:
+        parts = urlsplit(target)
+        shown = parts.hostname or ""
+        port = _port(str(parts.port)) if parts.port is not None else 80
+    except ValueError as error:
+        raise BadHead("the URL is malformed") from error
+    if "@" in parts.netloc or "#" in target or "\\" in target or not shown:
+        raise BadHead("the URL must have a host, and neither credentials nor a fragment")
+    named = {name.lower() for name, _ in fields}
+    if "transfer-encoding" in named:
+        raise BadHead("a request through the proxy needs Content-Length in the place of chunks", 411)
+    lengths = [value for name, value in fields if name.lower() == "content-length"]
+    if len(lengths) > 1 or not all(re.fullmatch("[0-9]{1,15}", value) for value in lengths):
+        raise BadHead("Content-Length is malformed")
+    dropped = _OF_THIS_CONNECTION | {
+        token.strip().lower()
+        for name, value in fields
+        if name.lower() == "connection"
+        for token in value.split(",")
+    }
+    dropped -= {"content-length"}
+    path = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
+    head = [
+        f"{method} {path} HTTP/1.1",
+        f"Host: {shown}" + ("" if port == 80 else f":{port}"),
+        *(f"{name}: {value}" for name, value in fields if name.lower() not in dropped),
+        "Connection: close",
+    ]
+    return RequestHead(
+        host_name(shown),
+        shown,
+        port,
+        "\r\n".join([*head, "", ""]).encode("latin-1"),
+        int(lengths[0]) if lengths else 0,
+    )
+
+
+def _port(text: str) -> int:
+    port = int(text)
+    if not 0 < port < 65_536:
+        raise BadHead("a port is a number from 1 to 65535")
+    return port

@@ -16,15 +16,15 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Final, Literal
 
-CPU_PERIOD_US = 100_000
-_WANTED = ("memory", "pids", "cpu")
-_GROUP = "rollyard"
+CPU_PERIOD_US: Final = 100_000
+_WANTED: Final = ("memory", "pids", "cpu")
+_GROUP: Final = "rollyard"
 # All sandboxes together weigh as much as this number of busy processes per core. With the kernel's default of
 # one process in total, any other load starves them, and a sandbox starts several times slower. With a much
 # larger weight they would starve the workers that serve them.
-_WEIGHT_PER_CORE = 4
+_WEIGHT_PER_CORE: Final = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +89,7 @@ def create(places: Sequence[CgroupPlace], sandbox_id: str, limits: CgroupLimits)
     Raises:
         OSError: A group could not be made or a limit could not be set. The groups that were made are removed.
     """
-    made: list[Path] = []
+    paths: list[Path] = []
     try:
         for place in places:
             path = place.path / sandbox_id
@@ -100,7 +100,7 @@ def create(places: Sequence[CgroupPlace], sandbox_id: str, limits: CgroupLimits)
                     _switch_on(place.path)
                 _weigh(place)
             path.mkdir()
-            made.append(path)
+            paths.append(path)
             for file, value in _settings(place, limits):
                 if file.startswith("?"):
                     with contextlib.suppress(OSError):
@@ -108,9 +108,9 @@ def create(places: Sequence[CgroupPlace], sandbox_id: str, limits: CgroupLimits)
                 else:
                     (path / file).write_text(value)
     except OSError:
-        remove(made, seconds=1.0)
+        remove(paths, seconds=1.0)
         raise
-    return made
+    return paths
 
 
 def remove(paths: Sequence[Path], seconds: float) -> bool:
@@ -227,9 +227,9 @@ def _usable_v2(mount: Path, own: Path) -> CgroupPlace | None:
         with contextlib.suppress(OSError):
             if candidate == mount and os.access(candidate / "cgroup.subtree_control", os.W_OK):
                 _switch_on(candidate)
-            given = set((candidate / "cgroup.subtree_control").read_text().split())
+            controllers = set((candidate / "cgroup.subtree_control").read_text().split())
             # Moving a process needs write access to the common ancestor's cgroup.procs.
-            if {"memory", "pids"} <= given and os.access(candidate / "cgroup.procs", os.W_OK):
+            if {"memory", "pids"} <= controllers and os.access(candidate / "cgroup.procs", os.W_OK):
                 if not _can_make(path):
                     raise PermissionError(path)
                 _switch_on(path)

@@ -92,13 +92,13 @@ def descendants(pid: int) -> list[ProcessRef]:
         if fields is not None:
             ref = ProcessRef(int(entry.name), int(fields[19]))
             children.setdefault(int(fields[1]), []).append(ref)
-    found: list[ProcessRef] = []
+    refs: list[ProcessRef] = []
     waiting = [pid]
     while waiting:
         below = children.get(waiting.pop(), [])
-        found.extend(below)
+        refs.extend(below)
         waiting.extend(child.pid for child in below)
-    return found
+    return refs
 
 
 def kill_tree(root: ProcessRef, seconds: float) -> bool:

@@ -21,28 +21,28 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 import orjson
 from rollyard_process.private_folder import make_private_folder
 from rollyard_sandbox import folders
 from rollyard_sandbox.proof import SECRET_BYTES
 
-from rollyard_pipeline.sandboxes.errors import NodeDiskFull, RunDirUnusable
+from rollyard_pipeline.sandboxes.errors import NodeDiskFull, NodeUnusable
 from rollyard_pipeline.sandboxes.host.disk_room import is_full
 from rollyard_pipeline.sandboxes.host.processes import ProcessRef
 
-SOCKET_NAME = "exec.sock"
-_RECORD_NAME = "sandbox.json"
+SOCKET_NAME: Final = "exec.sock"
+_RECORD_NAME: Final = "sandbox.json"
 # sockaddr_un.sun_path holds 108 bytes, of which the last is 0 (unix(7)).
-SOCKET_PATH_MAX = 107
-ID_LENGTH = 12
-_MAX_KNOWN = 4096
-_REMEMBERED_SECONDS = 6 * 3600
+SOCKET_PATH_MAX: Final = 107
+ID_LENGTH: Final = 12
+_MAX_KNOWN: Final = 4096
+_REMEMBERED_SECONDS: Final = 6 * 3600
 """The time for which a death is remembered: longer than a rollout waits for its Eval."""
 Death = Literal["oom", "crash"]
 """Why a sandbox has ended by itself: its memory ran out, or its exec server crashed."""
-_STATES = ("starting", "warm", "claimed")
+_STATES: Final = ("starting", "warm", "claimed")
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +111,7 @@ class SandboxRecord:
         """
         try:
             document = orjson.loads(text)
-            found = {
+            fields = {
                 **document,
                 "worker": Process.from_json(document["worker"]),
                 "root": _process(document["root"]),
@@ -125,7 +125,7 @@ class SandboxRecord:
             if len(bytes.fromhex(document["secret"])) != SECRET_BYTES:
                 # A peer can prove that it knows a secret which is empty.
                 raise ValueError(f"secret: must have {SECRET_BYTES} bytes")
-            return cls(**found)
+            return cls(**fields)
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"no record of a sandbox: {error}") from error
 
@@ -147,21 +147,22 @@ class SandboxFolder:
         """Make the run folder and its `sandboxes` folder, which no other user can access or replace.
 
         Raises:
-            RunDirUnusable: The path is too long for a socket, is not writable, or could be accessed or
+            NodeUnusable: The path is too long for a socket, is not writable, or could be accessed or
                 replaced by another user of the machine.
         """
         length = len(os.fsencode(self.socket_path("0" * ID_LENGTH)))
         if length > SOCKET_PATH_MAX:
             room = SOCKET_PATH_MAX - (length - len(os.fsencode(self.run_dir)))
-            raise RunDirUnusable(
+            raise NodeUnusable(
                 f"run dir {self.run_dir} is too long for Unix sockets: "
-                f"{len(os.fsencode(self.run_dir))} bytes, at most {room}; choose a shorter --run-dir"
+                f"{len(os.fsencode(self.run_dir))} bytes, at most {room}; choose a shorter --run-dir",
+                "RunDirUnusable",
             )
         try:
             make_private_folder(self.run_dir)
             make_private_folder(self.path)
         except OSError as error:
-            raise RunDirUnusable(f"run dir {self.run_dir} cannot be used: {error}") from error
+            raise NodeUnusable(f"run dir {self.run_dir} cannot be used: {error}", "RunDirUnusable") from error
 
     @staticmethod
     def new_id() -> str:
@@ -211,9 +212,9 @@ class SandboxFolder:
         try:
             # A record is never written in place, so a file with the same inode, time and size is the same.
             info = os.stat(path)
-            seen = (info.st_ino, info.st_mtime_ns, info.st_size)
+            stamp = (info.st_ino, info.st_mtime_ns, info.st_size)
             known = self._known.get(sandbox_id)
-            if known is not None and known[0] == seen:
+            if known is not None and known[0] == stamp:
                 return known[1]
             record = SandboxRecord.from_json(Path(path).read_bytes())
         except (FileNotFoundError, NotADirectoryError, ValueError):
@@ -221,7 +222,7 @@ class SandboxFolder:
             return None
         if len(self._known) >= _MAX_KNOWN:
             self._known.clear()
-        self._known[sandbox_id] = (seen, record)
+        self._known[sandbox_id] = (stamp, record)
         return record
 
     def ids(self) -> list[str]:

@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Final
 
 from rollyard_pipeline.sandboxes.errors import ImageNotUsable
 from rollyard_pipeline.sandboxes.host.cgroups import CgroupPlace
@@ -15,7 +16,7 @@ from rollyard_pipeline.sandboxes.interface import SandboxKey
 from rollyard_pipeline.sandboxes.starters.base import START_SECONDS, StartedSandbox, server_code
 from rollyard_pipeline.sandboxes.starters.launch import SandboxLaunch, start
 
-WARNING = (
+WARNING: Final = (
     "--sandbox process: commands of the model run as bare processes of user %d on this machine. They see its "
     "files, its network and each other. Use it only with models and tasks that you trust."
 )
@@ -76,8 +77,10 @@ class ProcessStarter:
             "TERM": "dumb",
             "SHELL": "/bin/bash",
         }
+        # Parts of this worker's path may come from PYTHONPATH and .pth files, which -I and -S ignore.
+        path = [entry for entry in sys.path if entry]
         launch = SandboxLaunch(
-            argv=[sys.executable, *server_code(key, self._places, str(work), _path(), inside=None)],
+            argv=[sys.executable, *server_code(key, self._places, str(work), path, inside=None)],
             env=env,
             socket_path=folder / SOCKET_NAME,
             secret=secret,
@@ -93,11 +96,3 @@ class ProcessStarter:
     def close(self) -> None:
         """Stop watching the processes that were started."""
         self._reaper.close()
-
-
-def _path() -> list[str]:
-    """Return this worker's sys.path.
-
-    Parts of it may come from PYTHONPATH and .pth files, which -I and -S ignore.
-    """
-    return [entry for entry in sys.path if entry]

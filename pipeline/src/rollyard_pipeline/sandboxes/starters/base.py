@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Final, Protocol
 
 from rollyard_pipeline.sandboxes.host.cgroups import CgroupLimits, CgroupPlace, enforced
 from rollyard_pipeline.sandboxes.host.processes import ProcessRef
@@ -15,7 +15,7 @@ from rollyard_pipeline.sandboxes.starters.launch import LISTEN_FD, READY_FD, SEC
 from rollyard_pipeline.sandboxes.starters.root_folders import PROC_HIDDEN, WORKDIR
 from rollyard_pipeline.sandboxes.starters.runtime import EVAL_FOLDER
 
-SANDBOX_ENV = {
+SANDBOX_ENV: Final = {
     "PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
     "HOME": WORKDIR,
     "USER": "sandbox",
@@ -26,10 +26,10 @@ SANDBOX_ENV = {
     "TMPDIR": "/tmp",
 }
 """The environment of programs inside. An image may have another PATH and add further variables."""
-LEASE_SECONDS = 60.0
+LEASE_SECONDS: Final = 60.0
 """The life of a sandbox that is not renewed, in seconds."""
-START_SECONDS = 30.0
-EVAL_BYTES = 64 << 20
+START_SECONDS: Final = 30.0
+EVAL_BYTES: Final = 64 << 20
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,13 +10,9 @@ import shutil
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Final
 
-from rollyard_pipeline.sandboxes.errors import (
-    BubblewrapMissing,
-    ImageNotUsable,
-    SandboxStartFailed,
-    UserNamespacesForbidden,
-)
+from rollyard_pipeline.sandboxes.errors import ImageNotUsable, NodeUnusable, SandboxStartFailed
 from rollyard_pipeline.sandboxes.host.cgroups import CgroupPlace
 from rollyard_pipeline.sandboxes.host.processes import Reaper, kill_and_wait
 from rollyard_pipeline.sandboxes.host.programs import run_program
@@ -54,17 +50,17 @@ from rollyard_pipeline.sandboxes.starters.templates import (
 
 log = logging.getLogger(__name__)
 
-INSTALL_HINT = (
+INSTALL_HINT: Final = (
     "install it (Debian, Ubuntu: `apt-get install bubblewrap`; Fedora, RHEL: `dnf install bubblewrap`), "
     "or ask for bare processes without isolation by name: `--sandbox process`"
 )
-MOUNT_TRIES = 4
+MOUNT_TRIES: Final = 4
 """The number of times that bwrap is started while mounts of the machine change under it."""
-FORK_FAILURES = 3
+FORK_FAILURES: Final = 3
 """The number of failures in a row after which no sandbox is forked from a template any more."""
-_MOUNTS_CHANGED = re.compile(r"Unable to (apply mount flags|find \".*\" in mount table)")
+_MOUNTS_CHANGED: Final = re.compile(r"Unable to (apply mount flags|find \".*\" in mount table)")
 """The messages of bwrap (bind-mount.c) where a mount of the machine went away after bwrap had listed it."""
-_SYSCTLS = (
+_SYSCTLS: Final = (
     ("kernel/unprivileged_userns_clone", "0", "sysctl -w kernel.unprivileged_userns_clone=1"),
     (
         "kernel/apparmor_restrict_unprivileged_userns",
@@ -102,16 +98,20 @@ async def probe_bwrap(bwrap: str | None = None) -> tuple[int, ...]:
     """Run `bwrap` once with all the namespaces of a sandbox, and return its version.
 
     Raises:
-        BubblewrapMissing: There is no such program, or it does not run.
-        UserNamespacesForbidden: The namespaces are refused. The message says what to do.
+        NodeUnusable: There is no such program, it does not run, or the namespaces are refused. The message
+            says what to do.
     """
     program = bwrap or shutil.which("bwrap")
     if program is None or not os.access(program, os.X_OK):
-        raise BubblewrapMissing(f"there is no bubblewrap (bwrap) on this machine's PATH: {INSTALL_HINT}")
+        raise NodeUnusable(
+            f"there is no bubblewrap (bwrap) on this machine's PATH: {INSTALL_HINT}", "BubblewrapMissing"
+        )
     code, text = await _run(program, "--version")
     version = bwrap_version(text)
     if code != 0 or not version:
-        raise BubblewrapMissing(f"{program} does not run ({text.strip()[:300]}): {INSTALL_HINT}")
+        raise NodeUnusable(
+            f"{program} does not run ({text.strip()[:300]}): {INSTALL_HINT}", "BubblewrapMissing"
+        )
     for _ in range(MOUNT_TRIES):
         code, text = await _run(
             program, *NAMESPACES, "--ro-bind", "/", "/", "--proc", "/proc", "--dev", "/dev", "/bin/true"
@@ -120,7 +120,7 @@ async def probe_bwrap(bwrap: str | None = None) -> tuple[int, ...]:
             return version
         if not mounts_changed(text):
             break
-    raise UserNamespacesForbidden(forbidden_text(text))
+    raise NodeUnusable(forbidden_text(text), "UserNamespacesForbidden")
 
 
 def mounts_changed(text: str) -> bool:
@@ -241,7 +241,7 @@ class BubblewrapStarter:
     async def _fork(
         self, templates: Templates, key: SandboxKey, folder: Path, cgroups: Sequence[Path], secret: bytes
     ) -> StartedSandbox:
-        wanted = {
+        options = {
             "sizes": memory_folders(key),
             "limits": numbered(resource_limits(key, self._places)),
             "workdir": WORKDIR,
@@ -250,22 +250,20 @@ class BubblewrapStarter:
             "yielding": yielding(self._places),
         }
         template = await templates.get(key.image, self._stamp(key.image))
-        root = await template.fork(Fork(folder / SOCKET_NAME, secret, cgroups, wanted), START_SECONDS)
+        root = await template.fork(Fork(folder / SOCKET_NAME, secret, cgroups, options), START_SECONDS)
         return StartedSandbox(root, None)
 
     async def _start_template(self, image: str | None, control: int) -> Started:
         runtime = self._prepared()
         return await self._start(
             SandboxLaunch(
-                argv=[
-                    self._bwrap, "--args", str(ARGS_FD), "--", *runtime.argv, *template_code(runtime.path)
-                ],
+                argv=[self._bwrap, "--args", str(ARGS_FD), "--", *runtime.argv, *template_code(runtime.path)],
                 env={"PATH": SANDBOX_ENV["PATH"], "LANG": "C.UTF-8"},
                 socket_path=None,
                 control=control,
                 arguments=template_arguments(image, runtime, SANDBOX_ENV),
             )
-        )  # fmt: skip
+        )
 
     def _prepared(self) -> Runtime:
         if self._runtime is None:
@@ -278,11 +276,20 @@ class BubblewrapStarter:
         runtime = self._prepared()
         launch = SandboxLaunch(
             argv=[
-                self._bwrap, "--args", str(ARGS_FD), "--info-fd", str(INFO_FD), "--",
+                self._bwrap,
+                "--args",
+                str(ARGS_FD),
+                "--info-fd",
+                str(INFO_FD),
+                "--",
                 *runtime.argv,
                 *server_code(
-                    key, self._places, WORKDIR, runtime.path,
-                    inside=inside(key, SANDBOX_UID), before=_mounts(key),
+                    key,
+                    self._places,
+                    WORKDIR,
+                    runtime.path,
+                    inside=inside(key, SANDBOX_UID),
+                    before=_mounts(key),
                 ),
             ],
             env={"PATH": SANDBOX_ENV["PATH"], "LANG": "C.UTF-8"},
@@ -291,7 +298,7 @@ class BubblewrapStarter:
             cgroups=cgroups,
             arguments=bwrap_arguments(key, runtime, SANDBOX_ENV),
             info=True,
-        )  # fmt: skip
+        )
         try:
             started = await self._start(launch)
         except SandboxStartFailed as error:
@@ -314,13 +321,13 @@ class BubblewrapStarter:
     def kill(self, record: SandboxRecord, seconds: float) -> bool:
         """Kill process 1 inside, and with it all others, and return whether they are gone."""
         deadline = time.monotonic() + seconds
-        gone = True
+        ended = True
         # Process 1 is killed first: the kernel then kills all of its namespace, and the monitor ends by
         # itself.
         for process in (record.root, record.monitor):
             if process is not None:
-                gone = kill_and_wait(process.ref(), deadline - time.monotonic()) and gone
-        return gone
+                ended = kill_and_wait(process.ref(), deadline - time.monotonic()) and ended
+        return ended
 
     def close(self) -> None:
         """End the templates, and stop watching the processes that were started."""
@@ -333,7 +340,7 @@ class BubblewrapStarter:
         if re.search(
             r"creat\w* new (user )?namespace|setting up uid map|No permissions", text, re.IGNORECASE
         ):
-            return UserNamespacesForbidden(forbidden_text(text))
+            return NodeUnusable(forbidden_text(text), "UserNamespacesForbidden")
         if key.image is not None and "not ready within" not in text:
             return ImageNotUsable(f"sandbox.image {key.image!r}: {text}")
         return error

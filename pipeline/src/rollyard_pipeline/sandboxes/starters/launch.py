@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
+from typing import Final
 
 from rollyard_pipeline.sandboxes.errors import NodeDiskFull, SandboxStartFailed
 from rollyard_pipeline.sandboxes.host.disk_room import is_full
@@ -25,10 +26,12 @@ from rollyard_pipeline.sandboxes.host.processes import ProcessRef, Reaper, kill_
 from rollyard_pipeline.sandboxes.host.threads import in_thread
 
 LISTEN_FD, READY_FD, INFO_FD, ARGS_FD, LOG_FD, SECRET_FD = 3, 4, 5, 6, 7, 8
-LOG_BYTES = 64 << 10
-_SPARE = 64
+LOG_BYTES: Final = 64 << 10
+_SPARE: Final = 64
 # The shell joins the groups and then becomes the program, so no instruction of it runs unlimited.
-_JOIN = 'n=$1; shift; while [ "$n" -gt 0 ]; do echo $$ > "$1" || exit 125; shift; n=$((n-1)); done; exec "$@"'
+_JOIN: Final = (
+    'n=$1; shift; while [ "$n" -gt 0 ]; do echo $$ > "$1" || exit 125; shift; n=$((n-1)); done; exec "$@"'
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,34 +107,39 @@ async def start(launch: SandboxLaunch, reaper: Reaper, seconds: float) -> Starte
 
 def _spawn(launch: SandboxLaunch, stack: contextlib.ExitStack, log: int, ready: FileIO, info: FileIO) -> int:
     null = owned(stack, os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC))
-    wanted = {0: null, 1: log, 2: log, READY_FD: ready.fileno()}
+    descriptors = {0: null, 1: log, 2: log, READY_FD: ready.fileno()}
     if launch.control is not None:
-        wanted[LISTEN_FD] = launch.control
+        descriptors[LISTEN_FD] = launch.control
     if launch.socket_path is not None:
-        wanted[LISTEN_FD] = listener(stack, launch.socket_path).fileno()
-        wanted[SECRET_FD] = secret_pipe(stack, launch.secret)
+        descriptors[LISTEN_FD] = listener(stack, launch.socket_path).fileno()
+        descriptors[SECRET_FD] = secret_pipe(stack, launch.secret)
     if launch.info:
-        wanted[INFO_FD] = info.fileno()
+        descriptors[INFO_FD] = info.fileno()
     if launch.log:
-        wanted[LOG_FD] = log
+        descriptors[LOG_FD] = log
     argv = list(launch.argv)
     if launch.arguments is not None:
-        wanted[ARGS_FD] = _arguments_memfd(stack, launch.arguments)
+        descriptors[ARGS_FD] = _arguments_memfd(stack, launch.arguments)
     if launch.cgroups:
         joins = [str(path / "cgroup.procs") for path in launch.cgroups]
         argv = ["/bin/sh", "-c", _JOIN, "sh", str(len(joins)), *joins, *argv]
     # The spares are closed at once: the end of a pipe is never seen while its writing end is open here.
     with contextlib.ExitStack() as spares:
         actions = []
-        for target, source in wanted.items():
+        for target, source in descriptors.items():
             # Each source is first moved to a high number, because an earlier target must not overwrite it.
             spare = owned(spares, fcntl.fcntl(source, fcntl.F_DUPFD_CLOEXEC, _SPARE))
             actions.append((os.POSIX_SPAWN_DUP2, spare, target))
         try:
             return os.posix_spawn(
-                argv[0], argv, launch.env, file_actions=actions, setsid=True, setsigmask=[],
+                argv[0],
+                argv,
+                launch.env,
+                file_actions=actions,
+                setsid=True,
+                setsigmask=[],
                 setsigdef=[signal.SIGPIPE, signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD],
-            )  # fmt: skip
+            )
         except OSError as error:
             raise SandboxStartFailed(f"{argv[0]} cannot be started: {error}") from error
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Final
 
 from rollyard_tasks.harbor.dockerfiles import DOCKERFILE_IMAGE
 
@@ -17,29 +18,78 @@ from rollyard_pipeline.sandboxes.errors import ImageNotUsable
 from rollyard_pipeline.sandboxes.interface import SandboxKey
 from rollyard_pipeline.sandboxes.starters.runtime import EVAL_FOLDER, INSIDE, Runtime
 
-WORKDIR = "/work"
-SHM_BYTES = 64 << 20
+WORKDIR: Final = "/work"
+SHM_BYTES: Final = 64 << 20
 # This is harmless configuration that programs expect. None of it contains accounts, keys or tokens.
-_ETC = (
-    "alternatives", "bash.bashrc", "ca-certificates", "crypto-policies", "debian_version", "fonts",
-    "inputrc", "ld.so.cache", "ld.so.conf", "ld.so.conf.d", "locale.alias", "locale.conf", "localtime",
-    "lsb-release", "magic", "mime.types", "nsswitch.conf", "os-release", "perl", "pki/ca-trust",
-    "pki/tls/cert.pem", "pki/tls/certs", "profile", "profile.d", "protocols", "python3", "services",
-    "shells", "ssl/certs", "ssl/openssl.cnf", "terminfo", "timezone",
-)  # fmt: skip
-_SYSTEM = ("/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
-_OWN = {"proc", "dev", "sys", "tmp", "run", "work", ".rollyard"}
+_ETC: Final = (
+    "alternatives",
+    "bash.bashrc",
+    "ca-certificates",
+    "crypto-policies",
+    "debian_version",
+    "fonts",
+    "inputrc",
+    "ld.so.cache",
+    "ld.so.conf",
+    "ld.so.conf.d",
+    "locale.alias",
+    "locale.conf",
+    "localtime",
+    "lsb-release",
+    "magic",
+    "mime.types",
+    "nsswitch.conf",
+    "os-release",
+    "perl",
+    "pki/ca-trust",
+    "pki/tls/cert.pem",
+    "pki/tls/certs",
+    "profile",
+    "profile.d",
+    "protocols",
+    "python3",
+    "services",
+    "shells",
+    "ssl/certs",
+    "ssl/openssl.cnf",
+    "terminfo",
+    "timezone",
+)
+_SYSTEM: Final = ("/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
+_OWN: Final = {"proc", "dev", "sys", "tmp", "run", "work", ".rollyard"}
 # These names of /proc reveal facts about the whole machine or act on it.
-PROC_HIDDEN = (
-    "acpi", "asound", "cmdline", "config.gz", "driver", "fs", "iomem", "ioports", "kallsyms", "kcore",
-    "key-users", "keys", "kmsg", "latency_stats", "modules", "mtrr", "sched_debug", "scsi", "slabinfo",
-    "timer_list", "vmallocinfo",
-)  # fmt: skip
-_RIGHTS = ("CAP_SETFCAP", "CAP_SYS_ADMIN", "CAP_SYS_CHROOT", "CAP_SYS_RESOURCE")
-NAMESPACES = (
-    "--unshare-user", "--unshare-pid", "--unshare-ipc", "--unshare-net", "--unshare-uts",
+PROC_HIDDEN: Final = (
+    "acpi",
+    "asound",
+    "cmdline",
+    "config.gz",
+    "driver",
+    "fs",
+    "iomem",
+    "ioports",
+    "kallsyms",
+    "kcore",
+    "key-users",
+    "keys",
+    "kmsg",
+    "latency_stats",
+    "modules",
+    "mtrr",
+    "sched_debug",
+    "scsi",
+    "slabinfo",
+    "timer_list",
+    "vmallocinfo",
+)
+_RIGHTS: Final = ("CAP_SETFCAP", "CAP_SYS_ADMIN", "CAP_SYS_CHROOT", "CAP_SYS_RESOURCE")
+NAMESPACES: Final = (
+    "--unshare-user",
+    "--unshare-pid",
+    "--unshare-ipc",
+    "--unshare-net",
+    "--unshare-uts",
     "--unshare-cgroup-try",
-)  # fmt: skip
+)
 
 
 def disk_sizes(key: SandboxKey) -> tuple[int, int]:
@@ -95,9 +145,18 @@ def memory_folders(key: SandboxKey) -> dict[str, tuple[int, int]]:
 
 def _process(env: Mapping[str, str]) -> list[str]:
     arguments = [
-        "--new-session", "--cap-drop", "ALL", "--hostname", "sandbox", "--clearenv",
-        "--uid", "0", "--gid", "0", *(part for name in _RIGHTS for part in ("--cap-add", name)),
-    ]  # fmt: skip
+        "--new-session",
+        "--cap-drop",
+        "ALL",
+        "--hostname",
+        "sandbox",
+        "--clearenv",
+        "--uid",
+        "0",
+        "--gid",
+        "0",
+        *(part for name in _RIGHTS for part in ("--cap-add", name)),
+    ]
     for name, value in env.items():
         arguments += ["--setenv", name, value]
     return arguments

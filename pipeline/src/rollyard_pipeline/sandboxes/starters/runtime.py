@@ -30,24 +30,25 @@ from dataclasses import dataclass
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import CodeType
+from typing import Final
 
 from rollyard_crds.names import RUNTIME_PATH
 
 from rollyard_pipeline.sandboxes.errors import SandboxStartFailed
 
-INSIDE = RUNTIME_PATH
-PYTHON = f"{INSIDE}/venv/bin/python"
-COPIED = ("rollyard_sandbox", "ptyprocess")
+INSIDE: Final = RUNTIME_PATH
+PYTHON: Final = f"{INSIDE}/venv/bin/python"
+COPIED: Final = ("rollyard_sandbox", "ptyprocess")
 """The exec server's own packages. Only their modules are copied, compiled in advance."""
-_PACKAGES = ("jupyter_client", "ipykernel", "IPython", "zmq", "traitlets", "tornado")
-_PASSWD = """root:x:0:0:root:/root:/bin/bash
+_PACKAGES: Final = ("jupyter_client", "ipykernel", "IPython", "zmq", "traitlets", "tornado")
+_PASSWD: Final = """root:x:0:0:root:/root:/bin/bash
 sandbox:x:{uid}:{uid}:sandbox:/work:/bin/bash
 nobody:x:65534:65534:nobody:/nonexistent:/usr/sbin/nologin
 """
-_GROUP = "root:x:0:\ntty:x:5:\nsandbox:x:{uid}:\nnogroup:x:65534:\n"
-_HOSTS = "127.0.0.1 localhost sandbox\n::1 localhost\n"
-SANDBOX_UID = 1000
-EVAL_FOLDER = f"{INSIDE}/eval"
+_GROUP: Final = "root:x:0:\ntty:x:5:\nsandbox:x:{uid}:\nnogroup:x:65534:\n"
+_HOSTS: Final = "127.0.0.1 localhost sandbox\n::1 localhost\n"
+SANDBOX_UID: Final = 1000
+EVAL_FOLDER: Final = f"{INSIDE}/eval"
 """The path at which the private place of an evaluation is mounted."""
 
 

@@ -54,12 +54,12 @@ class TemplateLost(WorkerError):
 
 @dataclass(frozen=True, slots=True)
 class Fork:
-    """A sandbox that a template is to fork. The fields of `wanted` are those that the template reads."""
+    """A sandbox that a template is to fork. The fields of `options` are those that the template reads."""
 
     socket_path: Path
     secret: bytes
     cgroups: Sequence[Path]
-    wanted: Mapping[str, object]
+    options: Mapping[str, object]
 
 
 class Template:
@@ -78,7 +78,7 @@ class Template:
         """End the template. Sandboxes that were forked from it are left running."""
         self._control.close()
 
-    async def fork(self, wanted: Fork, seconds: float) -> ProcessRef:
+    async def fork(self, request: Fork, seconds: float) -> ProcessRef:
         """Fork a sandbox, and return its process 1 when the server inside is ready.
 
         Raises:
@@ -92,17 +92,17 @@ class Template:
             ready_read, ready_write = pipe(stack)
             info_read, info_write = pipe(stack)
             descriptors = [
-                listener(stack, wanted.socket_path).fileno(),
+                listener(stack, request.socket_path).fileno(),
                 ready_write.fileno(),
                 info_write.fileno(),
                 errors,
-                secret_pipe(stack, wanted.secret),
+                secret_pipe(stack, request.secret),
             ]
-            for path in wanted.cgroups:
+            for path in request.cgroups:
                 procs = os.open(path / "cgroup.procs", os.O_WRONLY | os.O_CLOEXEC)
                 descriptors.append(owned(stack, procs))
             try:
-                socket.send_fds(self._control, [json.dumps(wanted.wanted).encode()], descriptors)
+                socket.send_fds(self._control, [json.dumps(request.options).encode()], descriptors)
             except OSError as error:
                 raise TemplateLost(f"the template of sandboxes has ended: {error}") from error
             ready_write.close()
@@ -153,10 +153,10 @@ class Templates:
             SandboxStartFailed: It cannot be started.
         """
         async with self._starting:
-            found = self._running.get(image)
-            if found is not None and found.stamp == stamp:
+            template = self._running.get(image)
+            if template is not None and template.stamp == stamp:
                 self._running.move_to_end(image)
-                return found
+                return template
             self.drop(image)
             ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             try:
@@ -174,9 +174,9 @@ class Templates:
 
     def drop(self, image: str | None) -> None:
         """End the template of a root folder, if there is one."""
-        found = self._running.pop(image, None)
-        if found is not None:
-            found.close()
+        template = self._running.pop(image, None)
+        if template is not None:
+            template.close()
 
     def close(self) -> None:
         """End all templates."""
@@ -205,16 +205,16 @@ def source_stamp(arguments: Sequence[str]) -> tuple[Any, ...]:
 
     A file that is replaced on this machine stays visible in an older template, so that one is ended.
     """
-    found: list[object] = [tuple(arguments)]
+    parts: list[object] = [tuple(arguments)]
     for number, word in enumerate(arguments):
         if word == "--ro-bind":
             try:
                 info = os.stat(arguments[number + 1])
             except OSError:
-                found.append(None)
+                parts.append(None)
                 continue
-            found.append((info.st_dev, info.st_ino))
-    return tuple(found)
+            parts.append((info.st_dev, info.st_ino))
+    return tuple(parts)
 
 
 def _named(info: int) -> ProcessRef | None:

@@ -30,8 +30,6 @@ from rollyard_api.routes import (
     api_docs,
     blobs,
     claims,
-    cursors,
-    events,
     jobs,
     leases,
     pools,
@@ -210,7 +208,8 @@ class Application(FastAPI):
 
 
 _ROUTERS = (
-    *(module.router for module in (leases, claims, results, cursors, events, jobs, blobs)),
+    *(module.router for module in (leases, claims, results, jobs, blobs)),
+    results.of_cursors,
     jobs.of_drivers,
     *(module.router for module in (workers, pools, weights, probes, sessions, api_docs)),
     *(module.router for module in (page_fleet, page_job, page_rollout)),

@@ -19,8 +19,7 @@ from sqlalchemy.engine import Connection, make_url
 from rollyard_api.access.bearer_tokens import TokenFile, Tokens
 from rollyard_api.access.permissions import BoundJobs
 from rollyard_api.backends import circuits, health
-from rollyard_api.backends.stats import Poller
-from rollyard_api.backends.throughput import Speeds
+from rollyard_api.backends.stats import Poller, Speeds
 from rollyard_api.browsers.door import Door
 from rollyard_api.browsers.sessions import Sessions, WrongCodes
 from rollyard_api.core import entrypoints

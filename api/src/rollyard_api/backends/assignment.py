@@ -11,7 +11,7 @@ import sqlalchemy as sa
 from rollyard_crds.lease import MAX_BATCH, NoBackend
 from sqlalchemy import bindparam
 
-from rollyard_api.backends.circuit_breaker import Breaker
+from rollyard_api.backends.circuits import Breaker
 from rollyard_api.backends.router import Backend, Pace, Router
 from rollyard_api.machine.states import RolloutState
 from rollyard_api.storage.database import Transaction

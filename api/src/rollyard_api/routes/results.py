@@ -1,25 +1,43 @@
-"""The results of a job: trajectories and groups, page by page after a cursor, and summaries of rollouts."""
+"""The results of a job: trajectories and groups, page by page after a cursor, and summaries of rollouts.
+
+Beside them are the events of the job as a stream, and the cursors that the readers of results acknowledge
+under a name, and resume from.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import re
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Annotated, Any, Generic, TypeVar
+from typing import Annotated, Any, Final, Generic, TypeVar
 
-from fastapi import APIRouter, Query
+from fastapi import APIRouter, Header, Path, Query
+from pydantic import Field
+from rollyard_crds.base import Model
 from rollyard_crds.trajectory import TrajectoryStatus
 from sqlalchemy.engine import Connection
 from starlette.responses import Response
 
 from rollyard_api.core import cursors
-from rollyard_api.core.codec import MSGPACK
+from rollyard_api.core.codec import MSGPACK, dumps
 from rollyard_api.core.problems import ApiError, Invalid, QueryRefused, TooLarge
 from rollyard_api.core.wakeups import job_topic
+from rollyard_api.jobs import job_views
+from rollyard_api.jobs.events import Event, SlowConsumer
 from rollyard_api.machine.states import ENDED
-from rollyard_api.routes.common import Named, NamedCall, StrictRoute, Wait, from_query, page_answer
+from rollyard_api.routes.common import (
+    Named,
+    NamedCall,
+    StrictRoute,
+    Wait,
+    answer,
+    body_schema,
+    from_query,
+    page_answer,
+)
 from rollyard_api.routes.page.job import slim_page
 from rollyard_api.routes.page.rollout import record_line
 from rollyard_api.service import ControlPlane
@@ -31,8 +49,13 @@ from rollyard_api.trajectories.packed import ARRAYS
 from rollyard_api.views.job.rollout_list import MAX_ROWS, RolloutFilter
 
 router = APIRouter(prefix="/v1/rolloutjobs", tags=["results"], route_class=StrictRoute)
+of_cursors = APIRouter(prefix="/v1/rolloutjobs", tags=["cursors"], route_class=StrictRoute)
+
+COUNTS_SECONDS: Final = 1.0
+"""The seconds between two reads of the counts of a job whose events a client follows."""
 
 Cursor = Annotated[str, Query()]
+CursorName = Annotated[str, Path(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=63)]
 E = TypeVar("E", records.EndedRollouts, grouping.EndedGroups)
 
 
@@ -275,3 +298,93 @@ async def get_rollout(call: Named, rollout: str, download: bool = False) -> Resp
             "X-Content-Type-Options": "nosniff",
         }
         return Delivery(line, "text/plain; charset=utf-8", headers, held.pop_all())
+
+
+@router.get("/{name}/events")
+async def events(call: Named, last_event_id: Annotated[str, Header()] = "") -> Response:
+    """Stream server-sent events: `transition` per stage transition, `counts` when counts have changed.
+
+    The stream ends when the job has ended. A consumer that falls behind by a whole buffer is dropped with
+    an event `dropped`. It may resume with Last-Event-ID while past events are kept. If events after that
+    id are no longer kept, an event `missed` is sent first.
+    """
+    plane = call.plane
+    job = await call.read(job_rows.find)
+    after = plane.events.resume_after(job, last_event_id)
+    async with AsyncExitStack() as held:
+        held.enter_context(plane.streams.held(job.namespace))
+        body = _stream(plane, job, after)
+        return Delivery(body, "text/event-stream", {"Cache-Control": "no-store"}, held.pop_all())
+
+
+def _counts(conn: Connection, job_id: int) -> tuple[dict[str, Any], bool] | None:
+    row = job_rows.by_id(conn, job_id)
+    return None if row is None else (job_views.counts(conn, row), row.finished_at is not None)
+
+
+async def _stream(plane: ControlPlane, job: JobRow, after: int | None) -> AsyncIterator[bytes]:
+    sent: dict[str, Any] | None = None
+    looked = -COUNTS_SECONDS
+    now = asyncio.get_running_loop().time
+    try:
+        async for item in plane.events.subscribe(job.id, after, COUNTS_SECONDS / 4):
+            if isinstance(item, Event):
+                yield plane.events.format(job.uid, item)
+            if item is not None and now() - looked < COUNTS_SECONDS:
+                continue
+            looked = now()
+            found = await plane.look(job.namespace, partial(_counts, job_id=job.id))
+            if found is None or plane.bus.closing:
+                return
+            if found[0] != sent:
+                sent = found[0]
+                yield b"event: counts\ndata: " + dumps(sent) + b"\n\n"
+            elif item is None:
+                yield b": idle\n\n"
+            if found[1] and item is None:
+                yield b"event: end\ndata: {}\n\n"
+                return
+    except SlowConsumer as error:
+        yield b"event: dropped\ndata: " + dumps({"reason": error.reason}) + b"\n\n"
+
+
+class Acknowledge(Model, strict=True):
+    """A cursor that a reader has dealt with."""
+
+    cursor: Annotated[str, Field(min_length=1, max_length=cursors.MAX_LENGTH)]
+    """The cursor after the last result that need not be read again."""
+    expected: Annotated[str, Field(max_length=cursors.MAX_LENGTH)] | None = None
+    """The cursor that it replaces, or "" for none; default: whichever is kept."""
+    rewind: bool = False
+    """Whether the cursor may move backwards."""
+
+
+@of_cursors.get("/{name}/cursors")
+async def list_cursors(job: Named) -> Response:
+    """List the acknowledged cursors of a job: {name, kind, cursor, movedAt}."""
+    return answer({"items": await job.read(acknowledged.listed)})
+
+
+@of_cursors.get("/{name}/cursors/{cursor}")
+async def get_cursor(job: Named, cursor: CursorName) -> Response:
+    """Return the cursor that was last acknowledged under this name."""
+    return answer(await job.read(acknowledged.one, cursor))
+
+
+@of_cursors.put("/{name}/cursors/{cursor}", openapi_extra=body_schema(Acknowledge))
+async def acknowledge(job: Named, cursor: CursorName) -> Response:
+    """Acknowledge the results before a cursor: 200 kept, 409 it would move backwards or was moved by another.
+
+    A repeat with the same cursor changes nothing.
+    """
+    asked = await job.body(Acknowledge)
+    return answer(
+        await job.write(acknowledged.acknowledge, cursor, asked.cursor, asked.expected, rewind=asked.rewind)
+    )
+
+
+@of_cursors.delete("/{name}/cursors/{cursor}")
+async def delete_cursor(job: Named, cursor: CursorName) -> Response:
+    """Forget a cursor."""
+    await job.write(acknowledged.forget, cursor)
+    return answer({"name": cursor, "job": job.name, "namespace": job.namespace, "deleted": True})

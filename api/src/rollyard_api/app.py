@@ -90,10 +90,10 @@ class Gate:
             # An upload is read in pieces and may be longer. All other bodies are held in memory as a whole.
             most = self._max_blob if scope["path"].startswith(blobs.PREFIX) else self._max_body
             most = most if rule.max_body is None else min(most, rule.max_body)
-            given = headers.get(b"content-length", b"0")
+            length = headers.get(b"content-length", b"0")
             # The server itself refuses a value that is not a number of this kind. Here such a value counts as
             # too long.
-            if not given.isdigit() or len(given) > 18 or int(given) > most:
+            if not length.isdigit() or len(length) > 18 or int(length) > most:
                 raise TooLarge(f"the body of {scope['method']} {scope['path']} may have {most} bytes")
             body.most = most
             direct = _DIRECT.get((scope["method"], scope["path"]))

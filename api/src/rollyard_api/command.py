@@ -20,14 +20,14 @@ EXIT_USAGE = 2
 
 @click.command("control-plane", cls=GroupedCommand)
 @declared_options(ControlPlaneOptions)
-def command(config: Path | None, **given: Any) -> int:
+def command(config: Path | None, **arguments: Any) -> int:
     """Run a control plane of your own, without workers and backends.
 
     Each option is also a variable, as ROLLYARD_CONTROL_PLANE_LEASE_SECONDS, and a line of the file
     of --config.
     """
     try:
-        options = load(ControlPlaneOptions, on_command_line(given), config, NAME)
+        options = load(ControlPlaneOptions, on_command_line(arguments), config, NAME)
     except OptionInvalid as error:
         click.echo(error, err=True)
         return EXIT_USAGE

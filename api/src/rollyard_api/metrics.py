@@ -61,8 +61,8 @@ def _spans(traces: SpanExport) -> Iterator[Metric]:
     dropped = CounterMetricFamily(
         "rollyard_spans_dropped", "Spans that were dropped, as no receiver took them", labels=["reason"]
     )
-    found = dict.fromkeys(DROP_REASONS, 0) | traces.dropped
-    for reason, count in sorted(found.items()):
+    counts = dict.fromkeys(DROP_REASONS, 0) | traces.dropped
+    for reason, count in sorted(counts.items()):
         dropped.add_metric([reason], count)
     yield dropped
 

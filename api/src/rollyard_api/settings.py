@@ -79,10 +79,10 @@ class Settings(ControlPlaneOptions):
             ListEntryError: An entry cannot be used.
         """
         # Tokens, the database and the trajectories of other jobs are never the tasks of a job.
-        kept = [self.state_dir]
-        kept += [] if self.tokens_file is None else [self.tokens_file]
-        kept += [] if "://" in self.trajectories_url else [Path(self.trajectories_url)]
-        return AllowList.of(self.allow_tasks_from, self.allow_tasks_networks, kept)
+        private = [self.state_dir]
+        private += [] if self.tokens_file is None else [self.tokens_file]
+        private += [] if "://" in self.trajectories_url else [Path(self.trajectories_url)]
+        return AllowList.of(self.allow_tasks_from, self.allow_tasks_networks, private)
 
     @property
     def task_limits(self) -> task_reader.TaskFileLimits:

@@ -85,9 +85,9 @@ def lock(tx: Transaction, keys: Iterable[Key]) -> None:
     This must be called before the active rollouts are counted, because two replicas that count at the
     same moment would assign the same places. With SQLite there is one writer, and nothing is locked.
     """
-    wanted = sorted(set(keys))
-    if wanted and not tx.sqlite:
-        tx.conn.execute(_LOCK, {"b_keys": wanted})
+    ordered = sorted(set(keys))
+    if ordered and not tx.sqlite:
+        tx.conn.execute(_LOCK, {"b_keys": ordered})
 
 
 def _pace(row: RoutedBackend, now: float) -> Pace | None:
@@ -173,8 +173,8 @@ class Routers:
             if router is None or horizon == 0:
                 continue
             limit = min(horizon + MAX_BATCH, MAX_COUNTED) + 1
-            asked = {"b_namespace": key[0], "b_pool": key[1], "b_limit": limit}
-            waiting = int(tx.conn.execute(_WAITING, asked).scalar_one())
+            parameters = {"b_namespace": key[0], "b_pool": key[1], "b_limit": limit}
+            waiting = int(tx.conn.execute(_WAITING, parameters).scalar_one())
             if 0 < waiting < limit:
                 rows = tx.conn.execute(_BEGAN, {"b_urls": sorted(router.backends)})
                 began = {url: since for url, since in rows}  # noqa: C416 - a result has keys(), as a mapping

@@ -85,7 +85,7 @@ def material(before: dict[str, Any] | None, after: dict[str, Any] | None) -> boo
     if before is None or after is None or before.keys() != after.keys():
         return before != after
     drift = abs(before.get("prefixCacheHitRate", 0.0) - after.get("prefixCacheHitRate", 0.0))
-    rest = [{k: v for k, v in one.items() if k != "prefixCacheHitRate"} for one in (before, after)]
+    rest = [{k: v for k, v in fields.items() if k != "prefixCacheHitRate"} for fields in (before, after)]
     return rest[0] != rest[1] or drift >= MATERIAL_HIT_RATE
 
 

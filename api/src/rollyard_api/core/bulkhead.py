@@ -117,8 +117,8 @@ class Bulkhead:
             self._work.put(None)
 
     def _room(self) -> int:
-        held = len(self._running) - len(self._written_off)
-        return min(self._places - held, self._limit - len(self._running))
+        busy = len(self._running) - len(self._written_off)
+        return min(self._places - busy, self._limit - len(self._running))
 
     def _blocked(self) -> bool:
         """Return whether no place becomes free until a hanging call returns."""

@@ -92,9 +92,9 @@ def _problem(body: bytes) -> str:
         document = json.loads(body)  # Python's own parser accepts all of these.
     except (ValueError, RecursionError):
         return ""
-    place = lone_surrogate(document)
-    if place is not None:
-        parts = (f"[{part}]" if isinstance(part, int) else f".{part}" for part in place)
+    path = lone_surrogate(document)
+    if path is not None:
+        parts = (f"[{part}]" if isinstance(part, int) else f".{part}" for part in path)
         return f"{''.join(parts).removeprefix('.')[:256]}: {HALF_CHARACTER}"
     return _not_finite(document)
 
@@ -108,7 +108,7 @@ def _not_finite(document: Any) -> str:
             case dict():
                 left += [(f"{name}.{key}" if name else str(key), inner) for key, inner in value.items()]
             case list():
-                left += [(f"{name}[{place}]", inner) for place, inner in enumerate(value)]
+                left += [(f"{name}[{index}]", inner) for index, inner in enumerate(value)]
             case int() | float() if not -_LARGEST <= value <= _LARGEST:
                 return f"{name[:256]}: must be a finite number"
     return ""

@@ -91,13 +91,13 @@ class Bus:
         look: Callable[[], Awaitable[T]],
         enough: Callable[[T], bool],
         wait: float,
-        gone: Callable[[], Awaitable[bool]] | None = None,
+        disconnected: Callable[[], Awaitable[bool]] | None = None,
     ) -> T:
         """Call `look` until its answer is `enough`, at once and after each wake, for `wait` seconds.
 
         The wait is registered before the first look, and a wake between the two is therefore not missed. A
-        caller who is `gone`, if that can be known, gets no further look, because a lease granted to a dead
-        worker would be held until it expires.
+        caller who is `disconnected`, if that can be known, gets no further look, because a lease granted to a
+        dead worker would be held until it expires.
         """
         loop = asyncio.get_running_loop()
         end = loop.time() + wait
@@ -111,7 +111,7 @@ class Bus:
                     return answer
                 pause = left if self._recheck is None else min(left, self._recheck)
                 await asyncio.wait([future], timeout=pause)
-                if gone is not None and await gone():
+                if disconnected is not None and await disconnected():
                     return answer
             finally:
                 if topic in self._waiting:

@@ -107,9 +107,9 @@ def begin(tx: Transaction, namespace: str, sha256: str, limits: BlobLimits) -> i
     new = sa.insert(blobs).values(
         namespace=namespace, sha256=sha256, size=0, pieces=0, complete=False, **times
     )
-    made: int = tx.conn.execute(new.returning(blobs.c.id)).scalar_one()
+    blob_id: int = tx.conn.execute(new.returning(blobs.c.id)).scalar_one()
     _refuse_full(tx, namespace, limits)
-    return made
+    return blob_id
 
 
 def _refuse_full(tx: Transaction, namespace: str, limits: BlobLimits) -> None:
@@ -196,10 +196,10 @@ def let_go(tx: Transaction, blob_id: int) -> None:
 
 def expire(tx: Transaction, kept_seconds: float) -> None:
     """Give up the uploads that no job holds and that were last used more than `kept_seconds` ago."""
-    held = sa.exists().where(jobs.c.blob_id == blobs.c.id)
+    used = sa.exists().where(jobs.c.blob_id == blobs.c.id)
     tx.conn.execute(
         sa.update(blobs)
-        .where(blobs.c.complete.is_(True), blobs.c.touched_at < tx.now - kept_seconds, sa.not_(held))
+        .where(blobs.c.complete.is_(True), blobs.c.touched_at < tx.now - kept_seconds, sa.not_(used))
         .values(complete=False, touched_at=0.0)
     )
 
@@ -212,8 +212,8 @@ def remove_some(tx: Transaction) -> bool:
     blob_id = tx.conn.execute(old.order_by(blobs.c.id).limit(1)).scalar_one_or_none()
     if blob_id is None:
         return False
-    some = sa.select(blob_pieces.c.no).where(blob_pieces.c.blob_id == blob_id).limit(_REMOVED_AT_ONCE)
-    pieces = sa.delete(blob_pieces).where(blob_pieces.c.blob_id == blob_id, blob_pieces.c.no.in_(some))
+    numbers = sa.select(blob_pieces.c.no).where(blob_pieces.c.blob_id == blob_id).limit(_REMOVED_AT_ONCE)
+    pieces = sa.delete(blob_pieces).where(blob_pieces.c.blob_id == blob_id, blob_pieces.c.no.in_(numbers))
     if tx.conn.execute(pieces).rowcount < _REMOVED_AT_ONCE:
         tx.conn.execute(sa.delete(blobs).where(blobs.c.id == blob_id))
     return True

@@ -88,7 +88,7 @@ class EventHub:
         stream = self._streams.pop(job_id, None) or _Stream(self._first)
         self._streams[job_id] = stream
         if len(self._streams) > MAX_JOBS:
-            silent = (old for old, one in self._streams.items() if not one.subscribers and old != job_id)
+            silent = (old for old, other in self._streams.items() if not other.subscribers and old != job_id)
             if (oldest := next(silent, None)) is not None:
                 self.forget(oldest)
         return stream
@@ -106,7 +106,7 @@ class EventHub:
             self._bytes -= stream.drop_oldest()
         if self._bytes > MAX_PAST_BYTES:
             # The job with the longest past makes room, because no job may push out the events of the others.
-            longest = max(self._streams.values(), key=lambda one: one.bytes)
+            longest = max(self._streams.values(), key=lambda other: other.bytes)
             for _ in range((len(longest.past) + 1) // 2):
                 self._bytes -= longest.drop_oldest()
 
@@ -130,9 +130,9 @@ class EventHub:
         """
         if not last_id:
             return None
-        place = cursors.word(last_id, "events", uid=job.uid, job=job.name, parameter="Last-Event-ID")
-        process, _, number = place.partition("-")
-        if not re.fullmatch(r"[0-9a-f]{8}-[0-9]{1,18}", place):
+        position = cursors.word(last_id, "events", uid=job.uid, job=job.name, parameter="Last-Event-ID")
+        process, _, number = position.partition("-")
+        if not re.fullmatch(r"[0-9a-f]{8}-[0-9]{1,18}", position):
             raise cursors.garbage("Last-Event-ID", last_id, "events")
         if process != self.process:
             return -1

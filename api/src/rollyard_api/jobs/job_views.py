@@ -189,14 +189,14 @@ def listed(
         chosen.append(jobs.c.namespace == namespace)
     if finished is not None:
         chosen.append(jobs.c.finished_at.is_not(None) if finished else _drivers_concern())
-    found = list(conn.execute(_SIZES.where(*chosen).order_by(jobs.c.id).limit(limit + 1)))
-    count = min(limit, fitting((row.bytes for row in found), max_bytes))
+    selected = list(conn.execute(_SIZES.where(*chosen).order_by(jobs.c.id).limit(limit + 1)))
+    count = min(limit, fitting((row.bytes for row in selected), max_bytes))
     if not count:
         return [], None
-    last = found[count - 1].id
+    last = selected[count - 1].id
     rows = conn.execute(sa.select(jobs).where(*chosen, jobs.c.id <= last).order_by(jobs.c.id))
     documents = [document(conn, JobRow(*row), bare=bare) for row in rows]
-    return documents, last if count < len(found) else None
+    return documents, last if count < len(selected) else None
 
 
 def worker_spec(
@@ -235,7 +235,7 @@ def waiting_images(conn: Connection, namespace: str, name: str, uid: str | None,
     """
     job = job_rows.find(conn, namespace, name, uid=uid)
     numbers = dict.fromkeys(conn.execute(_QUEUE, {"b_job": job.id}).scalars())
-    found: dict[str, None] = {}
+    images: dict[str, None] = {}
     size = 0
     for number in list(numbers)[:AHEAD]:
         if size > max_bytes:
@@ -244,5 +244,5 @@ def waiting_images(conn: Connection, namespace: str, name: str, uid: str | None,
         size += len(task)
         image = (orjson.loads(task).get("sandbox") or {}).get("image")
         if isinstance(image, str) and not image.startswith(DOCKERFILE_IMAGE):
-            found[image] = None
-    return list(found)
+            images[image] = None
+    return list(images)

@@ -24,7 +24,9 @@ from rollyard_api.storage.rows import JobRow
 def _is_fixed(field: FieldInfo) -> bool:
     """Return whether the schema of a field of a job's spec says that it is immutable."""
     inner = (part.__metadata__ for part in get_args(field.annotation) if get_origin(part) is Annotated)
-    return any(getattr(one, "json_schema_extra", None) == IMMUTABLE for one in (field, *chain(*inner)))
+    return any(
+        getattr(annotation, "json_schema_extra", None) == IMMUTABLE for annotation in (field, *chain(*inner))
+    )
 
 
 _FIXED: Final = frozenset(

@@ -111,9 +111,9 @@ def register_pool(tx: Transaction, pool: BackendPool) -> bool:
         raise differs("BackendPool", meta.namespace, meta.name, wrong)
     pools.change(tx, row, pool.spec)
     own = {k: v for k, v in annotations.items() if k in (OBJECT_UID, DELETE_REQUESTED)}
-    kept = {"labels": meta.labels, "annotations": own | meta.annotations}
-    if known != kept:
-        pool_rows.put_metadata(tx, row.id, dumps(kept))
+    merged = {"labels": meta.labels, "annotations": own | meta.annotations}
+    if known != merged:
+        pool_rows.put_metadata(tx, row.id, dumps(merged))
     return False
 
 

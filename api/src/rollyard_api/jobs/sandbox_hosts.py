@@ -39,8 +39,8 @@ class _List:
         shown = ", ".join(dict.fromkeys(text.partition("=")[0] for text in self.patterns))
         allowed = shown or f"none; `{self.option}` of the control plane names some"
         return [
-            f"{self.field}[{place}]: {text} is not allowed by the installer; allowed hosts: {allowed}"
-            for place, text in enumerate(hosts)
+            f"{self.field}[{index}]: {text} is not allowed by the installer; allowed hosts: {allowed}"
+            for index, text in enumerate(hosts)
             if not any(rule.contains(HostRule.parse(text)) for rule in self.rules)
         ]
 

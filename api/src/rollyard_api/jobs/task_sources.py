@@ -95,13 +95,13 @@ def blob_of(url: str) -> str | None:
     """
     if not url.startswith("blob:"):
         return None
-    found = _BLOB.fullmatch(url)
-    if found is None:
+    match = _BLOB.fullmatch(url)
+    if match is None:
         raise Invalid.of(
             f"{FIELD}: {shown(url)}: must be blob:sha256: and 64 lower-case hexadecimal digits",
             reason="InvalidTasks",
         )
-    return found.group(1)
+    return match.group(1)
 
 
 class MalformedUrl(ControlPlaneError, ValueError):
@@ -184,16 +184,16 @@ def _prefix(text: str, schemes: Sequence[str]) -> Location:
         ListEntryError: The entry cannot be used.
     """
     try:
-        found = parse(text)
+        location = parse(text)
     except MalformedUrl as error:
         raise ListEntryError(f"{text!r}: {error}") from error
-    if found.scheme not in schemes:
+    if location.scheme not in schemes:
         raise ListEntryError(f"{text!r}: the scheme must be one of {', '.join(schemes)}")
-    if found.query:
+    if location.query:
         raise ListEntryError(f"{text!r}: a prefix has no query")
-    if NAMESPACE in found.authority or re.search(r"[{}]", found.path.replace(NAMESPACE, "")):
+    if NAMESPACE in location.authority or re.search(r"[{}]", location.path.replace(NAMESPACE, "")):
         raise ListEntryError(f"{text!r}: {NAMESPACE} may stand in the path, and no other braces")
-    return found
+    return location
 
 
 def _network(text: str) -> Network:

@@ -33,7 +33,7 @@ from rollyard_api.core.limits import Limit
 from rollyard_api.core.problems import ApiError, Forbidden, Invalid, Malformed, TooLarge, Unavailable
 from rollyard_api.core.wakeups import job_topic
 from rollyard_api.prorl import calls, servers
-from rollyard_api.prorl.calls import Asked, StartedCall
+from rollyard_api.prorl.calls import NewCall, StartedCall
 from rollyard_api.prorl.config import ProrlConfig
 from rollyard_api.prorl.process_calls import NAMES, RolloutParams, job_spec, process_answer, task_of
 from rollyard_api.rollouts import claims
@@ -70,17 +70,17 @@ class _Follower:
 
 def _look(conn: Connection, job_id: int, after: int | None) -> tuple[list[str], int | None]:
     """Return the rollouts that ended after a place, and the place of the last one; None for a lost job."""
-    place = conn.scalar(sa.select(jobs.c.ended).where(jobs.c.id == job_id))
-    if place is None or after is None:
-        return [], place
+    last = conn.scalar(sa.select(jobs.c.ended).where(jobs.c.id == job_id))
+    if last is None or after is None:
+        return [], last
     of_job = sa.select(rollouts.c.id).where(rollouts.c.job_id == job_id)
-    return list(conn.scalars(of_job.where(rollouts.c.end_seq > after, rollouts.c.end_seq <= place))), place
+    return list(conn.scalars(of_job.where(rollouts.c.end_seq > after, rollouts.c.end_seq <= last))), last
 
 
 def _has_ended(conn: Connection, rollout: str) -> bool:
     """Return whether a rollout has ended, or is gone."""
-    found = conn.execute(sa.select(rollouts.c.end_seq).where(rollouts.c.id == rollout)).one_or_none()
-    return found is None or found.end_seq is not None
+    row = conn.execute(sa.select(rollouts.c.end_seq).where(rollouts.c.id == rollout)).one_or_none()
+    return row is None or row.end_seq is not None
 
 
 class Ends:
@@ -111,7 +111,7 @@ class Ends:
             if await self._plane.database.read(partial(_has_ended, rollout=rollout)):
                 return "ended"
             await asyncio.wait({future, left}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
-            return next((one.result() for one in (future, left) if one.done()), "late")
+            return next((waiter.result() for waiter in (future, left) if waiter.done()), "late")
         finally:
             follower.waiting[rollout].discard(future)
             if not follower.waiting[rollout]:
@@ -126,7 +126,7 @@ class Ends:
                 look = partial(database.read, partial(_look, job_id=job_id, after=after))
                 wait = 0.0 if after is None else LOOK_SECONDS
                 try:
-                    ended, after = await bus.until(job_topic(job_id), look, lambda seen: bool(seen[0]), wait)
+                    ended, after = await bus.until(job_topic(job_id), look, lambda ends: bool(ends[0]), wait)
                 except ApiError as error:
                     log.warning("waiting for rollouts: %s: %s", error.reason, error.detail)
                     await asyncio.sleep(RETRY_SECONDS)
@@ -141,7 +141,7 @@ class Ends:
 
     async def close(self) -> None:
         """Answer the calls that still wait, and end what looks for them."""
-        tasks = [one.task for one in self._followers.values() if one.task is not None]
+        tasks = [follower.task for follower in self._followers.values() if follower.task is not None]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -193,16 +193,16 @@ class BodyGate:
         if scope["type"] != "http":
             return
         request = Request(scope, receive)
-        async with AsyncExitStack() as held:
+        async with AsyncExitStack() as stack:
             try:
-                request.state.body = await self._body(request, held)
+                request.state.body = await self._body(request, stack)
             except ApiError as refusal:
                 # The rest of the body is not read, so the connection cannot be used again.
                 headers = {"Connection": "close"}
                 answer = JSONResponse({"detail": refusal.detail}, refusal.status, headers)
                 await answer(scope, receive, send)
                 return
-            request.state.body_read = held.aclose
+            request.state.body_read = stack.aclose
             await self._app(scope, receive, send)
 
     @asynccontextmanager
@@ -218,7 +218,7 @@ class BodyGate:
             self._held -= count
             self._freed.set()
 
-    async def _body(self, request: Request, held: AsyncExitStack) -> bytes:
+    async def _body(self, request: Request, stack: AsyncExitStack) -> bytes:
         headers, path = request.headers, request.scope["path"]
         if any(name in headers for name in _BROWSERS):
             raise Forbidden("requests of web pages are refused")
@@ -236,7 +236,7 @@ class BodyGate:
         try:
             async with asyncio.timeout(BODY_SECONDS):
                 # A body without a length may become as long as any.
-                await held.enter_async_context(
+                await stack.enter_async_context(
                     self._room(most if "transfer-encoding" in headers else int(length))
                 )
                 async for piece in request.stream():
@@ -317,14 +317,14 @@ class ProrlCalls:
 
     async def status(self, request: Request) -> Response:
         """Answer GET /status: 200 with counts of the open batch, 503 if none is open."""
-        found = await self._plane.database.read(partial(calls.counts, namespace=self._config.namespace))
-        pending = sum(found.values()) - found["jobs"]
-        return JSONResponse({"status": "running", "running": True, "pending_jobs": pending, **found})
+        counts = await self._plane.database.read(partial(calls.counts, namespace=self._config.namespace))
+        pending = sum(counts.values()) - counts["jobs"]
+        return JSONResponse({"status": "running", "running": True, "pending_jobs": pending, **counts})
 
     async def add_server(self, request: Request) -> Response:
         """Answer POST /add_llm_server: 200 if added, also before /start; 422 if refused, 500 if unusable."""
-        asked = await self._body(request, AddServer)
-        url = await servers.add(self._plane, self._config, asked.address)
+        body = await self._body(request, AddServer)
+        url = await servers.add(self._plane, self._config, body.address)
         return JSONResponse({"status": "success", "message": f"LLM server {url} added"})
 
     async def clear_servers(self, request: Request) -> Response:
@@ -334,23 +334,23 @@ class ProrlCalls:
 
     async def cancel(self, request: Request) -> Response:
         """Answer POST /cancel: 200, also for an unknown job_id; 503 if no batch is open."""
-        asked = await self._body(request, CancelCall)
-        found = await self._write(partial(calls.cancel, key=calls.key_of(asked.job_id)))
+        body = await self._body(request, CancelCall)
+        cancelled = await self._write(partial(calls.cancel, key=calls.key_of(body.job_id)))
         await self._plane.database.write(claims.release_unneeded, durable=False)
-        what = "cancelled" if found else "is unknown, so nothing was cancelled"
-        return JSONResponse({"status": "success", "message": f"job {asked.job_id[:128]} {what}"})
+        outcome = "cancelled" if cancelled else "is unknown, so nothing was cancelled"
+        return JSONResponse({"status": "success", "message": f"job {body.job_id[:128]} {outcome}"})
 
     async def process(self, request: Request) -> Response:
         """Answer POST /process: 200 with the result once the rollout has ended; otherwise 503, 422 or 500."""
         with self._open.held(self._config.namespace):
             # A trainer sends all calls of a batch at once. A few are read at a time, and the others wait.
             async with self._reading:
-                asked = await self._asked(request)
-                call = await self._plane.database.write(partial(calls.admit, asked=asked))
-            key, anonymous = asked.key, asked.anonymous
-            names = {name: asked.task.metadata[name] for name in NAMES}
-            result = partial(process_answer, names=names, tools=tuple(asked.spec.agent.tools))
-            del asked  # The call may wait for hours, and nobody needs its task any more.
+                new = await self._new_call(request)
+                call = await self._plane.database.write(partial(calls.admit, new=new))
+            key, anonymous = new.key, new.anonymous
+            names = {name: new.task.metadata[name] for name in NAMES}
+            result = partial(process_answer, names=names, tools=tuple(new.spec.agent.tools))
+            del new  # The call may wait for hours, and nobody needs its task any more.
             left = asyncio.ensure_future(_disconnected(request))
             try:
                 end = await self.ends.wait(call.job_id, call.rollout, self._config.wait_seconds, left)
@@ -392,14 +392,14 @@ class ProrlCalls:
             await self._write(calls.drop_anonymous)
         await self._cancel_rest()
 
-    async def _asked(self, request: Request) -> Asked:
+    async def _new_call(self, request: Request) -> NewCall:
         plane, config = self._plane, self._config
         body = await self._body(request, ProcessCall)
         spec = job_spec(config.spec, config.pool, body.sampling_params)
         plane.sandbox_hosts.check(spec)
         plane.reward_services.check(spec, config.namespace)
         read = partial(task_of, body.instance, config.formats, config.specs)
-        return Asked(
+        return NewCall(
             key=calls.key_of(body.job_id),
             digest=_digest([body.instance, body.sampling_params.model_dump()]),
             anonymous=body.job_id is None,
@@ -435,11 +435,11 @@ class ProrlCalls:
         job, row = await plane.database.read(query)
         if job is None or row is None:
             raise ApiError("the rollout is gone, because somebody deleted its job", reason="RolloutGone")
-        async with AsyncExitStack() as held:
-            await held.enter_async_context(plane.pages_of([row]).turn(namespace))
+        async with AsyncExitStack() as stack:
+            await stack.enter_async_context(plane.pages_of([row]).turn(namespace))
             (line,) = await plane.archive.lines([row], job, plane.settings.page_bytes)
             body = await plane.archive.builds.run(lambda: dumps(result(loads(line))), namespace)
-            return Delivery(body, JSON, {}, held.pop_all())
+            return Delivery(body, JSON, {}, stack.pop_all())
 
     async def _cancel_rest(self) -> None:
         while await self._write(calls.cancel_some):
@@ -489,11 +489,11 @@ async def _problem(_request: Request, error: Exception) -> Response:
             return JSONResponse({"detail": error.detail}, status, error.headers)
         case ValidationError():
             # The content of the request is left out, because it may hold a key of another service.
-            found = [
+            problems = [
                 {"loc": ["body", *item["loc"]], "msg": item["msg"], "type": item["type"]}
                 for item in error.errors(include_url=False, include_context=False, include_input=False)
             ]
-            return _detail(422, found)
+            return _detail(422, problems)
         case HTTPException():
             return _detail(error.status_code, error.detail)
         case _:  # Starlette raises it again after the answer, and the server logs it.

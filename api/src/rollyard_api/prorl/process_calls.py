@@ -59,14 +59,14 @@ def task_of(
     source = DEFAULT_SOURCE if source is None else source
     if not isinstance(source, str) or source not in formats:
         raise _refused("data_source", f"must be one of {', '.join(sorted(formats))}")
-    made = task_format(formats[source])
+    reader = task_format(formats[source])
     row = {**instance, "data_source": source}
     try:
         if formats[source] == "swebench" and specs is not None:
-            made.configure(specs)
+            reader.configure(specs)
         if formats[source] == "verl":
             row["prompt"] = _conversation(row)
-        fields = made.read(row, 1)
+        fields = reader.read(row, 1)
     except RowRefused as error:
         raise Invalid.of(f"instance.{error}") from error
     metadata = {"data_source": source} | {name: _name_of(instance, name) for name in NAMES}
@@ -75,15 +75,17 @@ def task_of(
 
 def _conversation(row: Mapping[str, Any]) -> Any:
     """Return the conversation of a math or code row: its `prompt`, or else its question."""
-    given = row.get("prompt")
-    if given is None:
+    prompt = row.get("prompt")
+    if prompt is None:
         extra = row.get("extra_info")
         columns = [row, extra] if isinstance(extra, Mapping) else [row]
-        found = (column[name] for column in columns for name in _QUESTIONS if column.get(name) is not None)
-        given = next(found, None)
-    if isinstance(given, str) and not given.lstrip().startswith("["):
-        return [{"role": "user", "content": given}]
-    return given
+        questions = (
+            column[name] for column in columns for name in _QUESTIONS if column.get(name) is not None
+        )
+        prompt = next(questions, None)
+    if isinstance(prompt, str) and not prompt.lstrip().startswith("["):
+        return [{"role": "user", "content": prompt}]
+    return prompt
 
 
 def _refused(field: str, problem: str) -> Invalid:
@@ -119,7 +121,7 @@ def job_spec(template: dict[str, Any], pool: str, params: RolloutParams) -> Roll
         pydantic.ValidationError: A field of the template is wrong.
     """
     dumped = partial(params.model_dump, by_alias=True, exclude_none=True)
-    asked = {
+    overrides = {
         "agent": dumped(include=_OF_AGENT),
         "sampling": dumped(exclude=_OF_AGENT),
         "tasks": {"stream": True},
@@ -128,7 +130,7 @@ def job_spec(template: dict[str, Any], pool: str, params: RolloutParams) -> Roll
         "minGroupSize": 1,
         "backendRef": {"name": pool},
     }
-    return RolloutJobSpec.model_validate(merge(template, asked))
+    return RolloutJobSpec.model_validate(merge(template, overrides))
 
 
 MAX_INPUT_IDS: Final = 4_000_000
@@ -214,8 +216,8 @@ def messages_with_ids(trajectory: Mapping[str, Any]) -> list[Json]:
     """
     messages = [_plain(message) for message in trajectory["messages"]]
     turns = trajectory["turns"]
-    said = turns_said([message["role"] for message in messages], len(turns))
-    spans = {place: turns[no] for place, no in said.items() if turns[no]["end"] > turns[no]["start"]}
+    turn_numbers = turns_said([message["role"] for message in messages], len(turns))
+    spans = {index: turns[no] for index, no in turn_numbers.items() if turns[no]["end"] > turns[no]["start"]}
     segments = trajectory["segments"]
     if not segments or not spans:
         return messages
@@ -223,24 +225,24 @@ def messages_with_ids(trajectory: Mapping[str, Any]) -> list[Json]:
     segment = segments[last]
     ids = segment["prompt_ids"] + segment["response_ids"]
     begins = len(segment["prompt_ids"])
-    chosen = {place: turn for place, turn in spans.items() if turn["segment"] == last}
+    chosen = {index: turn for index, turn in spans.items() if turn["segment"] == last}
     whole = sum(begins + turn["start"] for turn in chosen.values()) <= MAX_INPUT_IDS
-    made: list[Json] = []
+    arranged: list[Json] = []
     reached = 0
-    for place, message in enumerate(messages):
-        turn = chosen.get(place)
+    for index, message in enumerate(messages):
+        turn = chosen.get(index)
         if turn is not None:
             start, end = turn["start"], turn["end"]
             outside = ids[reached : begins + start]
             if outside:
-                _hold(made, outside)
+                _hold(arranged, outside)
             message["token_ids"] = segment["response_ids"][start:end]
             message["logprobs"] = segment["logprobs"][start:end]
-            if whole or place == max(chosen):
+            if whole or index == max(chosen):
                 message["input_ids"] = ids[: begins + start]
             reached = begins + end
-        made.append(message)
-    return made
+        arranged.append(message)
+    return arranged
 
 
 def _plain(message: Mapping[str, Any]) -> Json:
@@ -255,9 +257,9 @@ def _plain(message: Mapping[str, Any]) -> Json:
     }
 
 
-def _hold(made: list[Json], outside: list[int]) -> None:
+def _hold(messages: list[Json], outside: list[int]) -> None:
     """Give ids that were not sampled to the message before, or to an empty one if that is an assistant's."""
-    if not made or made[-1]["role"] == "assistant":
-        made.append(_plain({"role": "system", "content": ""}))
-    made[-1]["token_ids"] = outside
-    made[-1]["logprobs"] = [0.0] * len(outside)
+    if not messages or messages[-1]["role"] == "assistant":
+        messages.append(_plain({"role": "system", "content": ""}))
+    messages[-1]["token_ids"] = outside
+    messages[-1]["logprobs"] = [0.0] * len(outside)

@@ -77,9 +77,9 @@ def note_outages(tx: Transaction) -> None:
     """
     live = tx.conn.execute(_WITH_POOLS).all()
     keys: set[Key] = {(row.namespace, row.pool) for row in live}
-    gone = without_backend(tx, keys) if keys else set()
+    unreachable = without_backend(tx, keys) if keys else set()
     for row in live:
-        waits = (row.namespace, row.pool) in gone and not row.suspended
+        waits = (row.namespace, row.pool) in unreachable and not row.suspended
         if waits != (row.outage_began is not None):
             job_rows.note_outage(tx, row.id, tx.now if waits else None)
 

@@ -95,9 +95,9 @@ class ResultPage(Generic[E]):
             sent: How many of them the body has.
         """
         whole = sent == len(places)
-        place = self.found.after if whole else places[sent - 1]
+        position = self.found.after if whole else places[sent - 1]
         headers = {
-            "Rollyard-Cursor": cursors.text(self.kind, self.job.uid, place),
+            "Rollyard-Cursor": cursors.text(self.kind, self.job.uid, position),
             "Rollyard-Cursors": cursors.listed(self.kind, self.job.uid, places[:sent]),
             "Rollyard-Finished": "true" if self.finished and whole else "false",
         }
@@ -137,16 +137,16 @@ async def result_page(
         now = job_rows.find(conn, namespace, name)
         if now.uid != job.uid:
             raise cursors.gone(name)
-        found = look(conn, job.id, after)
-        return found, now.finished_at is not None and found.after >= found.ended
+        results = look(conn, job.id, after)
+        return results, now.finished_at is not None and results.after >= results.ended
 
-    async with AsyncExitStack() as held:
-        found, finished = await call.follow(
+    async with AsyncExitStack() as stack:
+        results, finished = await call.follow(
             job_topic(job.id), query, lambda got: not got[0].empty or got[1], wait
         )
         # The records themselves are in memory only while a place for the answer is held.
-        await held.enter_async_context(plane.pages_of(found.sizes).turn(job.namespace))
-        yield ResultPage(plane, kind, job, after, found, finished, form, held)
+        await stack.enter_async_context(plane.pages_of(results.sizes).turn(job.namespace))
+        yield ResultPage(plane, kind, job, after, results, finished, form, stack)
 
 
 @router.get("/{name}/trajectories")
@@ -167,14 +167,14 @@ async def trajectories(
     difference of its number from the one before. `Rollyard-Finished` is true when no results will follow.
     """
     plane = call.plane
-    wanted = [state for state in ENDED if status in (None, state.status)]
-    look = partial(records.ended_after, limit=limit, wanted=wanted, max_bytes=plane.settings.page_bytes)
+    states = [state for state in ENDED if status in (None, state.status)]
+    look = partial(records.ended_after, limit=limit, states=states, max_bytes=plane.settings.page_bytes)
     async with result_page(call, "trajectories", cursor, wait, look) as page:
         lines: Sequence[Piece] = []
         short = page.found.sizes
         if short:
             read = partial(
-                records.rows_of, job_id=page.job.id, cursor=page.after, wanted=wanted, last=short[-1].end_seq
+                records.rows_of, job_id=page.job.id, cursor=page.after, states=states, last=short[-1].end_seq
             )
             rows = await plane.database.read(read)
             if len(rows) < len(short):
@@ -204,19 +204,19 @@ async def groups(
         grouping.ended_after, limit=limit, informative=informative, dropped=dropped, max_bytes=most
     )
     async with result_page(call, "groups", cursor, wait, look) as page:
-        form, found, short = page.form, page.found.groups, page.found.sizes
+        form, ended, short = page.form, page.found.groups, page.found.sizes
         lines: list[bytes] = []
         if not page.found.large:
-            read = partial(grouping.rows_of, job_id=page.job.id, of=[group for group, _ in found])
+            read = partial(grouping.rows_of, job_id=page.job.id, of=[group for group, _ in ended])
             rows = await plane.database.read(read)
             if any(row.id not in rows for row in short):
                 raise cursors.gone(call.name)
             got = await page.records([rows[row.id] for row in short])
-            lines = grouping.whole(found, got, form)
-        places = [group.seq for group, _ in found]
-        if lines or not found:
+            lines = grouping.whole(ended, got, form)
+        places = [group.seq for group, _ in ended]
+        if lines or not ended:
             return await page.answer(lines, places)
-        group, members = found[0]
+        group, members = ended[0]
         if form == MSGPACK:
             raise TooLarge(
                 f"group {group.task_id!r} has more than {most} bytes: it comes as {NDJSON} or {ARRAYS} only",
@@ -252,7 +252,7 @@ async def _large_group(
 @router.get("/{name}/rollouts")
 async def list_rollouts(
     call: Named,
-    asked: Annotated[RolloutFilter, from_query(RolloutFilter)],
+    filters: Annotated[RolloutFilter, from_query(RolloutFilter)],
     slim: bool = False,
     limit: Annotated[int, Query(ge=1, le=5000)] = 1000,
     after: Annotated[str, Query(alias="continue")] = "",
@@ -264,8 +264,8 @@ async def list_rollouts(
     rollouts have, and a filter of it, lists these alone, and `sort=since` lists those that have not ended.
     """
     if slim:
-        return await slim_page(call, asked, min(limit, MAX_ROWS), after)
-    if not asked.is_plain:
+        return await slim_page(call, filters, min(limit, MAX_ROWS), after)
+    if not filters.is_plain:
         raise QueryRefused.of(
             "slim: must be true where rollouts are sorted, searched or filtered by more than stage and status"
         )
@@ -276,8 +276,10 @@ async def list_rollouts(
         if after:
             begin = cursors.word(after, "rollouts", uid=job.uid, job=job.name, parameter="continue")
         most = call.plane.settings.page_bytes
-        found, more = records.summaries(conn, job.id, asked.states, limit, begin, most, retried=asked.retried)
-        return found, None if more is None else cursors.text("rollouts", job.uid, more)
+        items, more = records.summaries(
+            conn, job.id, filters.states, limit, begin, most, retried=filters.retried
+        )
+        return items, None if more is None else cursors.text("rollouts", job.uid, more)
 
     return page_answer(*await call.look(query))
 
@@ -288,16 +290,16 @@ async def get_rollout(call: Named, rollout: str, download: bool = False) -> Resp
 
     With `download=true` a browser saves it as a text, and shows and runs nothing of it.
     """
-    async with AsyncExitStack() as held:
-        line = await record_line(call.plane, held, call.namespace, call.name, rollout)
+    async with AsyncExitStack() as stack:
+        line = await record_line(call.plane, stack, call.namespace, call.name, rollout)
         if not download:
-            return Delivery(line, "application/json", {}, held.pop_all())
+            return Delivery(line, "application/json", {}, stack.pop_all())
         file_name = re.sub(r"[^A-Za-z0-9._-]", "_", rollout)
         headers = {
             "Content-Disposition": f'attachment; filename="{file_name}.json"',
             "X-Content-Type-Options": "nosniff",
         }
-        return Delivery(line, "text/plain; charset=utf-8", headers, held.pop_all())
+        return Delivery(line, "text/plain; charset=utf-8", headers, stack.pop_all())
 
 
 @router.get("/{name}/events")
@@ -311,10 +313,10 @@ async def events(call: Named, last_event_id: Annotated[str, Header()] = "") -> R
     plane = call.plane
     job = await call.read(job_rows.find)
     after = plane.events.resume_after(job, last_event_id)
-    async with AsyncExitStack() as held:
-        held.enter_context(plane.streams.held(job.namespace))
+    async with AsyncExitStack() as stack:
+        stack.enter_context(plane.streams.held(job.namespace))
         body = _stream(plane, job, after)
-        return Delivery(body, "text/event-stream", {"Cache-Control": "no-store"}, held.pop_all())
+        return Delivery(body, "text/event-stream", {"Cache-Control": "no-store"}, stack.pop_all())
 
 
 def _counts(conn: Connection, job_id: int) -> tuple[dict[str, Any], bool] | None:
@@ -333,15 +335,15 @@ async def _stream(plane: ControlPlane, job: JobRow, after: int | None) -> AsyncI
             if item is not None and now() - looked < COUNTS_SECONDS:
                 continue
             looked = now()
-            found = await plane.look(job.namespace, partial(_counts, job_id=job.id))
-            if found is None or plane.bus.closing:
+            counts = await plane.look(job.namespace, partial(_counts, job_id=job.id))
+            if counts is None or plane.bus.closing:
                 return
-            if found[0] != sent:
-                sent = found[0]
+            if counts[0] != sent:
+                sent = counts[0]
                 yield b"event: counts\ndata: " + dumps(sent) + b"\n\n"
             elif item is None:
                 yield b": idle\n\n"
-            if found[1] and item is None:
+            if counts[1] and item is None:
                 yield b"event: end\ndata: {}\n\n"
                 return
     except SlowConsumer as error:
@@ -377,9 +379,9 @@ async def acknowledge(job: Named, cursor: CursorName) -> Response:
 
     A repeat with the same cursor changes nothing.
     """
-    asked = await job.body(Acknowledge)
+    body = await job.body(Acknowledge)
     return answer(
-        await job.write(acknowledged.acknowledge, cursor, asked.cursor, asked.expected, rewind=asked.rewind)
+        await job.write(acknowledged.acknowledge, cursor, body.cursor, body.expected, rewind=body.rewind)
     )
 
 

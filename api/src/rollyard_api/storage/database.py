@@ -297,24 +297,24 @@ class Database:
             self._readers.append(reader)
 
     def _read_forever(self) -> None:
-        while (asked := self._queries.get()) is not None:
-            if asked.future.cancelled():
+        while (request := self._queries.get()) is not None:
+            if request.future.cancelled():
                 continue
             error: Exception | None = None
             try:
                 with self.reader.connect() as conn:
-                    asked.result = asked.query(conn)
+                    request.result = request.query(conn)
             except Exception as raised:
                 error = translate(raised)
                 if error is not raised:
                     error.__cause__ = raised
             try:
-                asked.future.get_loop().call_soon_threadsafe(_settle, asked, error)
+                request.future.get_loop().call_soon_threadsafe(_settle, request, error)
             except RuntimeError:
                 # The loop is closed, so no caller waits any more.
                 return
             # Nothing of this answer stays in memory until the next query.
-            del asked, error
+            del request, error
 
     def _write_forever(self) -> None:
         while (first := self._waiting.get()) is not None:
@@ -400,13 +400,13 @@ class Database:
             _settle(item, error)
 
 
-def _settle(asked: _Query[Any] | _Waiting[Any], error: Exception | None) -> None:
-    if asked.future.cancelled():
+def _settle(request: _Query[Any] | _Waiting[Any], error: Exception | None) -> None:
+    if request.future.cancelled():
         return
     if error is None:
-        asked.future.set_result(asked.result)
+        request.future.set_result(request.result)
     else:
-        asked.future.set_exception(error)
+        request.future.set_exception(error)
 
 
 def _retryable(error: Exception) -> bool:

@@ -54,8 +54,8 @@ def named(conn: Connection, job_id: int, numbers: Iterable[int]) -> dict[int, Le
 def numbers(conn: Connection, job_id: int, task_ids: Sequence[str]) -> dict[str, int]:
     """Return the numbers of the groups of a job that have these tasks, by the ids of the tasks."""
     known: dict[str, int] = {}
-    for some in chunks(task_ids):
-        rows = conn.execute(_NUMBERS, {"b_job": job_id, "b_tasks": some})
+    for batch in chunks(task_ids):
+        rows = conn.execute(_NUMBERS, {"b_job": job_id, "b_tasks": batch})
         known.update((row.task_id, row.no) for row in rows)
     return known
 

@@ -59,8 +59,8 @@ _BY_ID = sa.select(jobs).where(_THIS)
 
 def named(conn: Connection, namespace: str, name: str, *, lock: bool = False) -> JobRow | None:
     """Return the job of this name that is not deleted, or None; `lock` locks its row until the commit."""
-    found = conn.execute(_FIND_LOCKED if lock else _FIND, {"b_namespace": namespace, "b_name": name})
-    return read_one(JobRow, found.one_or_none())
+    rows = conn.execute(_FIND_LOCKED if lock else _FIND, {"b_namespace": namespace, "b_name": name})
+    return read_one(JobRow, rows.one_or_none())
 
 
 def find(
@@ -138,9 +138,9 @@ def removable(conn: Connection) -> list[int]:
 def create(tx: Transaction, values: Mapping[str, Any]) -> JobRow:
     """Insert a job and return its row. `values` are the columns that the manifest decides."""
     fixed = {"uid": str(uuid.uuid4()), "generation": 1, "created_at": tx.now}
-    made = tx.conn.execute(sa.insert(jobs).values(**fixed, **values).returning(jobs))
+    rows = tx.conn.execute(sa.insert(jobs).values(**fixed, **values).returning(jobs))
     tx.wake(UNFINISHED)
-    return JobRow(*made.one())
+    return JobRow(*rows.one())
 
 
 def change(tx: Transaction, job_id: int, values: Mapping[str, Any]) -> None:

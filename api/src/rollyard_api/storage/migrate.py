@@ -32,10 +32,10 @@ def config(connection: Connection) -> Config:
     """Return Alembic's configuration for the packaged migrations on this connection."""
     from alembic.config import Config
 
-    made = Config()
-    made.set_main_option("script_location", str(_FOLDER))
-    made.attributes["connection"] = connection
-    return made
+    settings = Config()
+    settings.set_main_option("script_location", str(_FOLDER))
+    settings.attributes["connection"] = connection
+    return settings
 
 
 def revisions() -> list[str]:

@@ -94,8 +94,8 @@ _FOLD = (
 def named(conn: Connection, namespace: str, name: str, *, lock: bool = False) -> PoolRow | None:
     """Return the pool of this name, or None; `lock` locks its row until the commit."""
     query = _NAMED.with_for_update() if lock else _NAMED
-    found = conn.execute(query, {"b_namespace": namespace, "b_name": name})
-    return read_one(PoolRow, found.one_or_none())
+    rows = conn.execute(query, {"b_namespace": namespace, "b_name": name})
+    return read_one(PoolRow, rows.one_or_none())
 
 
 def find(conn: Connection, namespace: str, name: str, *, lock: bool = False) -> PoolRow:
@@ -166,8 +166,8 @@ def servers(conn: Connection, pool_id: int) -> list[str]:
 
 def locked_backend(tx: Transaction, pool_id: int, url: str) -> BackendRow | None:
     """Return a backend of a pool, whose row is locked until the commit, or None."""
-    found = tx.conn.execute(_BACKEND.with_for_update(), {"b_pool": pool_id, "b_url": url})
-    return read_one(BackendRow, found.one_or_none())
+    rows = tx.conn.execute(_BACKEND.with_for_update(), {"b_pool": pool_id, "b_url": url})
+    return read_one(BackendRow, rows.one_or_none())
 
 
 def backends_of_job(tx: Transaction, job_id: int, url: str) -> list[tuple[BackendRow, str, str]]:
@@ -192,9 +192,9 @@ def change_backend(tx: Transaction, pool_id: int, url: str, values: Mapping[str,
 
 def remove_backends(tx: Transaction, pool_id: int, urls: Iterable[str]) -> None:
     """Remove these backends of a pool."""
-    gone = sorted(urls)
-    if gone:
-        tx.conn.execute(_REMOVE_BACKENDS, {"b_pool": pool_id, "b_urls": gone})
+    ordered = sorted(urls)
+    if ordered:
+        tx.conn.execute(_REMOVE_BACKENDS, {"b_pool": pool_id, "b_urls": ordered})
         tx.wake(QUEUE)
 
 
@@ -211,5 +211,5 @@ def put_stats(tx: Transaction, stats: Sequence[tuple[int, str, bytes | None]]) -
 
 def fold_averages(tx: Transaction, measured: Iterable[MeasuredRuns]) -> None:
     """Fold measurements into the moving averages of the servers, whichever pools they are in."""
-    rows = [{"b_now": tx.now, **{f"b_{k}": v for k, v in one._asdict().items()}} for one in measured]
+    rows = [{"b_now": tx.now, **{f"b_{k}": v for k, v in runs._asdict().items()}} for runs in measured]
     tx.conn.execute(_FOLD, rows)

@@ -208,10 +208,10 @@ def has_completed(tx: Transaction, job_id: int, worker: str) -> bool:
     return tx.conn.execute(sa.select(rollouts.c.id).where(*mine, completed).limit(1)).first() is not None
 
 
-def with_sandbox(tx: Transaction, sandboxes: Sequence[str], *, held: bool = False) -> set[str]:
+def with_sandbox(tx: Transaction, sandboxes: Sequence[str], *, leased: bool = False) -> set[str]:
     """Return those of the sandboxes that belong to unfinished rollouts, or only to rollouts that are held."""
-    query = _WITH_SANDBOX.where(_IS_HELD) if held else _WITH_SANDBOX
-    return {row for some in chunks(sandboxes) for row in tx.conn.scalars(query, {"b_ids": some})}
+    query = _WITH_SANDBOX.where(_IS_HELD) if leased else _WITH_SANDBOX
+    return {row for batch in chunks(sandboxes) for row in tx.conn.scalars(query, {"b_ids": batch})}
 
 
 def oldest_init(tx: Transaction, node: str) -> float | None:
@@ -283,8 +283,8 @@ _RENEW = _UPDATE.where(rollouts.c.token == bindparam("b_token"), _IS_HELD)
 
 def change(tx: Transaction, changes: Iterable[Mapping[str, Any]]) -> None:
     """Write the changed columns of rollouts, whose ids stand under "b_id"; only `transitions` calls this."""
-    for some in _alike(changes).values():
-        run(tx, _UPDATE, some)
+    for batch in _alike(changes).values():
+        run(tx, _UPDATE, batch)
 
 
 def _alike(rows: Iterable[Mapping[str, Any]]) -> dict[tuple[str, ...], list[Mapping[str, Any]]]:
@@ -295,9 +295,9 @@ def _alike(rows: Iterable[Mapping[str, Any]]) -> dict[tuple[str, ...], list[Mapp
     return alike
 
 
-def renew(tx: Transaction, held: Iterable[tuple[str, int]], expires: float) -> None:
+def renew(tx: Transaction, renewed: Iterable[tuple[str, int]], expires: float) -> None:
     """Renew the leases with these rollouts and tokens until `expires`, in seconds since the epoch."""
-    changes = [{"b_id": id, "b_token": token, "lease_expires": expires} for id, token in sorted(held)]
+    changes = [{"b_id": id, "b_token": token, "lease_expires": expires} for id, token in sorted(renewed)]
     if changes:
         run(tx, _RENEW, changes)
 
@@ -317,8 +317,8 @@ def remove(tx: Transaction, job_id: int, limit: int) -> int:
     """Remove up to `limit` rollouts of a deleted job, and return their number."""
     ids = list(tx.conn.scalars(sa.select(rollouts.c.id).where(rollouts.c.job_id == job_id).limit(limit)))
     drop(tx, ids)
-    for some in chunks(ids):
-        tx.conn.execute(_DELETE, {"b_ids": some})
+    for batch in chunks(ids):
+        tx.conn.execute(_DELETE, {"b_ids": batch})
     return len(ids)
 
 
@@ -343,10 +343,10 @@ def payloads_of(conn: Connection, ids: Sequence[str]) -> dict[str, Payload]:
     return {row[0]: Payload(*row) for row in rows_of(conn, _PAYLOADS, {"b_ids": list(ids)})}
 
 
-def keep(tx: Transaction, kept: Iterable[Mapping[str, Any]]) -> None:
+def keep(tx: Transaction, rows: Iterable[Mapping[str, Any]]) -> None:
     """Store what stages leave; each mapping has a "rollout_id" and the columns that are set or replaced."""
-    for names, some in _alike(kept).items():
-        run(tx, _upsert(names)[tx.sqlite], some)
+    for names, batch in _alike(rows).items():
+        run(tx, _upsert(names)[tx.sqlite], batch)
 
 
 @lru_cache
@@ -361,8 +361,8 @@ def _upsert(names: tuple[str, ...]) -> dict[bool, Any]:
 
 def drop(tx: Transaction, ids: Sequence[str]) -> None:
     """Remove the payloads of rollouts that start again at Init, or whose records are stored."""
-    for some in chunks(ids):
-        tx.conn.execute(_DELETE_PAYLOADS, {"b_ids": some})
+    for batch in chunks(ids):
+        tx.conn.execute(_DELETE_PAYLOADS, {"b_ids": batch})
 
 
 # Ended rollouts move into the parts of the trajectory store.

@@ -112,10 +112,10 @@ def forget(conn: Connection, job_id: int, most: int) -> bool:
         places = (
             sa.select(table.c.end_seq).where(table.c.job_id == job_id).order_by(table.c.end_seq).limit(most)
         )
-        found = list(conn.scalars(places))
-        if found:
-            conn.execute(sa.delete(table).where(table.c.job_id == job_id, table.c.end_seq <= found[-1]))
-        left = left or len(found) == most
+        ends = list(conn.scalars(places))
+        if ends:
+            conn.execute(sa.delete(table).where(table.c.job_id == job_id, table.c.end_seq <= ends[-1]))
+        left = left or len(ends) == most
     if left:
         return False
     for table in _SMALL:

@@ -61,12 +61,12 @@ class Delivery(StreamingResponse):
     """An answer that holds its place until it is sent, or until the connection is lost."""
 
     def __init__(
-        self, body: bytes | AsyncIterator[Piece], form: str, headers: Mapping[str, str], held: AsyncExitStack
+        self, body: bytes | AsyncIterator[Piece], form: str, headers: Mapping[str, str], stack: AsyncExitStack
     ) -> None:
         if isinstance(body, bytes):
             headers, body = {**headers, "Content-Length": str(len(body))}, _pieces(body)
         super().__init__(body, media_type=form, headers=headers)
-        self._held = held
+        self._held = stack
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with self._held:

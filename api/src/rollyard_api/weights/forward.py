@@ -22,8 +22,8 @@ def logprobs(folder: str, ids: list[int]) -> list[float]:
     with torch.inference_mode():
         logits = model(torch.tensor([ids])).logits[0, :-1].float()
     scores = torch.log_softmax(logits, dim=-1)
-    found: list[float] = scores.gather(1, torch.tensor(ids[1:])[:, None])[:, 0].tolist()
-    return found
+    result: list[float] = scores.gather(1, torch.tensor(ids[1:])[:, None])[:, 0].tolist()
+    return result
 
 
 if __name__ == "__main__":

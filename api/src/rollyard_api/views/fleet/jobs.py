@@ -80,7 +80,7 @@ def _slim(
     }
     # Those that wait for Init, who may be a million, are not counted: they are what remains of the total.
     stages["init"]["queued"] = max(0, row.total - row.ended - sum(states.values()))
-    active = sum(one["active"] for one in stages.values())
+    active = sum(counts["active"] for counts in stages.values())
     return {
         "namespace": row.namespace,
         "name": row.name,
@@ -194,27 +194,27 @@ class JobFilter(BaseModel):
     first, and last those that have finished, the newest first."""
 
 
-def page(jobs: Mapping[int, dict[str, Any]], asked: JobFilter, limit: int, given: str) -> Page:
-    """Return a page of the slim rows of jobs, by their numbers; `given` is the `continue` of the page before.
+def page(jobs: Mapping[int, dict[str, Any]], filters: JobFilter, limit: int, cursor: str) -> Page:
+    """Return a page of the slim rows of jobs, by their numbers; `cursor` is the last page's `continue`.
 
     Raises:
-        QueryRefused: `given` is not one of this list.
+        QueryRefused: `cursor` is not one of this list.
     """
-    part = asked.search.lower()
+    part = filters.search.lower()
     chosen = [
-        (_key(asked.sort, number, job), job)
+        (_key(filters.sort, number, job), job)
         for number, job in jobs.items()
-        if asked.namespace in (None, job["namespace"])
-        and (asked.state is None or _is(job, asked.state))
+        if filters.namespace in (None, job["namespace"])
+        and (filters.state is None or _is(job, filters.state))
         and (not part or part in f"{job['namespace']}/{job['name']}".lower())
     ]
     chosen.sort(key=lambda item: item[0])
-    if given:
-        key = str if asked.sort == "name" else float
-        after = tuple(keyset.decode(given, asked, (int, key, int)))
+    if cursor:
+        key = str if filters.sort == "name" else float
+        after = tuple(keyset.decode(cursor, filters, (int, key, int)))
         chosen = [item for item in chosen if item[0] > after]
     rows = [job for _, job in chosen[:limit]]
-    return rows, None if len(chosen) <= limit else keyset.encode(asked, chosen[limit - 1][0])
+    return rows, None if len(chosen) <= limit else keyset.encode(filters, chosen[limit - 1][0])
 
 
 def _is(job: Mapping[str, Any], state: JobState) -> bool:

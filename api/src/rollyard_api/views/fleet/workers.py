@@ -107,10 +107,10 @@ class SeenWorkers:
 
     def troubled(self, troubles: Sequence[Trouble], now: float) -> None:
         """Note stages that did not end well. Only the last one of a worker is kept."""
-        for one in troubles:
-            key = one[:2]
+        for trouble in troubles:
+            key = trouble[:2]
             if key in self._troubles or len(self._troubles) < MAX_TROUBLES:
-                self._troubles[key] = (one, now)
+                self._troubles[key] = (trouble, now)
 
     async def write(self) -> None:
         """Write what was noted."""
@@ -133,14 +133,14 @@ class SeenWorkers:
             ]
             changes = [
                 {
-                    "b_job": one[0],
-                    "b_name": one[1],
-                    "b_rollout": one[2],
-                    "b_reason": one_line(one[3])[:128],
-                    "b_message": one_line(one[4][:_MAX_MESSAGE])[:_MAX_MESSAGE],
+                    "b_job": trouble[0],
+                    "b_name": trouble[1],
+                    "b_rollout": trouble[2],
+                    "b_reason": one_line(trouble[3])[:128],
+                    "b_message": one_line(trouble[4][:_MAX_MESSAGE])[:_MAX_MESSAGE],
                     "b_at": at,
                 }
-                for _, (one, at) in sorted(troubles.items())
+                for _, (trouble, at) in sorted(troubles.items())
             ]
 
             def op(tx: Transaction) -> None:
@@ -203,14 +203,14 @@ def view(conn: Connection, now: float) -> WorkersView:
     workers = []
     alive = set()
     for row in rows:
-        held = active[row.job_id, row.name]
+        leased = active[row.job_id, row.name]
         is_alive = row.heard_at > now - ALIVE_SECONDS
         pairs = (part.partition("=") for part in row.stages.split(",") if part)
         places = {stage: int(number) for stage, _, number in pairs}
         if is_alive:
             alive.add(row.job_id)
             for stage in STAGES:
-                slots[stage] += max(places.get(stage, 0), held[stage])
+                slots[stage] += max(places.get(stage, 0), leased[stage])
             node = nodes.setdefault(
                 row.node, {"name": row.node, "heard_at": 0.0, "workers": 0, "active": of_node[row.node]}
             )
@@ -222,8 +222,8 @@ def view(conn: Connection, now: float) -> WorkersView:
                 "node": row.node,
                 "namespace": row.namespace,
                 "job": row.job,
-                "stages": [stage for stage in STAGES if stage in places or stage in held],
-                "active": held.total(),
+                "stages": [stage for stage in STAGES if stage in places or stage in leased],
+                "active": leased.total(),
                 "heard_at": row.heard_at,
                 "last_error": None
                 if row.error_at is None
@@ -235,8 +235,10 @@ def view(conn: Connection, now: float) -> WorkersView:
                 },
             }
         )
-    workers.sort(key=lambda one: (-(one["last_error"] or {}).get("time", 0.0), -one["active"], one["name"]))
-    found = sorted(nodes.values(), key=lambda one: one["name"])
+    workers.sort(
+        key=lambda entry: (-(entry["last_error"] or {}).get("time", 0.0), -entry["active"], entry["name"])
+    )
+    listed = sorted(nodes.values(), key=lambda entry: entry["name"])
     return WorkersView(
-        found[:MAX_SHOWN], workers[:MAX_SHOWN], max(0, len(workers) - MAX_SHOWN), slots, frozenset(alive)
+        listed[:MAX_SHOWN], workers[:MAX_SHOWN], max(0, len(workers) - MAX_SHOWN), slots, frozenset(alive)
     )

@@ -8,7 +8,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from http import HTTPStatus
 from inspect import signature
-from typing import Any
+from typing import Any, Final
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -164,8 +164,8 @@ class Body:
         return message
 
 
-_LENGTHS = (b"content-length", b"transfer-encoding")
-_HEADERS = (b"authorization", b"content-length", b"cookie")
+_LENGTHS: Final = (b"content-length", b"transfer-encoding")
+_HEADERS: Final = (b"authorization", b"content-length", b"cookie")
 
 
 async def _problem(request: Request, error: Exception) -> Response:
@@ -207,14 +207,14 @@ class Application(FastAPI):
         return super().openapi()
 
 
-_ROUTERS = (
+_ROUTERS: Final = (
     *(module.router for module in (leases, claims, results, jobs, blobs)),
     results.of_cursors,
     jobs.of_drivers,
     *(module.router for module in (workers, pools, weights, probes, sessions, api_docs)),
     *(module.router for module in (page_fleet, page_job, page_rollout)),
 )
-_DIRECT = {
+_DIRECT: Final = {
     (method, route.path): route
     for route in leases.router.routes
     if isinstance(route, APIRoute) and list(signature(route.endpoint).parameters) == ["request"]

@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import click
 
@@ -14,8 +14,8 @@ from rollyard_api.options.command_line import GroupedCommand, declared_options, 
 from rollyard_api.options.declared import ControlPlaneOptions
 from rollyard_api.options.sources import OptionInvalid, drop_variables, load
 
-NAME = "rollyard control-plane"
-EXIT_USAGE = 2
+NAME: Final = "rollyard control-plane"
+EXIT_USAGE: Final = 2
 
 
 @click.command("control-plane", cls=GroupedCommand)

@@ -14,6 +14,7 @@ import ssl
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Final
 
 import uvicorn
 from fastapi import FastAPI
@@ -32,10 +33,10 @@ from rollyard_api.prorl.listener import ProrlListener
 from rollyard_api.service import ControlPlane
 from rollyard_api.settings import Settings
 
-EXIT_USAGE = 2
-LARGE_BLOCK_BYTES = 1 << 20
-_M_MMAP_THRESHOLD = -3
-SHUTDOWN_SECONDS = 2
+EXIT_USAGE: Final = 2
+LARGE_BLOCK_BYTES: Final = 1 << 20
+_M_MMAP_THRESHOLD: Final = -3
+SHUTDOWN_SECONDS: Final = 2
 """The number of seconds that running requests have after a SIGTERM. Long polls are answered at once."""
 
 
@@ -76,7 +77,7 @@ class ControlPlaneServer(uvicorn.Server):
             plane.bus.close()
 
 
-GARBAGE_THRESHOLD = 10_000
+GARBAGE_THRESHOLD: Final = 10_000
 """The number of new objects after which the young ones are searched for cycles."""
 
 

@@ -93,24 +93,24 @@ log = logging.getLogger("rollyard.api")
 
 T = TypeVar("T")
 
-SERVICE = "rollyard-control-plane"
+SERVICE: Final = "rollyard-control-plane"
 """The attribute `service.name` of the spans that a control plane sends."""
-DISK_SECONDS = 30.0
-PARSE_SECONDS = 60.0
-LOOKS = 4
+DISK_SECONDS: Final = 30.0
+PARSE_SECONDS: Final = 60.0
+LOOKS: Final = 4
 """The number of simultaneous looks at the database for long polls of one namespace."""
-GRANTS = 16
+GRANTS: Final = 16
 """The number of lease requests of one namespace that wait for the database's writer at the same time."""
-REWARD_CALLS = 64
+REWARD_CALLS: Final = 64
 """The number of simultaneous requests to reward services of one namespace. Further ones wait."""
-EVENT_BUFFER = 4096
+EVENT_BUFFER: Final = 4096
 """The number of events that are kept per job for resuming, and that one subscriber may fall behind."""
-FLUSH_SECONDS = 1.0
+FLUSH_SECONDS: Final = 1.0
 """The time between two looks at the results that wait for the trajectory store, in seconds. Each part costs
 about as much as ten results, and results that wait are delivered from the database."""
-BACKLOG = 64
+BACKLOG: Final = 64
 """The number of results that wait after a round of storing and make the next round follow at once."""
-FLUSH_RETRY_SECONDS = 2.0
+FLUSH_RETRY_SECONDS: Final = 2.0
 
 
 class ControlPlane:

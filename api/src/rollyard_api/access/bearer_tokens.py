@@ -33,7 +33,7 @@ MAX_VALID: Final = 16
 READY: Final = "ready"
 """The role of a worker that stands ready. The token file has no such token, because each ready worker has
 one of its own."""
-FILE_NAME = "tokens.json"
+FILE_NAME: Final = "tokens.json"
 
 
 class TokenFileError(ControlPlaneError):

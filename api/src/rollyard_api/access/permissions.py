@@ -196,7 +196,7 @@ def still(rule: Rule, stand: Stand) -> bool:
     return rule.until is not None and _ORDER.index(stand) <= _ORDER.index(rule.until)
 
 
-REMEMBERED = 4096
+REMEMBERED: Final = 4096
 """The largest number of jobs that are remembered for their tokens."""
 
 

@@ -16,7 +16,7 @@ import time
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 from rollyard_crds.backendpool import Circuit
 from rollyard_inference import health
@@ -30,19 +30,19 @@ from rollyard_api.storage.database import Database, Transaction
 from rollyard_api.storage.rows import BackendRow, PoolRow
 from rollyard_api.storage.schema import backends, pools
 
-THRESHOLD = 3
+THRESHOLD: Final = 3
 """The number of failures in a row that open a circuit."""
-FIRST_PAUSE = 2.0
+FIRST_PAUSE: Final = 2.0
 """The seconds before the first probe. Each further failure doubles them, up to LONGEST_PAUSE."""
-LONGEST_PAUSE = 60.0
-PROBE_SECONDS = 10.0
+LONGEST_PAUSE: Final = 60.0
+PROBE_SECONDS: Final = 10.0
 """The time within which a probe must be answered, in seconds."""
-STUCK_SECONDS = 3 * PROBE_SECONDS
+STUCK_SECONDS: Final = 3 * PROBE_SECONDS
 """The seconds after which a probe without a verdict counts as lost with its control plane.
 
 Another replica may then probe.
 """
-_MOST = THRESHOLD + 16
+_MOST: Final = THRESHOLD + 16
 """The limit of the failure count. The pause has reached its maximum long before."""
 
 
@@ -96,7 +96,7 @@ class Breaker:
 
 log = logging.getLogger("rollyard.api")
 
-MAX_AT_ONCE = 32
+MAX_AT_ONCE: Final = 32
 """The number of probes that may be in flight at once."""
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import orjson
 import sqlalchemy as sa
@@ -156,7 +156,7 @@ def mark(tx: Transaction, pool_id: int, url: str, before: Seen, after: Seen) -> 
     pool_rows.change_backend(tx, pool_id, url, _differing(row, _found(tx, pool, row, after)))
 
 
-_FIXED = "cannot be changed; make another pool"
+_FIXED: Final = "cannot be changed; make another pool"
 
 
 def patch(tx: Transaction, namespace: str, name: str, changes: dict[str, Any]) -> None:
@@ -251,8 +251,8 @@ def active_rollouts(conn: Connection) -> dict[str, int]:
     return {row.backend: row.n for row in rows}
 
 
-_POOLS = sa.select(pools).order_by(pools.c.id)
-_BACKENDS = sa.select(backends).order_by(backends.c.position)
+_POOLS: Final = sa.select(pools).order_by(pools.c.id)
+_BACKENDS: Final = sa.select(backends).order_by(backends.c.position)
 
 
 def listed(conn: Connection, namespace: str | None, name: str | None = None) -> list[dict[str, Any]]:

@@ -19,7 +19,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from http import HTTPStatus
-from typing import Any
+from typing import Any, Final
 
 import sqlalchemy as sa
 from rollyard_inference import metrics
@@ -34,14 +34,14 @@ from rollyard_api.storage.database import Database, Measured
 from rollyard_api.storage.pools import MeasuredRuns
 from rollyard_api.storage.schema import backends
 
-WINDOW_SECONDS = 300.0
+WINDOW_SECONDS: Final = 300.0
 """The length in seconds of the window of the prefix cache's hit rate."""
-READ_SECONDS = 2.0
+READ_SECONDS: Final = 2.0
 """The time within which a server must return its metrics, in seconds."""
-MAX_AT_ONCE = 32
-MATERIAL_HIT_RATE = 0.005
+MAX_AT_ONCE: Final = 32
+MATERIAL_HIT_RATE: Final = 0.005
 """The smallest change of the hit rate that is written."""
-_MAX_BYTES = 8 << 20
+_MAX_BYTES: Final = 8 << 20
 
 
 @dataclass(slots=True)
@@ -137,11 +137,11 @@ class Poller:
         return document(read, window.rate)
 
 
-MIN_TOKENS = 16
+MIN_TOKENS: Final = 16
 """The fewest tokens that are measured, since fewer show the round trip rather than the speed."""
-MAX_LOADS = 10_000
+MAX_LOADS: Final = 10_000
 """The number of backends whose load is kept. Forgotten ones are counted again at the next lease."""
-WEIGHT = 0.1
+WEIGHT: Final = 0.1
 """The weight of one rollout in the moving average; k rollouts together have the weight 1 - 0.9^k."""
 
 

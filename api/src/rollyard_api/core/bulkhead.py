@@ -22,7 +22,7 @@ from rollyard_api.core.problems import RETRY_AFTER, TimedOut, Unavailable
 
 T = TypeVar("T")
 
-SPARE = 4
+SPARE: Final = 4
 """The largest number of threads of a bulkhead, as a multiple of its places. It includes threads that hang
 for ever."""
 PROBES: Final = Backoff(first=1.0, longest=60.0)

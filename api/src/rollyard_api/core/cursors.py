@@ -10,15 +10,15 @@ import base64
 import uuid
 from collections.abc import Collection, Sequence
 from itertools import pairwise
-from typing import Literal
+from typing import Final, Literal
 
 from rollyard_api.core.problems import Conflict, Gone, QueryRefused
 
 Kind = Literal["trajectories", "groups", "rollouts", "events", "views"]
 """What a cursor counts. The cursor itself says it by the first letter."""
-_VERSION = "v1"
-MAX_LENGTH = 256
-_MAX_DIGITS = 18
+_VERSION: Final = "v1"
+MAX_LENGTH: Final = 256
+_MAX_DIGITS: Final = 18
 """The largest number of digits of a position; such a number fits a 64-bit integer."""
 
 

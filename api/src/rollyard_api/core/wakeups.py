@@ -5,18 +5,18 @@ from __future__ import annotations
 import asyncio
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Hashable, Iterable
-from typing import TypeVar
+from typing import Final, TypeVar
 
 from rollyard_crds.rolloutjob import STAGES, StageName
 
 T = TypeVar("T")
 
-QUEUE = "queue"
+QUEUE: Final = "queue"
 """The topic that is woken when something can be leased that could not be leased before. It stands for the
 queues of all stages: its waits are woken with those of any stage, and waking it wakes them all."""
-CLAIMS = "claims"
+CLAIMS: Final = "claims"
 """The topic that is woken when a claim, or the set of sandboxes that drivers keep warm, has changed."""
-UNFINISHED = "unfinished"
+UNFINISHED: Final = "unfinished"
 """The topic that is woken when a job that drivers handle was created, has ended, or has changed in another
 way than by its rollouts."""
 
@@ -41,7 +41,7 @@ def ready_topic(namespace: str, worker: str) -> str:
     return f"ready:{namespace}/{worker}"
 
 
-_OF_STAGES = frozenset(queue_topic(stage) for stage in STAGES)
+_OF_STAGES: Final = frozenset(queue_topic(stage) for stage in STAGES)
 
 
 class Bus:
@@ -121,9 +121,9 @@ class Bus:
                 future.cancel()
 
 
-IDLE_SECONDS = 1.0
+IDLE_SECONDS: Final = 1.0
 """The number of seconds for which an empty answer holds for equal requests, unless the queues change."""
-IDLE_REQUESTS = 4096
+IDLE_REQUESTS: Final = 4096
 
 
 class EmptyAnswers:

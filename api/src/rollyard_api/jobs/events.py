@@ -9,18 +9,18 @@ from collections import deque
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any
+from typing import Any, Final
 
 from rollyard_api.core import cursors
 from rollyard_api.core.codec import dumps
 from rollyard_api.core.errors import ControlPlaneError
 from rollyard_api.storage.rows import JobRow
 
-MAX_JOBS = 1024
+MAX_JOBS: Final = 1024
 """The number of jobs whose past events are kept. The job that has been silent longest is dropped first."""
-MAX_PAST_BYTES = 256 << 20
+MAX_PAST_BYTES: Final = 256 << 20
 """The largest number of bytes that the past events of all jobs take together."""
-EVENT_BYTES = 256
+EVENT_BYTES: Final = 256
 """The approximate number of bytes that an event takes in addition to its data."""
 
 

@@ -21,16 +21,16 @@ from rollyard_api.storage.rows import JobRow
 from rollyard_api.storage.schema import jobs, rollouts
 from rollyard_api.trajectories.records import fitting
 
-_JOB_BYTES = 1024
+_JOB_BYTES: Final = 1024
 """The approximate number of bytes that a job takes in a list in addition to its manifest."""
-_SIZES = sa.select(
+_SIZES: Final = sa.select(
     jobs.c.id,
     sa.type_coerce(
         sum((sa.func.length(column) for column in (jobs.c.metadata, jobs.c.spec, jobs.c.status)), _JOB_BYTES),
         sa.Integer,
     ).label("bytes"),
 )
-_WAITING = (
+_WAITING: Final = (
     sa.select(rollouts.c.state, sa.func.count().label("n"))
     .where(rollouts.c.job_id == sa.bindparam("b_job"), rollouts.c.state < RolloutState.SUCCEEDED)
     .group_by(rollouts.c.state)

@@ -35,7 +35,7 @@ _FIXED: Final = frozenset(
 """The fields of a job's spec that define what the job is, and therefore cannot change."""
 _SKIPPED_ROWS: Final = "skippedRows"
 """The key of the skipped rows in a stored status. They are known when a job is created, and stay."""
-_REPORTED = ("phase", "conditions", "observedGeneration", "message")
+_REPORTED: Final = ("phase", "conditions", "observedGeneration", "message")
 
 
 @dataclass(frozen=True, slots=True)

@@ -256,9 +256,13 @@ async def parquet_lines(
         os.lseek(file.fileno(), 0, os.SEEK_SET)
         arguments, environment = command()
         child = await asyncio.create_subprocess_exec(
-            *arguments, stdin=file, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.DEVNULL,
-            limit=PIECE_BYTES, env=environment,
-        )  # fmt: skip
+            *arguments,
+            stdin=file,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.DEVNULL,
+            limit=PIECE_BYTES,
+            env=environment,
+        )
     assert child.stdout is not None
     try:
         while piece := await child.stdout.read(PIECE_BYTES):

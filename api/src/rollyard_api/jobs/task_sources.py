@@ -26,9 +26,9 @@ _BUCKETS: Final = ("abfs", "abfss", "adl", "az", "gcs", "gs", "obs", "oci", "oss
 _PORTS: Final = {"http": 80, "https": 443}
 _NEVER: Final = ("/proc", "/sys", "/dev")
 """The folders of the kernel, in which no file is a task list."""
-_BLOB = re.compile(r"blob:sha256:([0-9a-f]{64})")
-_HOST = re.compile(r"(?!-)[a-z0-9-]{1,63}(\.(?!-)[a-z0-9-]{1,63})*")
-_SHOWN = 300
+_BLOB: Final = re.compile(r"blob:sha256:([0-9a-f]{64})")
+_HOST: Final = re.compile(r"(?!-)[a-z0-9-]{1,63}(\.(?!-)[a-z0-9-]{1,63})*")
+_SHOWN: Final = 300
 _NAT64: Final = ipaddress.IPv6Network("64:ff9b::/96")
 
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address

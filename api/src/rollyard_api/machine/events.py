@@ -35,7 +35,7 @@ class Times(Struct, frozen=True):
     own_seconds: float = 0.0
 
 
-NO_TIMES = Times()
+NO_TIMES: Final = Times()
 
 
 class RunCounts(Struct, frozen=True):

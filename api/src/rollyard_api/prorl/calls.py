@@ -30,7 +30,7 @@ MAX_TRIES: Final = 4
 MAX_GROUPS: Final = 20_000
 """The calls after which a job is closed at the next /start, so that no job grows for ever."""
 MAX_KEY: Final = 512
-_FIRST = by_dialect(lambda insert: insert(prorl_state).on_conflict_do_nothing())
+_FIRST: Final = by_dialect(lambda insert: insert(prorl_state).on_conflict_do_nothing())
 
 
 @dataclass(frozen=True, slots=True)

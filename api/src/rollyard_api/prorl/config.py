@@ -21,7 +21,7 @@ from rollyard_api.core.errors import ControlPlaneError
 from rollyard_api.core.hosts import MAX_HOST, NAME
 from rollyard_api.prorl.process_calls import FORMATS, RolloutParams, job_spec
 
-MAX_CONFIG_BYTES = 4 << 20
+MAX_CONFIG_BYTES: Final = 4 << 20
 
 
 class ProrlConfigError(ControlPlaneError, ValueError):

@@ -29,7 +29,7 @@ KEPT_SECONDS: Final = 7 * 86400.0
 
 Refusal = Literal["taken", "withdrawn"]
 
-_INSERT = by_dialect(
+_INSERT: Final = by_dialect(
     lambda insert: insert(assignments).on_conflict_do_nothing(
         index_elements=[assignments.c.namespace, assignments.c.worker]
     )

@@ -14,7 +14,7 @@ import re
 import secrets
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final
 
 import orjson
 import sqlalchemy as sa
@@ -35,37 +35,37 @@ from rollyard_api.storage.statements import by_dialect
 
 PENDING, BOUND, FAILED, RELEASED = "Pending", "Bound", "Failed", "Released"
 
-_ADDRESS = re.compile(r"tcp://[^\s/]+:[0-9]{1,5}")
+_ADDRESS: Final = re.compile(r"tcp://[^\s/]+:[0-9]{1,5}")
 # The columns that the REST form of a claim shows as they are.
-_SHOWN = ("id", "namespace", "job", "job_uid", "state", "address", "secret", "reason", "message")
-_FILING = (RolloutState.LEASED_INIT, RolloutState.LEASED_EVAL)
-_KEPT_FOR_EVAL = 8
+_SHOWN: Final = ("id", "namespace", "job", "job_uid", "state", "address", "secret", "reason", "message")
+_FILING: Final = (RolloutState.LEASED_INIT, RolloutState.LEASED_EVAL)
+_KEPT_FOR_EVAL: Final = 8
 """One in this many claims is reserved for Eval, because sandboxes that wait for Eval could otherwise take
 them all."""
-_NEEDED = sa.exists().where(
+_NEEDED: Final = sa.exists().where(
     rollouts.c.id == claims.c.rollout_id,
     sa.or_(
         sa.and_(rollouts.c.sandbox_id == claims.c.id, rollouts.c.state < RolloutState.SUCCEEDED),
         sa.and_(rollouts.c.state.in_(_FILING), rollouts.c.token == claims.c.token),
     ),
 )
-_HOLDER = (
+_HOLDER: Final = (
     sa.select(rollouts.c.state, rollouts.c.token, jobs.c.namespace, jobs.c.name, jobs.c.uid)
     .join_from(rollouts, jobs, jobs.c.id == rollouts.c.job_id)
     .where(rollouts.c.id == bindparam("b_rollout"))
 )
-_FILED = sa.select(claims).where(
+_FILED: Final = sa.select(claims).where(
     claims.c.rollout_id == bindparam("b_rollout"), claims.c.token == bindparam("b_token")
 )
-_COUNT = sa.select(
+_COUNT: Final = sa.select(
     sa.func.count(),
     sa.func.coalesce(sa.func.sum(sa.case((claims.c.namespace == bindparam("b_namespace"), 1), else_=0)), 0),
 ).select_from(claims)
-_INSERT = by_dialect(
+_INSERT: Final = by_dialect(
     lambda insert: insert(claims).on_conflict_do_nothing(index_elements=[claims.c.rollout_id, claims.c.token])
 )
-_FORGET = sa.delete(claims).where(claims.c.removed, sa.not_(_NEEDED)).returning(claims.c.id)
-_RELEASE = (
+_FORGET: Final = sa.delete(claims).where(claims.c.removed, sa.not_(_NEEDED)).returning(claims.c.id)
+_RELEASE: Final = (
     sa.update(claims)
     .where(claims.c.state != RELEASED, sa.not_(claims.c.removed), sa.not_(_NEEDED))
     .values(state=RELEASED, secret="")

@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Final
 
 import sqlalchemy as sa
 from rollyard_crds.names import NODE
@@ -24,9 +25,9 @@ from rollyard_api.storage.database import Transaction
 from rollyard_api.storage.schema import nodes, rollouts
 from rollyard_api.storage.statements import by_dialect, chunks
 
-HEARD_SECONDS = 5.0
+HEARD_SECONDS: Final = 5.0
 """The minimum time between two writes of a node's row, in seconds."""
-NODE_BATCH = 500
+NODE_BATCH: Final = 500
 """The number of rollouts of one node that are sent back in one transaction."""
 
 
@@ -105,7 +106,7 @@ def give_up(tx: Transaction, sandboxes: Sequence[str]) -> list[str]:
 
 # When a worker of each node was last heard.
 
-_HEARD = by_dialect(
+_HEARD: Final = by_dialect(
     lambda insert: (new := insert(nodes)).on_conflict_do_update(
         index_elements=[nodes.c.name],
         set_={"heard_at": new.excluded.heard_at},

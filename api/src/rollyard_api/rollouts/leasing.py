@@ -47,7 +47,7 @@ _OVERLOADED: Final = re.compile(r"\banswered 429\b")
 """How a worker reports a busy server, which is not a failure because the server works as it should."""
 
 
-_LIVE = sa.select(*columns(LeasableJob, jobs)).where(*job_rows.LEASABLE)
+_LIVE: Final = sa.select(*columns(LeasableJob, jobs)).where(*job_rows.LEASABLE)
 
 
 @dataclass(frozen=True, slots=True)

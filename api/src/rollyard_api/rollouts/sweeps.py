@@ -7,6 +7,8 @@ failed with the reason NoBackend.
 
 from __future__ import annotations
 
+from typing import Final
+
 import sqlalchemy as sa
 from rollyard_crds.workers import WorkerDeath, WorkerDied
 
@@ -19,11 +21,11 @@ from rollyard_api.storage import rollouts as rollout_rows
 from rollyard_api.storage.database import Transaction
 from rollyard_api.storage.schema import jobs
 
-EXPIRY_BATCH = 500
+EXPIRY_BATCH: Final = 500
 """The number of leases that are taken back in one transaction because they have expired."""
-OUTAGE_BATCH = 1000
+OUTAGE_BATCH: Final = 1000
 """The number of rollouts that are ended in one transaction because of an outage."""
-_WITH_POOLS = (
+_WITH_POOLS: Final = (
     sa.select(jobs.c.id, jobs.c.namespace, jobs.c.pool, jobs.c.suspended, jobs.c.outage_began)
     .where(jobs.c.finished_at.is_(None), jobs.c.pool.is_not(None))
     .order_by(jobs.c.id)

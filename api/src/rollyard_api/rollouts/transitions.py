@@ -34,7 +34,7 @@ Decided = tuple[Rollout, Transition]
 CANCEL_BATCH: Final = 2000
 """The most rollouts that are cancelled in the transaction that meets a target. The sweep ends the rest, which
 nobody can lease any more."""
-_BACKENDS_FAULT = ("BackendMismatch",)
+_BACKENDS_FAULT: Final = ("BackendMismatch",)
 """The reasons of Run failures that count for a circuit. Calls of `route` report unreachable backends."""
 _TIMED: Final = ("queued_seconds", "active_seconds", "attempts")
 """What the timings have of each stage."""

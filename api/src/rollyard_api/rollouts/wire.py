@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from rollyard_crds.lease import CompleteRequest, FailRequest, StageResult, StageTimes
 from rollyard_crds.trajectory import MALFORMED_CALL, RunRecord, SegmentSizes
@@ -15,7 +15,7 @@ from rollyard_api.machine.events import Failed, InitDone, InitSandbox, RunCounts
 from rollyard_api.trajectories import packed
 from rollyard_api.trajectories.traces import MAX_REASON
 
-MAX_CARRY_BYTES = 1 << 20
+MAX_CARRY_BYTES: Final = 1 << 20
 
 
 class ReportedEvent(NamedTuple):

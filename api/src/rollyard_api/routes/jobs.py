@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Final, Literal
 
 from fastapi import APIRouter, Query
 from pydantic import Field
@@ -68,9 +68,9 @@ class Target(Model, strict=True):
     """The number of groups with a signal that the step wants; default: the job's `targetGroups`."""
 
 
-MAX_TASKS_READ = 32
+MAX_TASKS_READ: Final = 32
 """The largest number of tasks that one request may read."""
-MAX_YAML_BYTES = 4 << 20
+MAX_YAML_BYTES: Final = 4 << 20
 
 
 async def manifest_of(

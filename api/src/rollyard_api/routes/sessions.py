@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from typing import Literal
+from typing import Final, Literal
 
 from fastapi import APIRouter
 from pydantic import Field
@@ -19,7 +19,7 @@ router = APIRouter(prefix="/v1", tags=["sign-in"], route_class=StrictRoute)
 
 log = logging.getLogger("rollyard.api")
 
-NO_STORE = {"Cache-Control": "no-store"}
+NO_STORE: Final = {"Cache-Control": "no-store"}
 
 
 class CodeRequest(Model, strict=True):

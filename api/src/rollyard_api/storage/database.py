@@ -25,7 +25,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar
+from typing import Any, Final, Generic, TypeVar
 
 import sqlalchemy as sa
 from rollyard_process.telemetry.spans import TraceSpan
@@ -37,13 +37,13 @@ from rollyard_api.core.problems import ApiError, Conflict, StorageFull, Unavaila
 
 T = TypeVar("T")
 
-MAX_GROUP = 64
+MAX_GROUP: Final = 64
 """The largest number of ops in one transaction."""
-MAX_WAITING = 10_000
+MAX_WAITING: Final = 10_000
 """The number of ops that may wait for the writer, and of queries for a reader. More are answered 503."""
-MAX_RETRIES = 8
+MAX_RETRIES: Final = 8
 """How often one op is tried again after a deadlock or a serialization failure."""
-READERS = 2
+READERS: Final = 2
 
 Measured = tuple[str, int, float, float]
 """The measurements of a completed Run: backend, sampled tokens, seconds of model time, seconds of Run."""
@@ -135,7 +135,7 @@ def driver_of(conn: Connection) -> sqlite3.Connection:
     return driver
 
 
-JOB_COLUMNS = ("namespace", "name", "uid", "object_uid", "finished_at", "deleted_at")
+JOB_COLUMNS: Final = ("namespace", "name", "uid", "object_uid", "finished_at", "deleted_at")
 """The columns of a job on which the answer to its tokens depends. Their change is noticed, and so are new and
 removed rows."""
 
@@ -152,13 +152,13 @@ def is_storage_full(error: BaseException) -> bool:
 
 
 # A write past RLIMIT_FSIZE or a full WAL gives SQLITE_IOERR_WRITE or one of its shared-memory variants.
-_SQLITE_FULL = (
+_SQLITE_FULL: Final = (
     sqlite3.SQLITE_FULL,
     sqlite3.SQLITE_IOERR_WRITE,
     sqlite3.SQLITE_IOERR_SHMSIZE,
     sqlite3.SQLITE_IOERR_TRUNCATE,
 )
-_RETRY_STATES = ("40001", "40P01")
+_RETRY_STATES: Final = ("40001", "40P01")
 
 
 def translate(error: Exception) -> Exception:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from alembic.config import Config
 
 _FOLDER: Final = Path(__file__).parent / "migrations"
-_LOCK = 7_382_946_110
+_LOCK: Final = 7_382_946_110
 """The key of a PostgreSQL advisory lock. If several replicas start at once, one migrates, others wait."""
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import sqlalchemy as sa
 from sqlalchemy import bindparam
@@ -36,37 +36,39 @@ class MeasuredRuns(NamedTuple):
     """The active rollouts on the server."""
 
 
-_THIS = pools.c.id == bindparam("b_pool")
-_ITS = backends.c.pool_id == bindparam("b_pool")
-_OF_URL = backends.c.url == bindparam("b_url")
-_NAMED = sa.select(pools).where(
+_THIS: Final = pools.c.id == bindparam("b_pool")
+_ITS: Final = backends.c.pool_id == bindparam("b_pool")
+_OF_URL: Final = backends.c.url == bindparam("b_url")
+_NAMED: Final = sa.select(pools).where(
     pools.c.namespace == bindparam("b_namespace"), pools.c.name == bindparam("b_name")
 )
-_BY_ID = sa.select(pools).where(_THIS)
-_BACKENDS = sa.select(backends).where(_ITS).order_by(backends.c.position)
-_BACKEND = sa.select(backends).where(_ITS, _OF_URL)
-_UPDATE = sa.update(pools).where(_THIS)
-_UPDATE_BACKEND = sa.update(backends).where(_ITS, _OF_URL)
-_REMOVE = (
+_BY_ID: Final = sa.select(pools).where(_THIS)
+_BACKENDS: Final = sa.select(backends).where(_ITS).order_by(backends.c.position)
+_BACKEND: Final = sa.select(backends).where(_ITS, _OF_URL)
+_UPDATE: Final = sa.update(pools).where(_THIS)
+_UPDATE_BACKEND: Final = sa.update(backends).where(_ITS, _OF_URL)
+_REMOVE: Final = (
     sa.delete(backends).where(_ITS),
     sa.delete(weight_updates).where(weight_updates.c.pool_id == bindparam("b_pool")),
     sa.delete(pools).where(_THIS),
 )
-_REMOVE_BACKENDS = sa.delete(backends).where(_ITS, backends.c.url.in_(bindparam("b_urls", expanding=True)))
+_REMOVE_BACKENDS: Final = sa.delete(backends).where(
+    _ITS, backends.c.url.in_(bindparam("b_urls", expanding=True))
+)
 # Other pools judge the same server by their own rollouts alone.
-_POOL_OF_JOB = (
+_POOL_OF_JOB: Final = (
     sa.select(pools.c.id)
     .join_from(pools, jobs, sa.and_(jobs.c.namespace == pools.c.namespace, jobs.c.pool == pools.c.name))
     .where(jobs.c.id == bindparam("b_job", type_=sa.Integer))
 )
-_RESET_FAILURES = (
+_RESET_FAILURES: Final = (
     sa.update(backends)
     .where(
         backends.c.pool_id.in_(_POOL_OF_JOB), _OF_URL, backends.c.failures > 0, backends.c.circuit == "Closed"
     )
     .values(failures=0)
 )
-_OF_JOB = (
+_OF_JOB: Final = (
     sa.select(backends, pools.c.namespace, pools.c.name)
     .join_from(backends, pools, pools.c.id == backends.c.pool_id)
     .where(_OF_URL, backends.c.pool_id.in_(_POOL_OF_JOB))
@@ -81,7 +83,7 @@ def _averaged(name: str) -> sa.Case[float]:
     return sa.case((column.is_(None), new), else_=column + weight * (new - column))
 
 
-_FOLD = (
+_FOLD: Final = (
     sa.update(backends)
     .where(_OF_URL)
     .values(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 import sqlalchemy as sa
 from sqlalchemy.engine import Connection
 
@@ -101,8 +103,8 @@ rollout_words = sa.Table(
     sa.Column("words", sa.LargeBinary, nullable=False),
 )
 
-_LARGE = (ended_rollouts, rollout_words)
-_SMALL = (ended_groups, job_statistics, seen_workers, watched_rollouts)
+_LARGE: Final = (ended_rollouts, rollout_words)
+_SMALL: Final = (ended_groups, job_statistics, seen_workers, watched_rollouts)
 
 
 def forget(conn: Connection, job_id: int, most: int) -> bool:

@@ -27,8 +27,10 @@ from rollyard_api.storage.schema import cursors
 KINDS: Final[tuple[texts.Kind, ...]] = ("trajectories", "groups")
 MAX_CURSORS: Final = 64
 """The most cursors that are kept for one job."""
-_ONE = sa.select(cursors).where(cursors.c.job_id == bindparam("b_job"), cursors.c.name == bindparam("b_name"))
-_COUNT = sa.select(sa.func.count()).where(cursors.c.job_id == bindparam("b_job"))
+_ONE: Final = sa.select(cursors).where(
+    cursors.c.job_id == bindparam("b_job"), cursors.c.name == bindparam("b_name")
+)
+_COUNT: Final = sa.select(sa.func.count()).where(cursors.c.job_id == bindparam("b_job"))
 
 
 def listed(conn: Connection, namespace: str, job_name: str) -> list[dict[str, Any]]:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, takewhile
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 import sqlalchemy as sa
 from sqlalchemy.engine import Connection
@@ -35,15 +35,15 @@ from rollyard_api.trajectories.object_store import ObjectMissing, TrajectoryStor
 
 P = TypeVar("P", bytes, Piece)
 
-PART_RECORDS = 256
-PART_BYTES = 32 << 20
+PART_RECORDS: Final = 256
+PART_BYTES: Final = 32 << 20
 """The most bytes in a part with several records. A new value changes parts that are unfinished."""
-READ_THREADS = 4
-WRITE_THREADS = 2
-BUILD_THREADS = 2
-MAX_WAITING = 1024
+READ_THREADS: Final = 4
+WRITE_THREADS: Final = 2
+BUILD_THREADS: Final = 2
+MAX_WAITING: Final = 1024
 """The number of calls that may wait for a thread of each kind."""
-BUILD_SECONDS = 60.0
+BUILD_SECONDS: Final = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,8 +84,10 @@ def unfinished_parts(tx: Transaction) -> list[Part]:
 def _content(conn: Connection, part: Part) -> tuple[JobRow | None, list[EndedRollout]]:
     """Return the job and the members of a part, as many as fit into it."""
     members = (
-        rollouts.c.job_id == part.job_id, rollouts.c.part == part.number, rollouts.c.pending.is_not(None)
-    )  # fmt: skip
+        rollouts.c.job_id == part.job_id,
+        rollouts.c.part == part.number,
+        rollouts.c.pending.is_not(None),
+    )
     rows = records.first_rows(conn, members, rollouts.c.end_seq, PART_BYTES)
     return job_rows.by_id(conn, part.job_id), rows
 
@@ -131,7 +133,7 @@ def _made(rows: Sequence[EndedRollout], make: Callable[[EndedRollout], bytes], m
     return outputs
 
 
-_WORDS = by_dialect(lambda insert: insert(rollout_words).on_conflict_do_nothing())
+_WORDS: Final = by_dialect(lambda insert: insert(rollout_words).on_conflict_do_nothing())
 
 
 def _place(tx: Transaction, part: Part, rows: Sequence[EndedRollout], objects: _Objects) -> None:

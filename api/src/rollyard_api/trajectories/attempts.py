@@ -6,7 +6,7 @@ they are stored.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
 
 from rollyard_crds.rolloutjob import StageName
 from rollyard_crds.trajectory import MAX_ATTEMPT_MESSAGE, MAX_ATTEMPTS, Attempt
@@ -14,7 +14,7 @@ from rollyard_process.log_text import one_line
 
 from rollyard_api.core.codec import dumps, loads, pack, unpack
 
-MAX_NAME = 253
+MAX_NAME: Final = 253
 """The largest number of characters of a worker's and a node's name, and of a reason."""
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack
+from typing import Final
 
 import msgpack
 from starlette.responses import StreamingResponse
@@ -12,11 +13,11 @@ from starlette.types import Receive, Scope, Send
 from rollyard_api.core.codec import MSGPACK, loads
 from rollyard_api.trajectories.packed import ARRAYS
 
-PARQUET = "application/vnd.apache.parquet"
-NDJSON = "application/x-ndjson"
+PARQUET: Final = "application/vnd.apache.parquet"
+NDJSON: Final = "application/x-ndjson"
 Piece = bytes | memoryview
 """Bytes of an answer, or a view of them that is not copied."""
-PIECE_BYTES = 256 << 10
+PIECE_BYTES: Final = 256 << 10
 """The size of the pieces passed to the connection. Each waits until the piece before it is taken."""
 
 

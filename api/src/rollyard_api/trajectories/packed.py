@@ -21,7 +21,7 @@ from rollyard_crds.token_arrays import PackedSegment
 
 from rollyard_api.core.problems import Unavailable
 
-ARRAYS = "application/vnd.rollyard.arrays+msgpack"
+ARRAYS: Final = "application/vnd.rollyard.arrays+msgpack"
 MAGIC: Final = b"rollyard arrays\x01"
 MAX_RECORDS: Final = 256
 """The most records of an object in this form. Another value needs another MAGIC."""

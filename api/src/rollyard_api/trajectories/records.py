@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import sqlalchemy as sa
 from rollyard_crds.rolloutjob import STAGES
@@ -20,10 +20,10 @@ from rollyard_api.storage.rows import EndedRollout, JobRow, RolloutSize, columns
 from rollyard_api.storage.schema import groups, jobs, payloads, rollouts
 from rollyard_api.trajectories import attempts, packed, traces
 
-_ROW_BYTES = 1024
+_ROW_BYTES: Final = 1024
 """The approximate size in bytes of a record apart from what Run recorded."""
-_GROUP = sa.and_(groups.c.job_id == rollouts.c.job_id, groups.c.no == rollouts.c.group_no)
-_STAGE = {"queued_seconds": 0.0, "active_seconds": 0.0, "attempts": 0}
+_GROUP: Final = sa.and_(groups.c.job_id == rollouts.c.job_id, groups.c.no == rollouts.c.group_no)
+_STAGE: Final = {"queued_seconds": 0.0, "active_seconds": 0.0, "attempts": 0}
 
 
 def select() -> sa.Select[Any]:

@@ -33,10 +33,10 @@ FORWARD_SECONDS: Final = 900.0
 """The limit for a forward pass, in seconds."""
 _CACHED: Final = 8
 _MAX_CONFIG: Final = 16 << 20
-_INDEX = "model.safetensors.index.json"
-_MAX_HEADER = 100 << 20
+_INDEX: Final = "model.safetensors.index.json"
+_MAX_HEADER: Final = 100 << 20
 """The largest safetensors header in bytes, which is the limit of the safetensors library itself."""
-_LOCAL = frozenset({"localhost", "127.0.0.1", "::1"})
+_LOCAL: Final = frozenset({"localhost", "127.0.0.1", "::1"})
 
 
 def check(source: WeightSource, urls: Iterable[str], engine: str) -> str:

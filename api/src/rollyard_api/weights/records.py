@@ -46,8 +46,8 @@ Where several control planes share a database, one of them carries out an update
 _MAX_MESSAGE: Final = 1000
 _TOUCHED: Final = frozenset({"Loading", "Verifying", "Done", "Failed"})
 """The steps of a backend whose server may have the weights of the update."""
-_STANDS = weight_updates.c.state.in_(("Running", "Succeeded"))
-_OF_POOL = (
+_STANDS: Final = weight_updates.c.state.in_(("Running", "Succeeded"))
+_OF_POOL: Final = (
     sa.select(weight_updates)
     .where(weight_updates.c.pool_id == sa.bindparam("b_pool"))
     .order_by(weight_updates.c.id.desc())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from contextlib import AsyncExitStack
-from typing import Annotated, Any
+from typing import Annotated, Any, Final
 
 from fastapi import APIRouter, Query
 from sqlalchemy.engine import Connection
@@ -21,7 +21,7 @@ from rollyard_api.views.job import rollout_list
 
 router = APIRouter(prefix="/v1", tags=["views"], route_class=StrictRoute)
 
-MAX_ROWS = 200
+MAX_ROWS: Final = 200
 """The largest number of slim rows in an answer."""
 _Namespace = Annotated[str | None, Query(max_length=63)]
 
@@ -67,7 +67,7 @@ async def worker_rollouts(plane: Plane, name: str, namespace: _Namespace = None)
     return page_answer(await plane.look(namespace or "", query), None)
 
 
-_JOB = re.compile(r"[a-z0-9][a-z0-9.-]{0,62}/[a-z0-9][a-z0-9.-]{0,62}")
+_JOB: Final = re.compile(r"[a-z0-9][a-z0-9.-]{0,62}/[a-z0-9][a-z0-9.-]{0,62}")
 
 
 @router.get("/events")

@@ -34,7 +34,7 @@ from rollyard_api.views.keyset import Page, Place
 
 router = APIRouter(prefix="/v1/rolloutjobs", tags=["views"], route_class=StrictRoute)
 
-FOLDS = 20
+FOLDS: Final = 20
 """The number of transactions with which a request folds what has just ended, before it answers."""
 CHUNK: Final = 2000
 """The number of rollouts whose hashes one query looks at."""

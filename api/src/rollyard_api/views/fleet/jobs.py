@@ -23,19 +23,19 @@ FINAL: Final = ("Succeeded", "Failed", "Cancelled")
 STUCK_SECONDS: Final = 300.0
 """The seconds without an end of a rollout after which a job that has begun counts as late."""
 
-COLUMNS = (
+COLUMNS: Final = (
     *jobs.c["id", "uid", "namespace", "name", "status", "pool", "suspended", "closed", "cancel_reason"],
     *jobs.c["created_at", "started_at", "deadline_at", "finished_at", "outage_began"],
     *jobs.c["total", "ended", "succeeded", "failed", "cancelled", "reward_sum"],
 )
-_UNFINISHED = sa.select(jobs.c.id).where(jobs.c.finished_at.is_(None), jobs.c.deleted_at.is_(None))
-_WAITING = [state for state in UNFINISHED if state != RolloutState.QUEUED_INIT]
-_COUNTS = (
+_UNFINISHED: Final = sa.select(jobs.c.id).where(jobs.c.finished_at.is_(None), jobs.c.deleted_at.is_(None))
+_WAITING: Final = [state for state in UNFINISHED if state != RolloutState.QUEUED_INIT]
+_COUNTS: Final = (
     sa.select(rollouts.c.job_id, rollouts.c.state, sa.func.count().label("n"))
     .where(rollouts.c.job_id.in_(_UNFINISHED), rollouts.c.state.in_(_WAITING))
     .group_by(rollouts.c.job_id, rollouts.c.state)
 )
-_LAST_ENDS = sa.select(ended_rollouts.c.job_id, ended_rollouts.c.ended_at).join(
+_LAST_ENDS: Final = sa.select(ended_rollouts.c.job_id, ended_rollouts.c.ended_at).join(
     job_statistics,
     sa.and_(
         job_statistics.c.job_id == ended_rollouts.c.job_id,

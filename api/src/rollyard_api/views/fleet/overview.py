@@ -30,8 +30,8 @@ from rollyard_api.views.fleet import workers
 from rollyard_api.views.job.folding import RATE_KEPT, RATE_SECONDS
 
 MAX_POOLS: Final = 500
-_POOLS = sa.select(*columns(PoolRow, pools)).order_by(pools.c.namespace, pools.c.name).limit(MAX_POOLS)
-_BACKENDS = sa.select(*columns(BackendRow, backends)).order_by(backends.c.pool_id, backends.c.position)
+_POOLS: Final = sa.select(*columns(PoolRow, pools)).order_by(pools.c.namespace, pools.c.name).limit(MAX_POOLS)
+_BACKENDS: Final = sa.select(*columns(BackendRow, backends)).order_by(backends.c.pool_id, backends.c.position)
 
 
 def rates_view(conn: Connection, now: float) -> dict[str, Any]:

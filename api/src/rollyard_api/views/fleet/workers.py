@@ -44,13 +44,13 @@ class _Noted:
     written: float = 0.0
 
 
-_HEARD = by_dialect(
+_HEARD: Final = by_dialect(
     lambda insert: (made := insert(seen_workers)).on_conflict_do_update(
         index_elements=[seen_workers.c.job_id, seen_workers.c.name],
         set_={name: made.excluded[name] for name in ("node", "stages", "heard_at")},
     )
 )
-_TROUBLE = (
+_TROUBLE: Final = (
     sa.update(seen_workers)
     .where(seen_workers.c.job_id.in_((0, bindparam("b_job"))), seen_workers.c.name == bindparam("b_name"))
     .values(
@@ -160,10 +160,10 @@ class SeenWorkers:
                 del self._noted[key]
 
 
-_SEEN = sa.select(seen_workers, jobs.c.namespace, jobs.c.name.label("job")).outerjoin(
+_SEEN: Final = sa.select(seen_workers, jobs.c.namespace, jobs.c.name.label("job")).outerjoin(
     jobs, jobs.c.id == seen_workers.c.job_id
 )
-_ACTIVE = (
+_ACTIVE: Final = (
     sa.select(*rollouts.c["job_id", "worker", "node", "state"], sa.func.count().label("n"))
     # The comparison selects all leases, and lets the planner find their small index.
     .where(rollouts.c.lease_expires > 0)

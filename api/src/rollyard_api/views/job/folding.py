@@ -34,14 +34,16 @@ RATE_SECONDS: Final = 10
 RATE_KEPT: Final = 900
 """The seconds for which rates are kept."""
 
-ATTEMPTS = (rollouts.c.failures_init + rollouts.c.failures_run + rollouts.c.failures_eval).label("attempts")
+ATTEMPTS: Final = (rollouts.c.failures_init + rollouts.c.failures_run + rollouts.c.failures_eval).label(
+    "attempts"
+)
 """The attempts of a rollout that did not end well, in all of its stages."""
 
-_STATISTICS = sa.select(job_statistics).where(job_statistics.c.job_id == bindparam("b_job"))
-_JOB = sa.select(jobs.c.ended, jobs.c.groups_ended).where(
+_STATISTICS: Final = sa.select(job_statistics).where(job_statistics.c.job_id == bindparam("b_job"))
+_JOB: Final = sa.select(jobs.c.ended, jobs.c.groups_ended).where(
     jobs.c.id == bindparam("b_job"), jobs.c.deleted_at.is_(None)
 )
-_ENDED = (
+_ENDED: Final = (
     sa.select(
         *rollouts.c["id", "group_no", "sample", "state", "end_seq", "reward", "reason", "message"],
         *rollouts.c["policy_index", "worker", "timings"],
@@ -53,21 +55,21 @@ _ENDED = (
     .order_by(rollouts.c.end_seq)
     .limit(BATCH)
 )
-_GROUPS = (
+_GROUPS: Final = (
     sa.select(*groups.c["no", "seq"])
     .where(groups.c.job_id == bindparam("b_job"), groups.c.seq > bindparam("b_after"))
     .order_by(groups.c.seq)
     .limit(BATCH)
 )
-_MEMBERS = sa.select(rollouts.c.group_no, rollouts.c.reward).where(
+_MEMBERS: Final = sa.select(rollouts.c.group_no, rollouts.c.reward).where(
     rollouts.c.job_id == bindparam("b_job"),
     rollouts.c.group_no.in_(bindparam("b_nos", expanding=True)),
     rollouts.c.reward.is_not(None),
 )
 
-_FIRST = by_dialect(lambda insert: insert(job_statistics).on_conflict_do_nothing())
+_FIRST: Final = by_dialect(lambda insert: insert(job_statistics).on_conflict_do_nothing())
 """Makes a job's row of statistics unless it is there."""
-_RATES = by_dialect(
+_RATES: Final = by_dialect(
     lambda insert: (made := insert(rates)).on_conflict_do_update(
         index_elements=[rates.c.start],
         set_={

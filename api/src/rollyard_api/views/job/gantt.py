@@ -17,8 +17,8 @@ from rollyard_api.views.job.rollout_list import task_ids
 
 GanttSort = Literal["-duration", "started"]
 MAX_ROWS: Final = 500
-_BEGUN = tuple(state for state in UNFINISHED if state != RolloutState.QUEUED_INIT)
-_COLUMNS = rollouts.c["id", "group_no", "sample", "state", "reward", "since", "timings"]
+_BEGUN: Final = tuple(state for state in UNFINISHED if state != RolloutState.QUEUED_INIT)
+_COLUMNS: Final = rollouts.c["id", "group_no", "sample", "state", "reward", "since", "timings"]
 
 
 def rows(conn: Connection, job: JobRow, sort: GanttSort, limit: int, now: float) -> list[dict[str, Any]]:

@@ -32,7 +32,9 @@ _KEYS: Final[dict[str, sa.Column[Any]]] = {
     "variance": ended_groups.c.variance,
     "reason": groups.c.reason,
 }
-_GROUPS = sa.select(*groups.c["no", "task_id", "seq", "delivered", "informative", "reason"]).outerjoin_from(
+_GROUPS: Final = sa.select(
+    *groups.c["no", "task_id", "seq", "delivered", "informative", "reason"]
+).outerjoin_from(
     groups,
     ended_groups,
     sa.and_(groups.c.job_id == ended_groups.c.job_id, groups.c.no == ended_groups.c.no),

@@ -43,7 +43,7 @@ _LIMITS: Final[dict[str, tuple[Callable[[Any, Any], sa.ColumnElement[bool]], sa.
     "before_time": (operator.lt, ended_rollouts.c.ended_at),
 }
 """The filters of what only ended rollouts have: how a column is compared with the value of each."""
-_LABELS = (
+_LABELS: Final = (
     sa.select(weight_updates.c.policy_index, weight_updates.c.policy_version)
     .join(pools, pools.c.id == weight_updates.c.pool_id)
     .where(pools.c.namespace == sa.bindparam("b_namespace"), pools.c.name == sa.bindparam("b_pool"))
@@ -165,13 +165,15 @@ def task_ids(conn: Connection, job_id: int, nos: set[int]) -> dict[int, str]:
     return {row.no: row.task_id for row in conn.execute(query)}
 
 
-_ROWS = sa.select(
+_ROWS: Final = sa.select(
     *rollouts.c["id", "job_id", "group_no", "sample", "state", "reason", "reward", "since", "timings"],
     *rollouts.c["worker", "node", "policy_index"],
     sa.func.coalesce(rollouts.c.sampled_tokens, 0).label("tokens"),
     ATTEMPTS,
 )
-ENDED_ROWS = sa.select(ended_rollouts, ended_rollouts.c.ended_at.label("since"), sa.literal("").label("node"))
+ENDED_ROWS: Final = sa.select(
+    ended_rollouts, ended_rollouts.c.ended_at.label("since"), sa.literal("").label("node")
+)
 """A query for rows of `ended_rollouts` that `slim` takes, too."""
 
 

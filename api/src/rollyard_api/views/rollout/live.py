@@ -32,19 +32,19 @@ MAX_WATCHED_OF_JOB: Final = 32
 MAX_BYTES: Final = 64 << 10
 """The bytes of the turns of one rollout that are kept. The oldest ones give way."""
 _W = watched_rollouts.c
-_WATCHED = sa.select(_W.rollout_id).where(_W.until > bindparam("b_now"))
-_KEPT = (
+_WATCHED: Final = sa.select(_W.rollout_id).where(_W.until > bindparam("b_now"))
+_KEPT: Final = (
     sa.select(*_W["rollout_id", "job_id", "token", "turns"])
     .where(_W.until > bindparam("b_now"), _W.rollout_id.in_(bindparam("b_ids", expanding=True)))
     .order_by(_W.rollout_id)
     .with_for_update()
 )
-_STORE = (
+_STORE: Final = (
     sa.update(watched_rollouts)
     .where(_W.rollout_id == bindparam("b_id"))
     .values(token=bindparam("b_token"), turns=bindparam("b_turns"))
 )
-_RUNNING = sa.select(*rollouts.c["id", "state", "since", "worker", "token"])
+_RUNNING: Final = sa.select(*rollouts.c["id", "state", "since", "worker", "token"])
 
 
 def watched(tx: Transaction, leases: Collection[str]) -> list[str]:

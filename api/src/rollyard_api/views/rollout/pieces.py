@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 MAX_TURNS: Final = 2000
 """The number of turns that are shown."""
-_ROW = sa.select(*rollouts.c["end_seq", "group_no", "sample", "since", "timings"])
+_ROW: Final = sa.select(*rollouts.c["end_seq", "group_no", "sample", "since", "timings"])
 
 
 def brief(conn: Connection, job: JobRow, record: CompactRecord) -> dict[str, Any]:

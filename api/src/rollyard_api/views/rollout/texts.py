@@ -59,7 +59,7 @@ def _byte_letters() -> dict[str, int]:
     return table
 
 
-_BYTES = _byte_letters()
+_BYTES: Final = _byte_letters()
 
 
 def pieces(document: Any) -> Pieces:

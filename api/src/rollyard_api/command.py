@@ -10,9 +10,10 @@ from typing import Any, Final
 
 import click
 
+from rollyard_api.core.errors import OptionInvalid
 from rollyard_api.options.command_line import GroupedCommand, declared_options, on_command_line
 from rollyard_api.options.declared import ControlPlaneOptions
-from rollyard_api.options.sources import OptionInvalid, drop_variables, load
+from rollyard_api.options.sources import drop_variables, load
 
 NAME: Final = "rollyard control-plane"
 EXIT_USAGE: Final = 2

@@ -24,11 +24,10 @@ from rollyard_process.telemetry.variables import TraceOptionError
 
 from rollyard_api.app import build
 from rollyard_api.browsers.config import BrowserSettings
+from rollyard_api.core.errors import OptionInvalid
 from rollyard_api.core.sockets import NoSocket, cut_off_stalled, listening_socket, write_port
-from rollyard_api.jobs.task_sources import ListEntryError
 from rollyard_api.options.declared import ControlPlaneOptions
 from rollyard_api.prorl import listener as prorl_listener
-from rollyard_api.prorl.config import ProrlConfigError
 from rollyard_api.prorl.listener import ProrlListener
 from rollyard_api.service import ControlPlane
 from rollyard_api.settings import Settings
@@ -128,12 +127,12 @@ def run(options: ControlPlaneOptions) -> int:
     ):
         try:
             getattr(settings, name)
-        except ListEntryError as error:
+        except OptionInvalid as error:
             return _refused(f"{options_of_list}: {error}")
     try:
         sock = listening_socket(options.host, options.port, "--port")
         prorl = prorl_listener.opened(options)
-    except (NoSocket, ProrlConfigError) as error:
+    except (NoSocket, OptionInvalid) as error:
         return _refused(error)
     for each in [sock] if prorl is None else [sock, prorl.socket]:
         if each.family != socket.AF_UNIX:

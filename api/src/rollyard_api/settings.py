@@ -76,7 +76,7 @@ class Settings(ControlPlaneOptions):
         """The sources that jobs may name.
 
         Raises:
-            ListEntryError: An entry cannot be used.
+            OptionInvalid: An entry cannot be used.
         """
         # Tokens, the database and the trajectories of other jobs are never the tasks of a job.
         private = [self.state_dir]
@@ -99,7 +99,7 @@ class Settings(ControlPlaneOptions):
         """The hosts that jobs may open to their sandboxes.
 
         Raises:
-            ListEntryError: An entry cannot be used.
+            OptionInvalid: An entry cannot be used.
         """
         return SandboxHosts.of(self.allow_sandbox_hosts, self.allow_eval_hosts)
 
@@ -108,7 +108,7 @@ class Settings(ControlPlaneOptions):
         """The reward services that jobs may name.
 
         Raises:
-            ListEntryError: An entry cannot be used.
+            OptionInvalid: An entry cannot be used.
         """
         return ServiceAllowList.of(self.allow_rewards_from, self.allow_rewards_networks)
 

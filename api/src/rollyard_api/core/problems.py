@@ -95,6 +95,12 @@ class Gone(ApiError):
     status = 410
 
 
+class BodyTooSlow(ApiError):
+    """The body did not arrive in time."""
+
+    status = 408
+
+
 class TooLarge(ApiError):
     """The request or its answer is larger than permitted."""
 

@@ -22,7 +22,15 @@ import sqlalchemy as sa
 from sqlalchemy.engine import Connection
 
 from rollyard_api.core.limits import Limit
-from rollyard_api.core.problems import RETRY_AFTER, ApiError, Invalid, NotFound, QueueFull, TooLarge
+from rollyard_api.core.problems import (
+    RETRY_AFTER,
+    ApiError,
+    BodyTooSlow,
+    Invalid,
+    NotFound,
+    QueueFull,
+    TooLarge,
+)
 from rollyard_api.jobs.task_sources import FIELD
 from rollyard_api.storage.database import Database, Transaction
 from rollyard_api.storage.rows import BlobRow, read_one
@@ -55,12 +63,6 @@ class BlobLimits:
     """The largest number of uploads of a namespace, including unfinished ones."""
     kept_seconds: float = 3600.0
     """The number of seconds for which an upload that no job holds is kept."""
-
-
-class UploadTooSlow(ApiError):
-    """The body did not arrive in time."""
-
-    status = 408
 
 
 def missing_of_job(sha256: str) -> ApiError:
@@ -242,16 +244,17 @@ class Uploads:
             Invalid: The body has another SHA-256.
             TooLarge: The body is longer than the limit for one upload.
             QueueFull: The namespace has reached its limits, or too many uploads are running.
-            UploadTooSlow: Too little arrived in time.
+            BodyTooSlow: Too little arrived in time.
         """
         with self._running.held(namespace):
             try:
                 async with asyncio.timeout(WHOLE_SECONDS):
                     return await self._take(namespace, sha256, body)
             except TimeoutError as error:
-                raise UploadTooSlow(
+                raise BodyTooSlow(
                     f"nothing of the body came for {SILENT_SECONDS:g} seconds, or not all of it within "
-                    f"{WHOLE_SECONDS:g}"
+                    f"{WHOLE_SECONDS:g}",
+                    reason="UploadTooSlow",
                 ) from error
 
     async def _take(self, namespace: str, sha256: str, body: AsyncIterator[bytes]) -> bool:

@@ -104,7 +104,7 @@ def pieces(
     """Return the bytes of a source as they arrive, never more than one piece at a time.
 
     Raises:
-        TasksNotAllowed: The source leads to a link target, a redirect target or an address that is not
+        SourceNotAllowed: The source leads to a link target, a redirect target or an address that is not
             allowed.
         SourceUnreadable: The source cannot be read.
     """
@@ -138,7 +138,7 @@ def open_file(source: Source, allowed: AllowList) -> BinaryIO:
     has for it. An author who swaps a link or a folder between the check and the opening gains nothing.
 
     Raises:
-        TasksNotAllowed: The file is elsewhere once links are followed.
+        SourceNotAllowed: The file is elsewhere once links are followed.
         SourceUnreadable: There is no such file, or it cannot be read.
     """
     path = source.location.path

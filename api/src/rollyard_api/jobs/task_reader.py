@@ -101,7 +101,7 @@ class TaskReader:
             skipped: Takes the rows that are left out, where the options say `onBadRow: skip`.
 
         Raises:
-            TasksNotAllowed: The installer's list does not contain the URL, or a place that it leads to.
+            SourceNotAllowed: The installer's list does not contain the URL, or a place that it leads to.
             Invalid: The file cannot be read in time, or a line is refused and not skipped. The whole list is
                 refused in this case.
             QueueFull, Unavailable: Too many files are being read.

@@ -19,7 +19,7 @@ import yaml
 from pydantic import ValidationError
 from rollyard_crds.reading.yaml_text import YamlError, load_one
 
-from rollyard_api.core.errors import ControlPlaneError
+from rollyard_api.core.errors import OptionInvalid
 from rollyard_api.options.declared import DeclaredOptions, PlaneOptions, keys, option_of, variable_of
 
 MAX_FILE_BYTES: Final = 1 << 20
@@ -37,12 +37,6 @@ _MESSAGES: Final = {
 """What is said in the place of pydantic's words, by the type of its error."""
 
 T = TypeVar("T", bound=DeclaredOptions)
-
-
-class OptionInvalid(ControlPlaneError, ValueError):
-    """An option cannot be used. The message names the option, variable or key, and what would be right."""
-
-    reason = "InvalidOption"
 
 
 def load(model: type[T], arguments: Mapping[str, Any], file: Path | None, program: str) -> T:

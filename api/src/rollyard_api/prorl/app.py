@@ -30,7 +30,15 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from rollyard_api.core.codec import JSON, check_plain, decode, dumps, loads
 from rollyard_api.core.hosts import HostCheck
 from rollyard_api.core.limits import Limit
-from rollyard_api.core.problems import ApiError, Forbidden, Invalid, Malformed, TooLarge, Unavailable
+from rollyard_api.core.problems import (
+    ApiError,
+    BodyTooSlow,
+    Forbidden,
+    Invalid,
+    Malformed,
+    TooLarge,
+    Unavailable,
+)
 from rollyard_api.core.wakeups import job_topic
 from rollyard_api.prorl import calls, servers
 from rollyard_api.prorl.calls import NewCall, StartedCall
@@ -159,12 +167,6 @@ _BROWSERS: Final = ("origin", "sec-fetch-site", "sec-fetch-mode", "access-contro
 """The headers that browsers add to the requests of web pages, and that no client of the protocol sends."""
 
 
-class BodyLate(ApiError):
-    """The body of a request did not arrive in time."""
-
-    status = 408
-
-
 class BodyPacked(ApiError):
     """The body of a request is compressed."""
 
@@ -244,7 +246,7 @@ class BodyGate:
                     if len(body) > most:
                         raise too_large
         except TimeoutError:
-            raise BodyLate(f"the body did not arrive within {BODY_SECONDS:g} s") from None
+            raise BodyTooSlow(f"the body did not arrive within {BODY_SECONDS:g} s") from None
         except ClientDisconnect:
             raise Malformed("the connection was lost") from None
         kind = headers.get("content-type", "application/json").split(";")[0].strip().lower()

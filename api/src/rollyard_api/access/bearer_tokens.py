@@ -82,14 +82,16 @@ class Tokens:
         matches = [
             role
             for role, valid in self.by_role.items()
-            for one in valid
-            if hmac.compare_digest(one.encode(), presented)
+            for token in valid
+            if hmac.compare_digest(token.encode(), presented)
         ]
         if matches:
             return Caller(matches[0])
-        jobs = [job for one in self.by_role["worker"] if (job := job_of(credential, one)) is not None]
+        jobs = [job for token in self.by_role["worker"] if (job := job_of(credential, token)) is not None]
         ready = [
-            one for token in self.by_role["worker"] if (one := ready_worker_of(credential, token)) is not None
+            worker
+            for token in self.by_role["worker"]
+            if (worker := ready_worker_of(credential, token)) is not None
         ]
         if ready:
             return Caller(READY, ready=ready[0])

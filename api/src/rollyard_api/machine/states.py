@@ -67,8 +67,8 @@ class RolloutState(IntEnum):
 # These are looked up for every lease and every report, where the cost of computing them would be noticeable.
 BY_NUMBER: tuple[RolloutState, ...] = tuple(RolloutState)
 _FIRST_ENDED: Final = int(RolloutState.SUCCEEDED)
-_QUEUED: Final = {stage: BY_NUMBER[2 * place] for place, stage in enumerate(STAGES)}
-_LEASED: Final = {stage: BY_NUMBER[2 * place + 1] for place, stage in enumerate(STAGES)}
+_QUEUED: Final = {stage: BY_NUMBER[2 * index] for index, stage in enumerate(STAGES)}
+_LEASED: Final = {stage: BY_NUMBER[2 * index + 1] for index, stage in enumerate(STAGES)}
 _STAGES: tuple[StageName | None, ...] = (*(stage for stage in STAGES for _ in range(2)), None, None, None)
 _STATUSES: Final = ("queued", "leased") * len(STAGES) + ("succeeded", "failed", "cancelled")
 

@@ -68,12 +68,13 @@ class ResultPage(Generic[E]):
     job: JobRow
     after: int
     """The place of the cursor, after which results were requested."""
-    found: E
+    results: E
     finished: bool
-    """Whether no results will follow those that were found."""
+    """Whether no results will follow these."""
     form: str
     """The media type of the answer."""
-    held: AsyncExitStack
+    stack: AsyncExitStack
+    """Gives the place back."""
 
     async def records(self, rows: Sequence[EndedRollout]) -> Sequence[Piece]:
         """Return the records of these rows as `answer` takes them."""
@@ -95,13 +96,13 @@ class ResultPage(Generic[E]):
             sent: How many of them the body has.
         """
         whole = sent == len(places)
-        position = self.found.after if whole else places[sent - 1]
+        position = self.results.after if whole else places[sent - 1]
         headers = {
             "Rollyard-Cursor": cursors.text(self.kind, self.job.uid, position),
             "Rollyard-Cursors": cursors.listed(self.kind, self.job.uid, places[:sent]),
             "Rollyard-Finished": "true" if self.finished and whole else "false",
         }
-        return Delivery(data, self.form, headers, self.held.pop_all())
+        return Delivery(data, self.form, headers, self.stack.pop_all())
 
 
 @asynccontextmanager
@@ -171,7 +172,7 @@ async def trajectories(
     look = partial(records.ended_after, limit=limit, states=states, max_bytes=plane.settings.page_bytes)
     async with result_page(call, "trajectories", cursor, wait, look) as page:
         lines: Sequence[Piece] = []
-        short = page.found.sizes
+        short = page.results.sizes
         if short:
             read = partial(
                 records.rows_of, job_id=page.job.id, cursor=page.after, states=states, last=short[-1].end_seq
@@ -204,9 +205,9 @@ async def groups(
         grouping.ended_after, limit=limit, informative=informative, dropped=dropped, max_bytes=most
     )
     async with result_page(call, "groups", cursor, wait, look) as page:
-        form, ended, short = page.form, page.found.groups, page.found.sizes
+        form, ended, short = page.form, page.results.groups, page.results.sizes
         lines: list[bytes] = []
-        if not page.found.large:
+        if not page.results.large:
             read = partial(grouping.rows_of, job_id=page.job.id, of=[group for group, _ in ended])
             rows = await plane.database.read(read)
             if any(row.id not in rows for row in short):

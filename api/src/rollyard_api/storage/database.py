@@ -25,7 +25,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, Generic, TypeVar
+from typing import Any, Final, Generic, NamedTuple, TypeVar
 
 import sqlalchemy as sa
 from rollyard_process.telemetry.spans import TraceSpan
@@ -47,8 +47,16 @@ READERS: Final = 2
 
 Measured = tuple[str, int, float, float]
 """The measurements of a completed Run: backend, sampled tokens, seconds of model time, seconds of Run."""
-Trouble = tuple[int, str, str, str, str]
-"""A stage that did not end well while a worker had it: job, worker, rollout, reason and message."""
+
+
+class Trouble(NamedTuple):
+    """A stage that did not end well while a worker had it."""
+
+    job_id: int
+    worker: str
+    rollout: str
+    reason: str
+    message: str
 
 
 @dataclass(slots=True)

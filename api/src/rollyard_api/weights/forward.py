@@ -27,5 +27,5 @@ def logprobs(folder: str, ids: list[int]) -> list[float]:
 
 
 if __name__ == "__main__":
-    asked = json.load(sys.stdin)
-    print(json.dumps({"logprobs": logprobs(sys.argv[1], asked["ids"])}))
+    request = json.load(sys.stdin)
+    print(json.dumps({"logprobs": logprobs(sys.argv[1], request["ids"])}))

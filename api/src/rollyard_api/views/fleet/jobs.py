@@ -68,7 +68,7 @@ def slim(
 
 
 def _slim(
-    row: Any, states: Mapping[RolloutState, int], last_end: float | None, held: bool, now: float
+    row: Any, states: Mapping[RolloutState, int], last_end: float | None, heard: bool, now: float
 ) -> dict[str, Any]:
     status = loads(row.status)
     stages = {
@@ -99,7 +99,7 @@ def _slim(
         "stages": stages,
         "reward_mean": row.reward_sum / row.succeeded if row.succeeded else None,
         "late": late(row, last_end, now),
-        "waits_for": waits_for(row, status, stages, active, held),
+        "waits_for": waits_for(row, status, stages, active, heard),
     }
 
 
@@ -144,18 +144,18 @@ def waits_for(
     status: Mapping[str, Any],
     stages: Mapping[StageName, Mapping[str, int]],
     active: int,
-    held: bool,
+    heard: bool,
 ) -> dict[str, str] | None:
     """Return {reason, message} of what keeps an unfinished job from working, or None if it works."""
     if row.finished_at is not None or row.cancel_reason is not None:
         return None
-    conditions = {one.get("type"): one for one in status.get("conditions") or ()}
+    conditions = {condition.get("type"): condition for condition in status.get("conditions") or ()}
     if row.suspended:
         return {"reason": "Suspended", "message": "the job is suspended; resume it to go on"}
     admitted = conditions.get("Admitted")
     if admitted is not None and admitted.get("status") != "True":
         return {"reason": admitted.get("reason") or "NotAdmitted", "message": admitted.get("message") or ""}
-    queued = sum(one["queued"] for one in stages.values())
+    queued = sum(counts["queued"] for counts in stages.values())
     if row.outage_began is not None and stages["run"]["queued"]:
         message = f"no backend of pool {row.pool!r} is ready"
         return {"reason": "NoBackendReady", "message": message}
@@ -171,7 +171,7 @@ def waits_for(
         return {"reason": running["reason"], "message": running.get("message") or ""}
     if admitted is None:
         return {"reason": "NoDriver", "message": "no driver has looked at the job yet"}
-    if not held:
+    if not heard:
         return {"reason": "NoWorker", "message": "no worker of the job was heard lately"}
     return None
 

@@ -45,9 +45,9 @@ class _Noted:
 
 
 _HEARD: Final = by_dialect(
-    lambda insert: (made := insert(seen_workers)).on_conflict_do_update(
+    lambda insert: (insertion := insert(seen_workers)).on_conflict_do_update(
         index_elements=[seen_workers.c.job_id, seen_workers.c.name],
-        set_={name: made.excluded[name] for name in ("node", "stages", "heard_at")},
+        set_={name: insertion.excluded[name] for name in ("node", "stages", "heard_at")},
     )
 )
 _TROUBLE: Final = (
@@ -108,7 +108,7 @@ class SeenWorkers:
     def troubled(self, troubles: Sequence[Trouble], now: float) -> None:
         """Note stages that did not end well. Only the last one of a worker is kept."""
         for trouble in troubles:
-            key = trouble[:2]
+            key = trouble.job_id, trouble.worker
             if key in self._troubles or len(self._troubles) < MAX_TROUBLES:
                 self._troubles[key] = (trouble, now)
 
@@ -133,11 +133,11 @@ class SeenWorkers:
             ]
             changes = [
                 {
-                    "b_job": trouble[0],
-                    "b_name": trouble[1],
-                    "b_rollout": trouble[2],
-                    "b_reason": one_line(trouble[3])[:128],
-                    "b_message": one_line(trouble[4][:_MAX_MESSAGE])[:_MAX_MESSAGE],
+                    "b_job": trouble.job_id,
+                    "b_name": trouble.worker,
+                    "b_rollout": trouble.rollout,
+                    "b_reason": one_line(trouble.reason)[:128],
+                    "b_message": one_line(trouble.message[:_MAX_MESSAGE])[:_MAX_MESSAGE],
                     "b_at": at,
                 }
                 for _, (trouble, at) in sorted(troubles.items())

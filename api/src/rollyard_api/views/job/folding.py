@@ -70,11 +70,11 @@ _MEMBERS: Final = sa.select(rollouts.c.group_no, rollouts.c.reward).where(
 _FIRST: Final = by_dialect(lambda insert: insert(job_statistics).on_conflict_do_nothing())
 """Makes a job's row of statistics unless it is there."""
 _RATES: Final = by_dialect(
-    lambda insert: (made := insert(rates)).on_conflict_do_update(
+    lambda insert: (insertion := insert(rates)).on_conflict_do_update(
         index_elements=[rates.c.start],
         set_={
-            "rollouts": rates.c.rollouts + made.excluded.rollouts,
-            "tokens": rates.c.tokens + made.excluded.tokens,
+            "rollouts": rates.c.rollouts + insertion.excluded.rollouts,
+            "tokens": rates.c.tokens + insertion.excluded.tokens,
         },
     )
 )

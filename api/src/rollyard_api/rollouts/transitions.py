@@ -26,7 +26,7 @@ from rollyard_api.machine.states import RolloutState
 from rollyard_api.storage import groups as group_rows
 from rollyard_api.storage import jobs as job_rows
 from rollyard_api.storage import rollouts as rollout_rows
-from rollyard_api.storage.database import Transaction, Trouble
+from rollyard_api.storage.database import StageTrouble, Transaction
 from rollyard_api.trajectories import attempts, spans, traces
 
 Decided = tuple[Rollout, Transition]
@@ -169,7 +169,9 @@ class _Batch:
         # While a rollout waits in a queue, its row names the worker of the stage before.
         worker = (rollout.worker or "") if rollout.state.is_leased else ""
         if worker:
-            self.tx.troubles.append(Trouble(rollout.job_id, worker, rollout.id, transition.reason, message))
+            self.tx.troubles.append(
+                StageTrouble(rollout.job_id, worker, rollout.id, transition.reason, message)
+            )
         return attempts.attempt(
             stage=rollout.stage,
             number=number,

@@ -49,7 +49,7 @@ Measured = tuple[str, int, float, float]
 """The measurements of a completed Run: backend, sampled tokens, seconds of model time, seconds of Run."""
 
 
-class Trouble(NamedTuple):
+class StageTrouble(NamedTuple):
     """A stage that did not end well while a worker had it."""
 
     job_id: int
@@ -76,7 +76,7 @@ class Transaction:
     measured: list[Measured] = field(default_factory=list)
     loads: dict[str, int] = field(default_factory=dict)
     """The active rollouts by backend, if this transaction counted them."""
-    troubles: list[Trouble] = field(default_factory=list)
+    troubles: list[StageTrouble] = field(default_factory=list)
 
     def wake(self, topic: str) -> None:
         """Make long polls on this topic check again after the commit."""

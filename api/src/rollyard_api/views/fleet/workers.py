@@ -17,7 +17,7 @@ from rollyard_process.log_text import one_line
 from sqlalchemy import bindparam
 from sqlalchemy.engine import Connection
 
-from rollyard_api.storage.database import Database, Transaction, Trouble
+from rollyard_api.storage.database import Database, StageTrouble, Transaction
 from rollyard_api.storage.schema import jobs, rollouts
 from rollyard_api.storage.statements import by_dialect
 from rollyard_api.storage.view_tables import seen_workers
@@ -74,7 +74,7 @@ class SeenWorkers:
         self._database = database
         self._seconds = seconds
         self._noted: dict[tuple[int, str], _Noted] = {}
-        self._troubles: dict[tuple[int, str], tuple[Trouble, float]] = {}
+        self._troubles: dict[tuple[int, str], tuple[StageTrouble, float]] = {}
 
     def heard(
         self,
@@ -105,7 +105,7 @@ class SeenWorkers:
                 noted.places[stage] = places
                 noted.written = 0.0
 
-    def troubled(self, troubles: Sequence[Trouble], now: float) -> None:
+    def troubled(self, troubles: Sequence[StageTrouble], now: float) -> None:
         """Note stages that did not end well. Only the last one of a worker is kept."""
         for trouble in troubles:
             key = trouble.job_id, trouble.worker

@@ -14,8 +14,9 @@ from typing import Any
 
 import httpx
 import pytest
+from rollyard_api.core.errors import OptionInvalid
 from rollyard_api.options.declared import ControlPlaneOptions, PlaneOptions, document
-from rollyard_api.options.sources import MAX_FILE_BYTES, OptionInvalid, load
+from rollyard_api.options.sources import MAX_FILE_BYTES, load
 from rollyard_api.settings import Settings
 from rollyard_drivers.host.control_plane import ControlPlaneProcess, ControlPlaneSettings
 from rollyard_drivers.host.errors import StartFailed

@@ -15,7 +15,7 @@ import httpx
 import pytest
 from rollyard_api.app import build
 from rollyard_api.core.hosts import HostCheck
-from rollyard_api.prorl import gate
+from rollyard_api.prorl import app as prorl_app
 from rollyard_api.prorl.config import ProrlConfig
 from rollyard_api.prorl.listener import ProrlListener
 from rollyard_api.service import ControlPlane
@@ -280,11 +280,11 @@ async def test_bodies_are_bounded_in_size_depth_and_time(door: Door, monkeypatch
         line = f"POST /process HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: {length}\r\n\r\n"
         refusal = await door.raw(line.encode())
         assert not refusal or refusal.startswith(b"HTTP/1.1 4"), length
-    monkeypatch.setattr(gate, "BODY_SECONDS", 0.3)
+    monkeypatch.setattr(prorl_app, "BODY_SECONDS", 0.3)
     line = b"POST /process HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 100\r\n\r\n{"
     assert (await door.raw(line)).startswith(b"HTTP/1.1 408")
     # Bodies that are announced and never come take no room from those that do.
-    monkeypatch.setattr(gate, "MAX_HELD_BYTES", 4096)
+    monkeypatch.setattr(prorl_app, "MAX_HELD_BYTES", 4096)
     announced = b"POST /process HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 4000\r\n\r\n{"
     slow = [asyncio.create_task(door.raw(announced)) for _ in range(5)]
     assert all(answer.startswith(b"HTTP/1.1 408") for answer in await asyncio.gather(*slow))
@@ -308,7 +308,7 @@ async def test_a_length_of_other_digits_is_too_large_whatever_parses_the_request
 
     headers = [(b"host", b"localhost"), (b"content-length", "\u00b2".encode("latin-1"))]
     scope = {"type": "http", "method": "POST", "path": "/start", "headers": headers}
-    await gate.BodyGate(unused, HostCheck("127.0.0.1", ()))(scope, unused, send)
+    await prorl_app.BodyGate(unused, HostCheck("127.0.0.1", ()))(scope, unused, send)
     assert answers[0]["status"] == 413
 
 

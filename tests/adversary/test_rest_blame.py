@@ -8,7 +8,7 @@ from typing import Any
 
 import httpx
 import pytest
-from rollyard_api.backends.circuit_breaker import THRESHOLD
+from rollyard_api.backends.circuits import THRESHOLD
 from rollyard_testing.adversary.restplane import Yard, control_plane, result
 from rollyard_testing.manifests import pool_manifest
 

@@ -12,8 +12,9 @@ import httpx
 import pytest
 from rollyard_api.access import permissions
 from rollyard_api.browsers import door, sessions
-from rollyard_api.browsers.config import BrowserOptionInvalid, BrowserSettings, path_prefix
+from rollyard_api.browsers.config import BrowserSettings, path_prefix
 from rollyard_api.command import main
+from rollyard_api.core.errors import OptionInvalid
 from rollyard_api.core.hosts import HostCheck
 from rollyard_testing.adversary.restplane import Yard, control_plane
 from rollyard_testing.api.browser import HOST, TestBrowser
@@ -505,7 +506,7 @@ HOSTILE_OPTIONS = pytest.mark.attack(
     ids=repr,
 )  # fmt: skip
 def test_no_prefix_injects_anything(prefix: str) -> None:
-    with pytest.raises(BrowserOptionInvalid, match=r"must be a path such as|must not begin with"):
+    with pytest.raises(OptionInvalid, match=r"must be a path such as|must not begin with"):
         path_prefix(prefix)
 
 

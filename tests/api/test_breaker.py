@@ -10,7 +10,7 @@ import sqlalchemy as sa
 from hypothesis import given
 from hypothesis import strategies as st
 from rollyard_api.backends import circuits
-from rollyard_api.backends.circuit_breaker import (
+from rollyard_api.backends.circuits import (
     FIRST_PAUSE,
     LONGEST_PAUSE,
     STUCK_SECONDS,

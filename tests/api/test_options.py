@@ -10,6 +10,7 @@ from typing import Any, get_args
 import click
 import pytest
 from rollyard_api.command import command, main
+from rollyard_api.core.errors import OptionInvalid
 from rollyard_api.jobs import blobs, task_reader
 from rollyard_api.options.command_line import on_command_line
 from rollyard_api.options.declared import (
@@ -22,7 +23,7 @@ from rollyard_api.options.declared import (
     option_of,
     variable_of,
 )
-from rollyard_api.options.sources import OptionInvalid, drop_variables, load
+from rollyard_api.options.sources import drop_variables, load
 
 MINE = "ROLLYARD_CONTROL_PLANE_"
 

@@ -11,8 +11,9 @@ from typing import Any
 import httpx
 import pytest
 from rollyard_api.browsers import page
-from rollyard_api.browsers.config import BrowserOptionInvalid, BrowserSettings, host_name, path_prefix
+from rollyard_api.browsers.config import BrowserSettings, host_name, path_prefix
 from rollyard_api.browsers.page import takes_gzip
+from rollyard_api.core.errors import OptionInvalid
 from rollyard_api.settings import Settings
 from rollyard_testing.api.plane import make_manifest, serving
 
@@ -211,7 +212,7 @@ def test_host_names(given: str, name: str) -> None:
     "given", ["", "http://a", "a:80", "a b", "*.a", "a..b", "-a", "a/b", "a" * 254, "10.0.0.1", "::1"]
 )
 def test_names_that_are_none(given: str) -> None:
-    with pytest.raises(BrowserOptionInvalid, match=r"is an address|must be a DNS name"):
+    with pytest.raises(OptionInvalid, match=r"is an address|must be a DNS name"):
         host_name(given)
 
 

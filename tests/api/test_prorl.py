@@ -16,9 +16,10 @@ from typing import Any
 import httpx
 import pytest
 from rollyard_api.app import build
+from rollyard_api.core.errors import OptionInvalid
 from rollyard_api.core.problems import Invalid
 from rollyard_api.prorl import calls
-from rollyard_api.prorl.config import ProrlConfig, ProrlConfigError, read_config
+from rollyard_api.prorl.config import ProrlConfig, read_config
 from rollyard_api.prorl.listener import ProrlListener
 from rollyard_api.prorl.process_calls import FORMATS, task_of
 from rollyard_api.service import ControlPlane
@@ -556,11 +557,11 @@ def test_settings_name_the_field_that_is_wrong(tmp_path: Path) -> None:
         ("a: [\n", "no YAML"),
     ):
         path.write_text(text)
-        with pytest.raises(ProrlConfigError, match=problem):
+        with pytest.raises(OptionInvalid, match=problem):
             read_config(path)
     path.write_text("servers: [10.0.0.0/8, engine-0.engines]\nhosts: [prorl.example]\n")
     assert read_config(path, "folder").tokenizer == "folder"
-    with pytest.raises(ProrlConfigError, match="cannot be read"):
+    with pytest.raises(OptionInvalid, match="cannot be read"):
         read_config(tmp_path / "none.yaml")
 
 

@@ -7,10 +7,10 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
+from rollyard_api.core.errors import OptionInvalid
 from rollyard_api.core.problems import QueueFull
 from rollyard_api.jobs import reward_services as module
 from rollyard_api.jobs.reward_services import RewardServices, ServiceAllowList, ServiceCall
-from rollyard_api.jobs.task_sources import ListEntryError
 from rollyard_crds.fields.reward import RewardServiceSpec
 from rollyard_testing.api.plane import Worker, make_manifest, serving
 from rollyard_testing.api.reward_service import SECRET, ScriptedRewardService
@@ -161,7 +161,7 @@ async def test_requests_of_a_job_are_as_many_at_once_as_it_says(
 
 @pytest.mark.parametrize("prefix", ["file:///data/", "s3://bucket/x/", "ftp://host/", "http://a@b/"])
 def test_only_web_servers_can_be_listed(prefix: str) -> None:
-    with pytest.raises(ListEntryError):
+    with pytest.raises(OptionInvalid):
         ServiceAllowList.of([prefix])
 
 

@@ -245,10 +245,10 @@ async def test_a_session_ends_with_its_token(settings: Settings, tmp_path: Path)
 @OUTLIVING_SESSION
 async def test_an_open_stream_ends_with_its_session(served: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     from rollyard_api.browsers import door
-    from rollyard_api.routes import events
+    from rollyard_api.routes import results
 
     monkeypatch.setattr(door, "LOOK_SECONDS", 0.1)
-    monkeypatch.setattr(events, "COUNTS_SECONDS", 0.2)
+    monkeypatch.setattr(results, "COUNTS_SECONDS", 0.2)
     assert (await served.admin.post("/v1/rolloutjobs", json=make_manifest())).status_code == 201
     browser = await signed_in(served)
     reading = asyncio.create_task(browser.fetch("GET", "/v1/rolloutjobs/job/events"))

@@ -19,10 +19,11 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 from hypothesis import given
 from hypothesis import strategies as st
+from rollyard_api.core.errors import OptionInvalid
 from rollyard_api.core.problems import ApiError, Invalid, QueueFull
 from rollyard_api.jobs import source_readers
 from rollyard_api.jobs.task_reader import TaskFileLimits, TaskReader
-from rollyard_api.jobs.task_sources import AllowList, ListEntryError, TasksNotAllowed, blob_of
+from rollyard_api.jobs.task_sources import AllowList, SourceNotAllowed, blob_of
 from rollyard_testing.pace import patience
 from rollyard_testing.sandboxes.outside import HOST, certificate
 
@@ -61,13 +62,13 @@ def reader_of(*prefixes: str, networks: tuple[str, ...] = (), **limits: Any) -> 
      "http://{namespace}.org/", "file:///x/{name}", "file:///../x", "simplecache::file:///x", "http://host:x/"],
 )  # fmt: skip
 def test_what_cannot_be_listed(prefix: str) -> None:
-    with pytest.raises(ListEntryError) as refused:
+    with pytest.raises(OptionInvalid) as refused:
         AllowList.of([prefix])
     assert repr(prefix) in str(refused.value)
 
 
 def test_a_network_is_one() -> None:
-    with pytest.raises(ListEntryError, match=r"such as 10\.0\.0\.0/8"):
+    with pytest.raises(OptionInvalid, match=r"such as 10\.0\.0\.0/8"):
         AllowList.of([], ["10.1.2.3/8"])
 
 
@@ -77,7 +78,7 @@ def test_no_text_leads_out_of_the_list(text: str) -> None:
     for url in (text, f"file:///data/x{text}", f"http://host/x{text}", f"s3://bucket/x{text}"):
         try:
             source = allowed.source(url, "default")
-        except TasksNotAllowed:
+        except SourceNotAllowed:
             continue
         assert source.location.path == "/x" or source.location.path.startswith(("/x/", "/data/x"))
         assert ".." not in source.location.path.split("/")
@@ -126,7 +127,7 @@ async def test_the_checked_address_is_the_one_that_is_connected_to(monkeypatch: 
     with pytest.raises(Invalid, match="cannot be reached"):
         await reader.read("http://host/x", "default")
     assert connected == ["93.184.216.34"]
-    with pytest.raises(TasksNotAllowed):
+    with pytest.raises(SourceNotAllowed):
         await reader.read("http://host/x", "default")
     assert connected == ["93.184.216.34"]
     reader.close()
@@ -136,7 +137,7 @@ async def test_one_forbidden_address_of_several_refuses_the_host(monkeypatch: An
     found = [ipaddress.ip_address(text) for text in ("93.184.216.34", "10.0.0.1")]
     monkeypatch.setattr(source_readers, "_resolve", lambda _host, _port: found)
     reader = reader_of("http://host/")
-    with pytest.raises(TasksNotAllowed):
+    with pytest.raises(SourceNotAllowed):
         await reader.read("http://host/x", "default")
     reader.close()
 
@@ -193,7 +194,7 @@ async def test_a_bucket(monkeypatch: Any) -> None:
     MemoryFileSystem().pipe_file("/bucket/team-b/tasks.jsonl", b"secret\n")
     reader = reader_of("s3://bucket/{namespace}/")
     assert len(await reader.read("s3://bucket/team-a/tasks.jsonl", "team-a")) == 1
-    with pytest.raises(TasksNotAllowed):
+    with pytest.raises(SourceNotAllowed):
         await reader.read("s3://bucket/team-b/tasks.jsonl", "team-a")
     with pytest.raises(Invalid, match="line 1: not valid JSON") as refused:
         await reader.read("s3://bucket/team-b/tasks.jsonl", "team-b")

@@ -268,7 +268,7 @@ async def test_servers_go_back_to_what_they_had_before_refused_weights(
             policy_index=0, label="mine", folder=folder, prompt_ids=(1, 2), logprobs=(-1.0,)
         )
         target = await two.target(url)
-        await two.record(records.begin, target, seen=Observation(before=gave))
+        await two.record(records.begin, target, observation=Observation(before=gave))
         await two.step(number, url, step="Verifying")
     await loader.bring(await two.target(d), servers[d])
     assert (await two.update(number))["state"] == "Failed"

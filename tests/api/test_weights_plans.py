@@ -531,9 +531,9 @@ async def test_weights_of_an_earlier_attempt_do_not_pass_for_those_before_it(by:
     await two.succeed(await two.begin("v1", FULL))
     number = await two.begin("v2", NEXT)
     url = two.urls[0]
-    await two.record(records.begin, await two.target(url), seen=Observation())
+    await two.record(records.begin, await two.target(url), observation=Observation())
     await two.record(records.advance, await two.target(url), step="Loading")
-    await two.record(records.begin, await two.target(url), seen=Observation())
+    await two.record(records.begin, await two.target(url), observation=Observation())
     await two.refuse(number, two.urls[by], keeps=True)
     target = await two.target(url)
     assert target.update is not None
@@ -545,8 +545,8 @@ async def test_weights_of_a_superseded_update_do_not_pass_for_the_first_ones(two
     number = await two.begin("v1", FULL)
     for url in two.urls[:2]:
         target = await two.target(url)
-        await two.record(records.begin, target, seen=Observation())
-        await two.record(records.done, target, seen=VERIFIED)
+        await two.record(records.begin, target, observation=Observation())
+        await two.record(records.done, target, observation=VERIFIED)
     number = await two.begin("v2", NEXT)
     await two.refuse(number, two.urls[1], keeps=True)
     status = await two.status()
@@ -657,12 +657,12 @@ async def test_a_server_that_loaded_what_was_refused_meanwhile_is_not_current(tw
     number = await two.begin("v1", FULL)
     targets = {url: await two.target(url) for url in two.urls[:2]}
     await two.step(number, two.urls[1], step="Verifying")
-    await two.record(records.done, targets[two.urls[0]], seen=VERIFIED)
+    await two.record(records.done, targets[two.urls[0]], observation=VERIFIED)
     first = (await two.status())["backends"][0]
     assert (first["weights"], first["policyVersion"], first["restartRequested"]) == ("Current", "v1", False)
     await two.refuse(number)
     with pytest.raises(records.Superseded):
-        await two.record(records.done, targets[two.urls[1]], seen=VERIFIED)
+        await two.record(records.done, targets[two.urls[1]], observation=VERIFIED)
     found = (await two.status())["backends"]
     assert [b["weights"] for b in found] == ["Failed"] * 2 + ["Current"] * 3
     assert found[1]["policyVersion"] == ""
@@ -676,13 +676,15 @@ async def test_pushed_weights_let_a_paused_pool_continue_and_others_do_not(two: 
         await two.begin(version, source)
         for url in two.urls:
             await two.set("p", url, restart_requested=True)
-            await two.record(records.done, await two.target(url), seen=VERIFIED)
+            await two.record(records.done, await two.target(url), observation=VERIFIED)
         assert (await two.status())["paused"] == paused
         assert (await two.status("q"))["paused"], "another pool of the same servers"
         assert not any(b["restartRequested"] for b in (await two.status())["backends"])
     # A server that is brought to them later changes nothing about a later pause.
     await two.write(records.pause, namespace="default", name="p", mode="wait")
-    await two.record(records.done, await two.target(two.urls[0]), seen=Observation(last=WeightStep.LOOK))
+    await two.record(
+        records.done, await two.target(two.urls[0]), observation=Observation(last=WeightStep.LOOK)
+    )
     assert (await two.status())["paused"]
 
 
@@ -726,7 +728,7 @@ async def test_what_is_known_of_a_server_while_it_loads(
     await two.set("p", url, **({"weights": "Current"} | changes))
     before = EarlierLogprobs(policy_index=0, label="default", prompt_ids=(1, 2), logprobs=(-1.0,))
     target = await two.target(url)
-    await two.record(records.begin, target, seen=Observation(before=before))
+    await two.record(records.begin, target, observation=Observation(before=before))
     await two.record(records.advance, target, step="Loading")
     now = await two.target(url)
     assert (now.row.weights, now.row.policy_index) == (weights, index)
@@ -739,7 +741,7 @@ async def test_what_is_known_of_a_server_while_it_loads(
     if changes and changes != {"policy_index": 1}:
         return
     # It begins once more, with nothing measured: what was measured before is kept.
-    await two.record(records.begin, target, seen=Observation())
+    await two.record(records.begin, target, observation=Observation())
     read = partial(records.earlier, pool_id=1, url=url, policy_index=0)
     assert await two.served.plane.database.read(read) == before
     await two.begin("v2", NEXT)

@@ -8,7 +8,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from http import HTTPStatus
 from inspect import signature
-from typing import Any
+from typing import Any, Final
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -30,8 +30,6 @@ from rollyard_api.routes import (
     api_docs,
     blobs,
     claims,
-    cursors,
-    events,
     jobs,
     leases,
     pools,
@@ -92,10 +90,10 @@ class Gate:
             # An upload is read in pieces and may be longer. All other bodies are held in memory as a whole.
             most = self._max_blob if scope["path"].startswith(blobs.PREFIX) else self._max_body
             most = most if rule.max_body is None else min(most, rule.max_body)
-            given = headers.get(b"content-length", b"0")
+            length = headers.get(b"content-length", b"0")
             # The server itself refuses a value that is not a number of this kind. Here such a value counts as
             # too long.
-            if not given.isdigit() or len(given) > 18 or int(given) > most:
+            if not length.isdigit() or len(length) > 18 or int(length) > most:
                 raise TooLarge(f"the body of {scope['method']} {scope['path']} may have {most} bytes")
             body.most = most
             direct = _DIRECT.get((scope["method"], scope["path"]))
@@ -166,8 +164,8 @@ class Body:
         return message
 
 
-_LENGTHS = (b"content-length", b"transfer-encoding")
-_HEADERS = (b"authorization", b"content-length", b"cookie")
+_LENGTHS: Final = (b"content-length", b"transfer-encoding")
+_HEADERS: Final = (b"authorization", b"content-length", b"cookie")
 
 
 async def _problem(request: Request, error: Exception) -> Response:
@@ -209,13 +207,14 @@ class Application(FastAPI):
         return super().openapi()
 
 
-_ROUTERS = (
-    *(module.router for module in (leases, claims, results, cursors, events, jobs, blobs)),
+_ROUTERS: Final = (
+    *(module.router for module in (leases, claims, results, jobs, blobs)),
+    results.of_cursors,
     jobs.of_drivers,
     *(module.router for module in (workers, pools, weights, probes, sessions, api_docs)),
     *(module.router for module in (page_fleet, page_job, page_rollout)),
 )
-_DIRECT = {
+_DIRECT: Final = {
     (method, route.path): route
     for route in leases.router.routes
     if isinstance(route, APIRoute) and list(signature(route.endpoint).parameters) == ["request"]

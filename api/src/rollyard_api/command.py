@@ -6,28 +6,29 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import click
 
+from rollyard_api.core.errors import OptionInvalid
 from rollyard_api.options.command_line import GroupedCommand, declared_options, on_command_line
 from rollyard_api.options.declared import ControlPlaneOptions
-from rollyard_api.options.sources import OptionInvalid, drop_variables, load
+from rollyard_api.options.sources import drop_variables, load
 
-NAME = "rollyard control-plane"
-EXIT_USAGE = 2
+NAME: Final = "rollyard control-plane"
+EXIT_USAGE: Final = 2
 
 
 @click.command("control-plane", cls=GroupedCommand)
 @declared_options(ControlPlaneOptions)
-def command(config: Path | None, **given: Any) -> int:
+def command(config: Path | None, **arguments: Any) -> int:
     """Run a control plane of your own, without workers and backends.
 
     Each option is also a variable, as ROLLYARD_CONTROL_PLANE_LEASE_SECONDS, and a line of the file
     of --config.
     """
     try:
-        options = load(ControlPlaneOptions, on_command_line(given), config, NAME)
+        options = load(ControlPlaneOptions, on_command_line(arguments), config, NAME)
     except OptionInvalid as error:
         click.echo(error, err=True)
         return EXIT_USAGE

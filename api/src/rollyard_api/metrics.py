@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 import sqlalchemy as sa
 from prometheus_client import CollectorRegistry, Counter, Histogram
@@ -17,9 +17,9 @@ from rollyard_api.backends import pools
 from rollyard_api.machine.states import RolloutState
 from rollyard_api.storage.schema import claims, jobs, rollouts
 
-_SECONDS = (0.005, 0.02, 0.1, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800)
-_LATENCY = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
-_REWARDS = (-1, -0.5, 0, 0.1, 0.25, 0.5, 0.75, 0.9, 1)
+_SECONDS: Final = (0.005, 0.02, 0.1, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800)
+_LATENCY: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
+_REWARDS: Final = (-1, -0.5, 0, 0.1, 0.25, 0.5, 0.75, 0.9, 1)
 _COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
     "leases_granted": ("Leases granted", ("stage",)),
     "leases_expired": ("Leases that ran out", ("stage",)),
@@ -61,8 +61,8 @@ def _spans(traces: SpanExport) -> Iterator[Metric]:
     dropped = CounterMetricFamily(
         "rollyard_spans_dropped", "Spans that were dropped, as no receiver took them", labels=["reason"]
     )
-    found = dict.fromkeys(DROP_REASONS, 0) | traces.dropped
-    for reason, count in sorted(found.items()):
+    counts = dict.fromkeys(DROP_REASONS, 0) | traces.dropped
+    for reason, count in sorted(counts.items()):
         dropped.add_metric([reason], count)
     yield dropped
 
@@ -133,7 +133,7 @@ def _of_claims(conn: Connection) -> GaugeMetricFamily:
     return gauge
 
 
-_BACKEND = (
+_BACKEND: Final = (
     ("ready", "ready", "Whether a backend is ready"),
     ("active_rollouts", "activeRollouts", "Rollouts in Run on a backend"),
     ("draining", "draining", "Whether a backend takes no further rollouts and ends when it has none"),

@@ -14,6 +14,7 @@ import ssl
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Final
 
 import uvicorn
 from fastapi import FastAPI
@@ -23,19 +24,18 @@ from rollyard_process.telemetry.variables import TraceOptionError
 
 from rollyard_api.app import build
 from rollyard_api.browsers.config import BrowserSettings
+from rollyard_api.core.errors import OptionInvalid
 from rollyard_api.core.sockets import NoSocket, cut_off_stalled, listening_socket, write_port
-from rollyard_api.jobs.task_sources import ListEntryError
 from rollyard_api.options.declared import ControlPlaneOptions
 from rollyard_api.prorl import listener as prorl_listener
-from rollyard_api.prorl.config import ProrlConfigError
 from rollyard_api.prorl.listener import ProrlListener
 from rollyard_api.service import ControlPlane
 from rollyard_api.settings import Settings
 
-EXIT_USAGE = 2
-LARGE_BLOCK_BYTES = 1 << 20
-_M_MMAP_THRESHOLD = -3
-SHUTDOWN_SECONDS = 2
+EXIT_USAGE: Final = 2
+LARGE_BLOCK_BYTES: Final = 1 << 20
+_M_MMAP_THRESHOLD: Final = -3
+SHUTDOWN_SECONDS: Final = 2
 """The number of seconds that running requests have after a SIGTERM. Long polls are answered at once."""
 
 
@@ -76,7 +76,7 @@ class ControlPlaneServer(uvicorn.Server):
             plane.bus.close()
 
 
-GARBAGE_THRESHOLD = 10_000
+GARBAGE_THRESHOLD: Final = 10_000
 """The number of new objects after which the young ones are searched for cycles."""
 
 
@@ -127,12 +127,12 @@ def run(options: ControlPlaneOptions) -> int:
     ):
         try:
             getattr(settings, name)
-        except ListEntryError as error:
+        except OptionInvalid as error:
             return _refused(f"{options_of_list}: {error}")
     try:
         sock = listening_socket(options.host, options.port, "--port")
         prorl = prorl_listener.opened(options)
-    except (NoSocket, ProrlConfigError) as error:
+    except (NoSocket, OptionInvalid) as error:
         return _refused(error)
     for each in [sock] if prorl is None else [sock, prorl.socket]:
         if each.family != socket.AF_UNIX:

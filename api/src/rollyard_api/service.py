@@ -19,8 +19,7 @@ from sqlalchemy.engine import Connection, make_url
 from rollyard_api.access.bearer_tokens import TokenFile, Tokens
 from rollyard_api.access.permissions import BoundJobs
 from rollyard_api.backends import circuits, health
-from rollyard_api.backends.stats import Poller
-from rollyard_api.backends.throughput import Speeds
+from rollyard_api.backends.stats import Poller, Speeds
 from rollyard_api.browsers.door import Door
 from rollyard_api.browsers.sessions import Sessions, WrongCodes
 from rollyard_api.core import entrypoints
@@ -94,24 +93,24 @@ log = logging.getLogger("rollyard.api")
 
 T = TypeVar("T")
 
-SERVICE = "rollyard-control-plane"
+SERVICE: Final = "rollyard-control-plane"
 """The attribute `service.name` of the spans that a control plane sends."""
-DISK_SECONDS = 30.0
-PARSE_SECONDS = 60.0
-LOOKS = 4
+DISK_SECONDS: Final = 30.0
+PARSE_SECONDS: Final = 60.0
+LOOKS: Final = 4
 """The number of simultaneous looks at the database for long polls of one namespace."""
-GRANTS = 16
+GRANTS: Final = 16
 """The number of lease requests of one namespace that wait for the database's writer at the same time."""
-REWARD_CALLS = 64
+REWARD_CALLS: Final = 64
 """The number of simultaneous requests to reward services of one namespace. Further ones wait."""
-EVENT_BUFFER = 4096
+EVENT_BUFFER: Final = 4096
 """The number of events that are kept per job for resuming, and that one subscriber may fall behind."""
-FLUSH_SECONDS = 1.0
+FLUSH_SECONDS: Final = 1.0
 """The time between two looks at the results that wait for the trajectory store, in seconds. Each part costs
 about as much as ten results, and results that wait are delivered from the database."""
-BACKLOG = 64
+BACKLOG: Final = 64
 """The number of results that wait after a round of storing and make the next round follow at once."""
-FLUSH_RETRY_SECONDS = 2.0
+FLUSH_RETRY_SECONDS: Final = 2.0
 
 
 class ControlPlane:
@@ -263,13 +262,13 @@ class ControlPlane:
     async def sweep(self) -> None:
         """Run one round of expiry, deadlines, cancellations, claims and removals."""
         write, read = self.database.write, self.database.read
-        given = self.settings
+        settings = self.settings
         # Each operation has the size of its batches, or 0 if it does everything at once.
         work: tuple[tuple[Callable[[Transaction], int | None], int], ...] = (
-            (partial(sweeps.expire, max_expiries=given.max_expiries), sweeps.EXPIRY_BATCH),
+            (partial(sweeps.expire, max_expiries=settings.max_expiries), sweeps.EXPIRY_BATCH),
             (partial(heartbeats.give_up_silent, silent_seconds=NODE_SECONDS), heartbeats.NODE_BATCH),
             (sweeps.note_outages, 0),
-            (partial(sweeps.end_overdue, patience=given.no_backend_seconds), sweeps.OUTAGE_BATCH),
+            (partial(sweeps.end_overdue, patience=settings.no_backend_seconds), sweeps.OUTAGE_BATCH),
             (jobs.enforce, 0),
             (claims.release_unneeded, 0),
         )
@@ -301,24 +300,24 @@ class ControlPlane:
         await health.check_all(self.database, self.transport, ready=ready)
 
 
-async def _every(seconds: float, retry: float, what: str, work: Callable[[], Awaitable[None]]) -> None:
+async def _every(seconds: float, retry: float, name: str, work: Callable[[], Awaitable[None]]) -> None:
     """Call `work` in a loop; a refusal of the database or the store is logged once, and retried."""
     refused = ""
     while True:
         try:
             await work()
             if refused:
-                log.info("%s: works again", what)
+                log.info("%s: works again", name)
             refused = ""
             pause = seconds
         except ApiError as error:
             if error.reason != refused:
-                log.warning("%s: %s: %s", what, error.reason, error.detail)
+                log.warning("%s: %s: %s", name, error.reason, error.detail)
             refused = error.reason
             pause = retry
         except Exception:
             # One failure, whatever it is, must not end the work for all others.
-            log.exception("%s: failed, and will be tried again", what)
+            log.exception("%s: failed, and will be tried again", name)
             pause = max(retry, 1.0)
         await asyncio.sleep(pause)
 
@@ -340,8 +339,8 @@ async def running(settings: Settings) -> AsyncIterator[ControlPlane]:
             stack.enter_context(lock.held(settings.state_dir))
         tokens = TokenFile(settings.state_dir, settings.tokens_file)
         instance = f"{socket.gethostname()}-{os.getpid()}"
-        asked = settings.traces_asked
-        traces = stack.enter_context(exporting(settings.traces, SERVICE, instance, asked=asked))
+        requested = settings.traces_asked
+        traces = stack.enter_context(exporting(settings.traces, SERVICE, instance, asked=requested))
         database = Database(settings.database_url, sqlite_max_pages=settings.sqlite_max_pages)
         stack.push_async_callback(database.close)
         await asyncio.to_thread(migrate.upgrade, database.writer)
@@ -356,8 +355,8 @@ async def running(settings: Settings) -> AsyncIterator[ControlPlane]:
         await _resume(plane)
         await stack.enter_async_context(plane.http)
         background = [
-            asyncio.create_task(_every(seconds, retry, what, work))
-            for seconds, retry, what, work in _background(plane)
+            asyncio.create_task(_every(seconds, retry, name, work))
+            for seconds, retry, name, work in _background(plane)
         ]
         plane.ready = True
         try:
@@ -373,7 +372,7 @@ async def running(settings: Settings) -> AsyncIterator[ControlPlane]:
 
 def _background(plane: ControlPlane) -> list[tuple[float, float, str, Callable[[], Awaitable[None]]]]:
     """Return the background work: seconds between two rounds, seconds before a retry, name and function."""
-    given = plane.settings
+    settings = plane.settings
     # A server that is not ready may delay its check by its first request. The check of the others does not
     # wait for it.
     serving = partial(plane.check_health, ready=True)
@@ -382,18 +381,18 @@ def _background(plane: ControlPlane) -> list[tuple[float, float, str, Callable[[
     stats = partial(plane.poller.poll, plane.database, plane.transport)
     speeds = partial(plane.speeds.write, plane.database)
     return [
-        (given.tokens_seconds, given.tokens_seconds, "token file", plane.look_at_tokens),
-        (given.sweep_seconds, given.sweep_seconds, "sweep", plane.sweep),
+        (settings.tokens_seconds, settings.tokens_seconds, "token file", plane.look_at_tokens),
+        (settings.sweep_seconds, settings.sweep_seconds, "sweep", plane.sweep),
         (FLUSH_SECONDS, FLUSH_RETRY_SECONDS, "trajectory store", plane.flush),
-        (given.health_seconds, given.health_seconds, "health", serving),
-        (given.health_seconds, given.health_seconds, "first requests", starting),
-        (given.circuit_seconds, given.circuit_seconds, "circuits", circuit),
-        (given.stats_seconds, given.stats_seconds, "backend metrics", stats),
-        (given.speeds_seconds, given.stats_seconds, "measured speeds", speeds),
-        (given.folding_seconds, given.stats_seconds, "statistics", plane.views.folding.round),
-        (given.folding_seconds, given.stats_seconds, "workers", plane.views.seen_workers.write),
-        (given.folding_seconds, given.stats_seconds, "events of the fleet", plane.views.feed.tick),
-        (given.weights_seconds, given.weights_seconds, "weights", plane.coordinator.round),
+        (settings.health_seconds, settings.health_seconds, "health", serving),
+        (settings.health_seconds, settings.health_seconds, "first requests", starting),
+        (settings.circuit_seconds, settings.circuit_seconds, "circuits", circuit),
+        (settings.stats_seconds, settings.stats_seconds, "backend metrics", stats),
+        (settings.speeds_seconds, settings.stats_seconds, "measured speeds", speeds),
+        (settings.folding_seconds, settings.stats_seconds, "statistics", plane.views.folding.round),
+        (settings.folding_seconds, settings.stats_seconds, "workers", plane.views.seen_workers.write),
+        (settings.folding_seconds, settings.stats_seconds, "events of the fleet", plane.views.feed.tick),
+        (settings.weights_seconds, settings.weights_seconds, "weights", plane.coordinator.round),
     ]
 
 

@@ -76,13 +76,13 @@ class Settings(ControlPlaneOptions):
         """The sources that jobs may name.
 
         Raises:
-            ListEntryError: An entry cannot be used.
+            OptionInvalid: An entry cannot be used.
         """
         # Tokens, the database and the trajectories of other jobs are never the tasks of a job.
-        kept = [self.state_dir]
-        kept += [] if self.tokens_file is None else [self.tokens_file]
-        kept += [] if "://" in self.trajectories_url else [Path(self.trajectories_url)]
-        return AllowList.of(self.allow_tasks_from, self.allow_tasks_networks, kept)
+        private = [self.state_dir]
+        private += [] if self.tokens_file is None else [self.tokens_file]
+        private += [] if "://" in self.trajectories_url else [Path(self.trajectories_url)]
+        return AllowList.of(self.allow_tasks_from, self.allow_tasks_networks, private)
 
     @property
     def task_limits(self) -> task_reader.TaskFileLimits:
@@ -99,7 +99,7 @@ class Settings(ControlPlaneOptions):
         """The hosts that jobs may open to their sandboxes.
 
         Raises:
-            ListEntryError: An entry cannot be used.
+            OptionInvalid: An entry cannot be used.
         """
         return SandboxHosts.of(self.allow_sandbox_hosts, self.allow_eval_hosts)
 
@@ -108,7 +108,7 @@ class Settings(ControlPlaneOptions):
         """The reward services that jobs may name.
 
         Raises:
-            ListEntryError: An entry cannot be used.
+            OptionInvalid: An entry cannot be used.
         """
         return ServiceAllowList.of(self.allow_rewards_from, self.allow_rewards_networks)
 

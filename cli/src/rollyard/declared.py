@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import click
+from rollyard_api.core.errors import OptionInvalid
 from rollyard_api.options.command_line import on_command_line
 from rollyard_api.options.declared import DeclaredOptions
-from rollyard_api.options.sources import OptionInvalid, load
+from rollyard_api.options.sources import load
 
 from rollyard.errors import UsageProblem
 

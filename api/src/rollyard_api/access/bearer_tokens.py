@@ -33,7 +33,7 @@ MAX_VALID: Final = 16
 READY: Final = "ready"
 """The role of a worker that stands ready. The token file has no such token, because each ready worker has
 one of its own."""
-FILE_NAME = "tokens.json"
+FILE_NAME: Final = "tokens.json"
 
 
 class TokenFileError(ControlPlaneError):
@@ -71,25 +71,27 @@ class Tokens:
         Raises:
             Unauthorized: There is no bearer token, or the token is unknown.
         """
-        scheme, _, given = authorization.partition(" ")
-        given = given.strip()
-        if scheme.lower() != "bearer" or not given:
+        scheme, _, credential = authorization.partition(" ")
+        credential = credential.strip()
+        if scheme.lower() != "bearer" or not credential:
             raise Unauthorized(
                 "send 'Authorization: Bearer TOKEN'; the tokens are in tokens.json of the state folder",
                 headers={"WWW-Authenticate": "Bearer"},
             )
-        presented = given.encode()
+        presented = credential.encode()
         matches = [
             role
             for role, valid in self.by_role.items()
-            for one in valid
-            if hmac.compare_digest(one.encode(), presented)
+            for token in valid
+            if hmac.compare_digest(token.encode(), presented)
         ]
         if matches:
             return Caller(matches[0])
-        jobs = [job for one in self.by_role["worker"] if (job := job_of(given, one)) is not None]
+        jobs = [job for token in self.by_role["worker"] if (job := job_of(credential, token)) is not None]
         ready = [
-            one for token in self.by_role["worker"] if (one := ready_worker_of(given, token)) is not None
+            worker
+            for token in self.by_role["worker"]
+            if (worker := ready_worker_of(credential, token)) is not None
         ]
         if ready:
             return Caller(READY, ready=ready[0])
@@ -117,12 +119,12 @@ def load(path: Path, remedy: str = "write one string, or a list of strings, for 
         raise TokenFileError(f"{path}: the token file is longer than {MAX_FILE_BYTES} bytes")
     try:
         document = json.loads(data)
-        given = {role: document[role] for role in ROLES if role in REQUIRED or role in document}
+        entries = {role: document[role] for role in ROLES if role in REQUIRED or role in document}
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise TokenFileError(
             f"{path}: must be a JSON object with the strings {', '.join(REQUIRED)}; {remedy}"
         ) from error
-    by_role = {role: tuple(value if isinstance(value, list) else [value]) for role, value in given.items()}
+    by_role = {role: tuple(value if isinstance(value, list) else [value]) for role, value in entries.items()}
     for role, values in by_role.items():
         if not values or not all(isinstance(value, str) and value for value in values):
             raise TokenFileError(f"{path}: every token must be a non-empty string, and '{role}' has another")
@@ -170,13 +172,13 @@ class TokenFile:
         TokenFileError: The file cannot be used.
     """
 
-    def __init__(self, state_dir: Path, given: Path | None) -> None:
-        self._path = state_dir / FILE_NAME if given is None else given
-        if given is None and not self._path.exists():
+    def __init__(self, state_dir: Path, path: Path | None) -> None:
+        self._path = state_dir / FILE_NAME if path is None else path
+        if path is None and not self._path.exists():
             _make(self._path)
         self._problem = ""
         """Why the file could not be used when it was last read."""
-        self.tokens = load(self._path) if given else load(self._path, "remove it to have new tokens made")
+        self.tokens = load(self._path) if path else load(self._path, "remove it to have new tokens made")
 
     def look(self) -> None:
         """Read the file again. This may block and is therefore to be called in a thread."""

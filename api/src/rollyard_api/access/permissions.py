@@ -169,8 +169,8 @@ class Access:
         exact = self._exact.get((method, path))
         if exact is not None:
             return exact
-        for given, pattern, rule in self._shaped:
-            if given == method and pattern.fullmatch(path):
+        for verb, pattern, rule in self._shaped:
+            if verb == method and pattern.fullmatch(path):
                 return rule
         return ADMIN
 
@@ -196,7 +196,7 @@ def still(rule: Rule, stand: Stand) -> bool:
     return rule.until is not None and _ORDER.index(stand) <= _ORDER.index(rule.until)
 
 
-REMEMBERED = 4096
+REMEMBERED: Final = 4096
 """The largest number of jobs that are remembered for their tokens."""
 
 
@@ -265,9 +265,9 @@ def of_other_job(bound: BoundJob) -> Forbidden:
 def refused(bound: BoundJob) -> Forbidden:
     """Return the error for a token whose job has ended."""
     who = bound.identity
-    what = f"{who.namespace}/{who.name} with uid {who.uid}"
+    name = f"{who.namespace}/{who.name} with uid {who.uid}"
     how = "has ended" if bound.stand == "finished" else "was deleted, or replaced by another of its name"
-    return Forbidden(f"this token was for the workers of job {what}, which {how}", reason="JobEnded")
+    return Forbidden(f"this token was for the workers of job {name}, which {how}", reason="JobEnded")
 
 
 @lru_cache(maxsize=256)

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import Any
+from typing import Any, Final
 
 import sqlalchemy as sa
 from rollyard_crds.lease import MAX_BATCH, NoBackend
 from sqlalchemy import bindparam
 
-from rollyard_api.backends.circuit_breaker import Breaker
+from rollyard_api.backends.circuits import Breaker
 from rollyard_api.backends.router import Backend, Pace, Router
 from rollyard_api.machine.states import RolloutState
 from rollyard_api.storage.database import Transaction
@@ -21,33 +21,33 @@ from rollyard_api.storage.schema import backends, jobs, pools, rollouts
 Key = tuple[str, str]
 """A pool's namespace and name."""
 
-FRESH_SECONDS = 300.0
+FRESH_SECONDS: Final = 300.0
 """The age in seconds up to which a pace holds rollouts back, since a slow backend may have become faster.
 
 See FRESH_RUNS for pools where Run takes long.
 """
-FRESH_RUNS = 3.0
+FRESH_RUNS: Final = 3.0
 """Where Run takes long, a pace holds rollouts back up to this multiple of a rollout's time in Run."""
-RETRY_SECONDS = 1.0
+RETRY_SECONDS: Final = 1.0
 """The time in seconds after which a rollout that found no backend asks again."""
-MAX_COUNTED = 5_000
+MAX_COUNTED: Final = 5_000
 """The limit up to which waiting rollouts are counted. Beyond it they are simply many."""
-_SHORTEST_RETRY = 0.25
-_LONGEST_RETRY = 5.0
+_SHORTEST_RETRY: Final = 0.25
+_LONGEST_RETRY: Final = 5.0
 
-ACTIVE = (
+ACTIVE: Final = (
     sa.select(rollouts.c.job_id, rollouts.c.state, rollouts.c.backend, sa.func.count().label("n"))
     .where(rollouts.c.lease_expires.is_not(None))
     .group_by(rollouts.c.job_id, rollouts.c.state, rollouts.c.backend)
 )
 """Counts the leased rollouts by job, state and backend."""
-_POOLS = sa.select(*columns(RoutedBackend, backends, pools)).join_from(
+_POOLS: Final = sa.select(*columns(RoutedBackend, backends, pools)).join_from(
     pools, backends, sa.and_(backends.c.pool_id == pools.c.id, backends.c.ready.is_(True))
 )
-_JOB_POOLS = sa.select(jobs.c.id, jobs.c.namespace, jobs.c.pool).where(
+_JOB_POOLS: Final = sa.select(jobs.c.id, jobs.c.namespace, jobs.c.pool).where(
     jobs.c.id.in_(bindparam("b_ids", expanding=True))
 )
-_WAITING = sa.select(sa.func.count()).select_from(
+_WAITING: Final = sa.select(sa.func.count()).select_from(
     sa.select(sa.literal(1))
     .select_from(rollouts)
     .join(jobs, jobs.c.id == rollouts.c.job_id)
@@ -64,14 +64,14 @@ _WAITING = sa.select(sa.func.count()).select_from(
     .subquery()
 )
 """Counts the rollouts of a pool that have not begun Run, up to a limit."""
-_BEGAN = (
+_BEGAN: Final = (
     sa.select(rollouts.c.backend, sa.func.max(rollouts.c.since))
     .where(rollouts.c.lease_expires.is_not(None), rollouts.c.state == RolloutState.LEASED_RUN)
     .where(rollouts.c.backend.in_(bindparam("b_urls", expanding=True)))
     .group_by(rollouts.c.backend)
 )
 """Selects when a rollout last began on each backend, among the rollouts that are still in Run."""
-_LOCK = (
+_LOCK: Final = (
     sa.select(pools.c.id)
     .where(sa.tuple_(pools.c.namespace, pools.c.name).in_(bindparam("b_keys", expanding=True)))
     .order_by(pools.c.id)
@@ -85,9 +85,9 @@ def lock(tx: Transaction, keys: Iterable[Key]) -> None:
     This must be called before the active rollouts are counted, because two replicas that count at the
     same moment would assign the same places. With SQLite there is one writer, and nothing is locked.
     """
-    wanted = sorted(set(keys))
-    if wanted and not tx.sqlite:
-        tx.conn.execute(_LOCK, {"b_keys": wanted})
+    ordered = sorted(set(keys))
+    if ordered and not tx.sqlite:
+        tx.conn.execute(_LOCK, {"b_keys": ordered})
 
 
 def _pace(row: RoutedBackend, now: float) -> Pace | None:
@@ -173,8 +173,8 @@ class Routers:
             if router is None or horizon == 0:
                 continue
             limit = min(horizon + MAX_BATCH, MAX_COUNTED) + 1
-            asked = {"b_namespace": key[0], "b_pool": key[1], "b_limit": limit}
-            waiting = int(tx.conn.execute(_WAITING, asked).scalar_one())
+            parameters = {"b_namespace": key[0], "b_pool": key[1], "b_limit": limit}
+            waiting = int(tx.conn.execute(_WAITING, parameters).scalar_one())
             if 0 < waiting < limit:
                 rows = tx.conn.execute(_BEGAN, {"b_urls": sorted(router.backends)})
                 began = {url: since for url, since in rows}  # noqa: C416 - a result has keys(), as a mapping

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import replace
 from functools import partial
+from typing import Final
 
 from rollyard_crds.weights import UNVERIFIED
 from rollyard_inference import health as inference
@@ -19,14 +20,14 @@ from rollyard_api.storage.rows import BackendRow
 from rollyard_api.storage.schema import backends
 from rollyard_api.storage.schema import pools as pools_table
 
-CHECK_TIMEOUT = 5.0
+CHECK_TIMEOUT: Final = 5.0
 """The time limit for each request except the first completion, in seconds."""
-FIRST_REQUEST_SECONDS = 30.0
+FIRST_REQUEST_SECONDS: Final = 30.0
 """The time limit for a server's first completion, in seconds.
 
 The server may compile kernels for it. A later round tries again.
 """
-MAX_AT_ONCE = 32
+MAX_AT_ONCE: Final = 32
 
 
 async def check(transport: Transport, url: str, model: str, *, warm: bool) -> Seen:

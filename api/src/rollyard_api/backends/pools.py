@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import orjson
 import sqlalchemy as sa
@@ -37,7 +37,7 @@ def create(tx: Transaction, pool: BackendPool) -> bool:
         if known.spec != encoded:
             raise differs("BackendPool", meta.namespace, meta.name)
         return False
-    made = pool_rows.create(
+    row = pool_rows.create(
         tx,
         {
             "namespace": meta.namespace,
@@ -51,7 +51,7 @@ def create(tx: Transaction, pool: BackendPool) -> bool:
         },
     )
     if spec.engine.external is not None:
-        put_servers(tx, made, spec.engine.external.urls)
+        put_servers(tx, row, spec.engine.external.urls)
     return True
 
 
@@ -70,15 +70,15 @@ class Seen:
         return cls(row.ready, row.message, row.policy_version)
 
 
-def _put(tx: Transaction, pool: PoolRow, wanted: Mapping[str, BackendStatus | None]) -> None:
+def _put(tx: Transaction, pool: PoolRow, servers: Mapping[str, BackendStatus | None]) -> None:
     """Make these the pool's backends, by URL. Rows that remain keep their circuit, speed, weights and stats.
 
     None stands for what is known of a backend already; of a new one nothing is known.
     """
     rows = {row.url: row for row in pool_rows.backends_of(tx.conn, pool.id, lock=True)}
-    pool_rows.remove_backends(tx, pool.id, rows.keys() - wanted.keys())
-    made = []
-    for position, (url, reported) in enumerate(wanted.items()):
+    pool_rows.remove_backends(tx, pool.id, rows.keys() - servers.keys())
+    new = []
+    for position, (url, reported) in enumerate(servers.items()):
         row = rows.get(url)
         values: dict[str, Any] = {"position": position}
         if row is not None and reported is None:
@@ -91,11 +91,11 @@ def _put(tx: Transaction, pool: PoolRow, wanted: Mapping[str, BackendStatus | No
         if row is None:
             version = "" if status.policy_version.startswith(UNVERIFIED) else status.policy_version
             values |= {"ready": status.ready, "message": message, "policy_version": version}
-            made.append({"url": url, **values, **_of_label(pool, version)})
+            new.append({"url": url, **values, **_of_label(pool, version)})
         else:
             seen = Seen(status.ready, message, status.policy_version or None)
             pool_rows.change_backend(tx, pool.id, url, _differing(row, values | _found(tx, pool, row, seen)))
-    pool_rows.add_backends(tx, pool.id, made)
+    pool_rows.add_backends(tx, pool.id, new)
 
 
 def _of_label(pool: PoolRow, label: str) -> dict[str, Any]:
@@ -116,8 +116,8 @@ def _found(tx: Transaction, pool: PoolRow, row: BackendRow, seen: Seen) -> dict[
         return values  # Labels concern only the weight update now.
     # Drivers know a label from the start of a server. The control plane reads the labels of external
     # servers itself, and a label that differs from the last one means that the server was restarted.
-    told = pool.policy_index == 0 or pool.external or began
-    if label is not None and told and label != row.policy_version:
+    believed = pool.policy_index == 0 or pool.external or began
+    if label is not None and believed and label != row.policy_version:
         values["policy_version"] = label
         if row.weights == "Current":
             values |= _of_label(pool, label)
@@ -156,7 +156,7 @@ def mark(tx: Transaction, pool_id: int, url: str, before: Seen, after: Seen) -> 
     pool_rows.change_backend(tx, pool_id, url, _differing(row, _found(tx, pool, row, after)))
 
 
-_FIXED = "cannot be changed; make another pool"
+_FIXED: Final = "cannot be changed; make another pool"
 
 
 def patch(tx: Transaction, namespace: str, name: str, changes: dict[str, Any]) -> None:
@@ -251,8 +251,8 @@ def active_rollouts(conn: Connection) -> dict[str, int]:
     return {row.backend: row.n for row in rows}
 
 
-_POOLS = sa.select(pools).order_by(pools.c.id)
-_BACKENDS = sa.select(backends).order_by(backends.c.position)
+_POOLS: Final = sa.select(pools).order_by(pools.c.id)
+_BACKENDS: Final = sa.select(backends).order_by(backends.c.position)
 
 
 def listed(conn: Connection, namespace: str | None, name: str | None = None) -> list[dict[str, Any]]:

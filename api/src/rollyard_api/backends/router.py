@@ -13,20 +13,21 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Final
 
-BOUND = 1.25
+BOUND: Final = 1.25
 """A group's samples stay together while their backend has at most this multiple of its fair share."""
-OWN_BOUND = 2.0
+OWN_BOUND: Final = 2.0
 """The same multiple for a rollout on its own backend, whose cache holds more than the group's prompt."""
-MIN_RELATIVE_SPEED = 1 / 16
+MIN_RELATIVE_SPEED: Final = 1 / 16
 """The floor of relative speeds, so that a backend once measured slow is given rollouts and measured again."""
-_EVEN = 0.5
+_EVEN: Final = 0.5
 """Backends of at least this speed relative to the fastest take a whole group beyond their fair share."""
-CLEARLY = 1.5
+CLEARLY: Final = 1.5
 """A backend must be this many times slower to count as slower, since measured paces vary by chance."""
-SPREAD = 1.3
+SPREAD: Final = 1.3
 """An allowance for rollouts of different lengths: the longest one on a slow backend ends last."""
-_SATURATED = 0.25
+_SATURATED: Final = 0.25
 """The share of the limit from which on more rollouts are assumed to share the same throughput."""
 
 

@@ -1,19 +1,25 @@
-"""Read the statistics of every backend from its `/metrics` every few seconds.
+"""Read the statistics of every backend from its `/metrics`, and measure how fast it samples.
 
-The counters of the prefix cache become a hit rate over a sliding window. A restarted server counts
-from 0 again.
+The metrics are read every few seconds. The counters of the prefix cache become a hit rate over a sliding
+window. A restarted server counts from 0 again.
+
+The speeds are moving averages of completed Runs: the sampled tokens per second of model time and of the whole
+Run, as a rollout sees them, with batching, queues and load included. They fall with the load, so the load is
+kept with them. They are gathered in memory after each commit and written a few times a second, so no
+completion pays for it, and the end of a short job can rely on them.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from http import HTTPStatus
-from typing import Any
+from typing import Any, Final
 
 import sqlalchemy as sa
 from rollyard_inference import metrics
@@ -24,17 +30,18 @@ from sqlalchemy.engine import Connection
 
 from rollyard_api.core.codec import dumps, loads
 from rollyard_api.storage import pools
-from rollyard_api.storage.database import Database
+from rollyard_api.storage.database import Database, Measured
+from rollyard_api.storage.pools import MeasuredRuns
 from rollyard_api.storage.schema import backends
 
-WINDOW_SECONDS = 300.0
+WINDOW_SECONDS: Final = 300.0
 """The length in seconds of the window of the prefix cache's hit rate."""
-READ_SECONDS = 2.0
+READ_SECONDS: Final = 2.0
 """The time within which a server must return its metrics, in seconds."""
-MAX_AT_ONCE = 32
-MATERIAL_HIT_RATE = 0.005
+MAX_AT_ONCE: Final = 32
+MATERIAL_HIT_RATE: Final = 0.005
 """The smallest change of the hit rate that is written."""
-_MAX_BYTES = 8 << 20
+_MAX_BYTES: Final = 8 << 20
 
 
 @dataclass(slots=True)
@@ -78,7 +85,7 @@ def material(before: dict[str, Any] | None, after: dict[str, Any] | None) -> boo
     if before is None or after is None or before.keys() != after.keys():
         return before != after
     drift = abs(before.get("prefixCacheHitRate", 0.0) - after.get("prefixCacheHitRate", 0.0))
-    rest = [{k: v for k, v in one.items() if k != "prefixCacheHitRate"} for one in (before, after)]
+    rest = [{k: v for k, v in fields.items() if k != "prefixCacheHitRate"} for fields in (before, after)]
     return rest[0] != rest[1] or drift >= MATERIAL_HIT_RATE
 
 
@@ -128,3 +135,70 @@ class Poller:
         if read.prefix_queries is not None and read.prefix_hits is not None:
             window.add(time.monotonic(), read.prefix_queries, read.prefix_hits)
         return document(read, window.rate)
+
+
+MIN_TOKENS: Final = 16
+"""The fewest tokens that are measured, since fewer show the round trip rather than the speed."""
+MAX_LOADS: Final = 10_000
+"""The number of backends whose load is kept. Forgotten ones are counted again at the next lease."""
+WEIGHT: Final = 0.1
+"""The weight of one rollout in the moving average; k rollouts together have the weight 1 - 0.9^k."""
+
+
+@dataclass(slots=True)
+class _Sum:
+    tokens: int = 0
+    seconds: float = 0.0
+    run_seconds: float = 0.0
+    loads: int = 0
+    rollouts: int = 0
+
+
+@dataclass(slots=True)
+class Speeds:
+    """The measurements since the last write, by URL."""
+
+    _sums: dict[str, _Sum] = field(default_factory=dict)
+    _loads: dict[str, int] = field(default_factory=dict)
+
+    def add(self, measured: Iterable[Measured], loads: Mapping[str, int] | None = None) -> None:
+        """Add the measurements of completed Runs, except tiny ones.
+
+        Args:
+            measured: The measurement of each Run.
+            loads: The active rollouts by backend, if they were just counted, which is when Run is leased.
+        """
+        if loads:
+            if len(self._loads) > MAX_LOADS:
+                self._loads.clear()  # Most are loads of servers that are gone.
+            self._loads.update(loads)
+        for url, tokens, seconds, run_seconds in measured:
+            if tokens < MIN_TOKENS or not (seconds > 0 and math.isfinite(seconds)):
+                continue
+            entry = self._sums.setdefault(url, _Sum())
+            entry.tokens += tokens
+            entry.seconds += seconds
+            entry.run_seconds += max(seconds, run_seconds)
+            entry.loads += max(1, self._loads.get(url, 1))
+            entry.rollouts += 1
+
+    def take(self) -> list[MeasuredRuns]:
+        """Return what was gathered of each server, and clear it."""
+        sums, self._sums = self._sums, {}
+        return [
+            MeasuredRuns(
+                url,
+                weight=1.0 - (1.0 - WEIGHT) ** entry.rollouts,
+                speed=entry.tokens / entry.seconds,
+                pace=entry.tokens / entry.run_seconds,
+                pace_seconds=entry.run_seconds / entry.rollouts,
+                pace_load=entry.loads / entry.rollouts,
+            )
+            for url, entry in sorted(sums.items())
+        ]
+
+    async def write(self, database: Database) -> None:
+        """Fold what was gathered into the backends' rows. Nothing is written if there is nothing."""
+        gathered = self.take()
+        if gathered:
+            await database.write(partial(pools.fold_averages, measured=gathered), durable=False)

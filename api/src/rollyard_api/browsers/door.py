@@ -51,8 +51,8 @@ def secrets_in(header: str, instance: str, *, https: bool) -> list[str]:
     base = f"rollyard-{instance}"
     names = [_HOST_ONLY + base, _SECURE + base, *(() if https else (base,))]
     pairs = [pair.strip().partition("=") for pair in header.split(";")]
-    found = [value for wanted in names for name, _, value in pairs if name == wanted]
-    return list(dict.fromkeys(value for value in found if SECRET.fullmatch(value)))[:MAX_TRIED]
+    candidates = [value for cookie in names for name, _, value in pairs if name == cookie]
+    return list(dict.fromkeys(value for value in candidates if SECRET.fullmatch(value)))[:MAX_TRIED]
 
 
 PROBES: Final = frozenset({"/healthz", "/readyz"})
@@ -89,10 +89,10 @@ class Door:
         """
         if scope["path"] in PROBES:
             return
-        given = BrowserHeaders(scope)
-        origins.check_host(given, self._hosts)
-        if not given.is_read:
-            origins.check_origin(given)
+        headers = BrowserHeaders(scope)
+        origins.check_host(headers, self._hosts)
+        if not headers.is_read:
+            origins.check_origin(headers)
 
     def check_bearer(self, scope: Scope) -> None:
         """Check a request with a bearer token that carries a cookie, too, and may come from a browser.
@@ -100,9 +100,9 @@ class Door:
         Raises:
             Forbidden: A page of another origin has sent it.
         """
-        given = BrowserHeaders(scope)
-        if "origin" in given:
-            origins.check_foreign(given)
+        headers = BrowserHeaders(scope)
+        if "origin" in headers:
+            origins.check_foreign(headers)
 
     async def admit(self, scope: Scope, rule: Rule) -> BrowserSession | None:
         """Return the session of a request without a bearer token, or None if it has no cookie of ours.
@@ -111,12 +111,12 @@ class Door:
             Forbidden: The request comes from elsewhere, or a session may not make this call.
             Unauthorized: The session has ended.
         """
-        given = BrowserHeaders(scope)
-        secrets = await self.secrets(given)
+        headers = BrowserHeaders(scope)
+        secrets = await self.secrets(headers)
         if not secrets:
             return None
-        origins.check_host(given, self._hosts)
-        origins.check_origin(given)
+        origins.check_host(headers, self._hosts)
+        origins.check_origin(headers)
         session = await self._sessions.find(secrets)
         if session is None:
             raise Unauthorized(
@@ -125,30 +125,32 @@ class Door:
         _authorize(rule, session, scope["method"], scope["path"])
         return session
 
-    async def secrets(self, given: BrowserHeaders) -> list[str]:
+    async def secrets(self, headers: BrowserHeaders) -> list[str]:
         """Return the secrets of sessions that a request carries."""
-        header = "; ".join(given.getlist("cookie"))  # HTTP/2 permits several headers of this name.
+        header = "; ".join(headers.getlist("cookie"))  # HTTP/2 permits several headers of this name.
         if not header:
             return []
-        return secrets_in(header, await self._sessions.installation(), https=given.scheme == "https")
+        return secrets_in(header, await self._sessions.installation(), https=headers.scheme == "https")
 
-    async def set_cookie(self, answer: Response, given: BrowserHeaders, secret: str, seconds: float) -> None:
+    async def set_cookie(
+        self, answer: Response, headers: BrowserHeaders, secret: str, seconds: float
+    ) -> None:
         """Let an answer set the cookie of a session.
 
         Args:
             answer: The answer.
-            given: The headers of the request.
+            headers: The headers of the request.
             secret: The secret of the session, or "" to remove the cookie.
             seconds: The time in seconds for which the browser keeps the cookie. It is a span, and no date,
                 because the browser's clock may differ.
         """
-        start = "" if not given.is_https else _SECURE if self._prefix else _HOST_ONLY
+        start = "" if not headers.is_https else _SECURE if self._prefix else _HOST_ONLY
         answer.set_cookie(
             f"{start}rollyard-{await self._sessions.installation()}",
             secret,
             max_age=math.ceil(seconds),
             path=f"{self._prefix}/",
-            secure=given.is_https,
+            secure=headers.is_https,
             httponly=True,
             samesite="strict",
         )

@@ -116,9 +116,9 @@ def _is_same(origin: str, host: str, scheme: str) -> bool:
 
     Behind an ingress with TLS, the origin has the scheme `https` although the control plane serves HTTP.
     """
-    given = re.fullmatch(f"(https?)://{_HOST}", origin.lower())
-    asked = re.fullmatch(_HOST, host.lower())
-    if given is None or asked is None or (scheme == "https" and given[1] != "https"):
+    sender = re.fullmatch(f"(https?)://{_HOST}", origin.lower())
+    server = re.fullmatch(_HOST, host.lower())
+    if sender is None or server is None or (scheme == "https" and sender[1] != "https"):
         return False
-    usual = _PORTS[given[1]]
-    return (given[2], given[3] or usual) == (asked[1], asked[2] or usual)
+    usual = _PORTS[sender[1]]
+    return (sender[2], sender[3] or usual) == (server[1], server[2] or usual)

@@ -72,13 +72,13 @@ class WebFile:
     """The entity tag, which changes with the content."""
     headers: Mapping[str, str]
 
-    def answer(self, given: Headers) -> Response:
+    def answer(self, headers: Headers) -> Response:
         """Return the answer to a request with these headers."""
-        packed = self.packed if takes_gzip(given.get("accept-encoding", "")) else None
+        packed = self.packed if takes_gzip(headers.get("accept-encoding", "")) else None
         tag = f'"{self.tag}-gzip"' if packed is not None else f'"{self.tag}"'
         sent = {**self.headers, "ETag": tag, "Vary": "Accept-Encoding"}
-        known = (one.strip().removeprefix("W/") for one in given.get("if-none-match", "").split(","))
-        if any(one in (tag, "*") for one in known):
+        known = (etag.strip().removeprefix("W/") for etag in headers.get("if-none-match", "").split(","))
+        if any(etag in (tag, "*") for etag in known):
             return Response(status_code=304, headers=sent)
         if packed is not None:
             sent["Content-Encoding"] = "gzip"
@@ -213,9 +213,9 @@ class Front:
 
     async def _answer(self, scope: Scope, name: str) -> Response:
         try:
-            given = origins.BrowserHeaders(scope)
-            origins.check_host(given, self._hosts)
-            if not given.is_read:
+            headers = origins.BrowserHeaders(scope)
+            origins.check_host(headers, self._hosts)
+            if not headers.is_read:
                 raise MethodNotAllowed(
                     f"the page does not take {scope['method']}", headers={"Allow": "GET, HEAD"}
                 )
@@ -223,7 +223,7 @@ class Front:
                 if self._files is None:
                     self._files = await asyncio.to_thread(read_page, self._folder, self._prefix)
             if name in self._files:
-                return self._files[name].answer(given)
+                return self._files[name].answer(headers)
             if name == "index.html":
                 raise NotFound(
                     "this installation lacks the page (rollyard_api/page/index.html); install Rollyard from "

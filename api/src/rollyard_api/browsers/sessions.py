@@ -115,19 +115,19 @@ class Sessions:
         if not SECRET.fullmatch(code):
             raise _unusable()
         secret, spent, valid = secrets.token_urlsafe(32), _digest(code), self._valid()
-        digest, ended = _digest(secret), [_digest(one) for one in earlier]
+        digest, ended = _digest(secret), [_digest(old) for old in earlier]
 
         def exchange(tx: Transaction) -> BrowserSession | None:
             row = tx.conn.execute(sign_in_codes.select().where(sign_in_codes.c.digest == spent)).one_or_none()
-            gone = tx.conn.execute(sign_in_codes.delete().where(sign_in_codes.c.digest == spent)).rowcount
+            removed = tx.conn.execute(sign_in_codes.delete().where(sign_in_codes.c.digest == spent)).rowcount
             token = None if row is None else _maker_of(row, valid)
-            if row is None or token is None or not gone or row.expires_at <= tx.now:
+            if row is None or token is None or not removed or row.expires_at <= tx.now:
                 # Nothing is raised, because a code that has expired is to be removed all the same.
                 return None
             tx.conn.execute(browser_sessions.delete().where(browser_sessions.c.digest.in_(ended)))
             self._make_room(tx, browser_sessions, browser_sessions.c.used_at, row.maker, MAX_SESSIONS)
-            made = _row(tx, digest, row.role, row.maker, token, self._longest)
-            tx.conn.execute(browser_sessions.insert().values(**made, used_at=tx.now))
+            values = _row(tx, digest, row.role, row.maker, token, self._longest)
+            tx.conn.execute(browser_sessions.insert().values(**values, used_at=tx.now))
             return BrowserSession(digest, row.role, tx.now + self._longest)
 
         session = await self._database.write(exchange)
@@ -135,9 +135,9 @@ class Sessions:
             raise _unusable()
         return secret, session
 
-    async def find(self, given: Sequence[str]) -> BrowserSession | None:
+    async def find(self, presented: Sequence[str]) -> BrowserSession | None:
         """Return the session of the first of these secrets that has one in force, or None."""
-        for secret in given:
+        for secret in presented:
             session = await self.current(_digest(secret))
             if session is not None:
                 return session
@@ -163,8 +163,8 @@ class Sessions:
 
     async def end(self, digest: str) -> None:
         """End a session."""
-        gone = browser_sessions.delete().where(browser_sessions.c.digest == digest)
-        await self._database.write(lambda tx: tx.conn.execute(gone))
+        removal = browser_sessions.delete().where(browser_sessions.c.digest == digest)
+        await self._database.write(lambda tx: tx.conn.execute(removal))
 
     async def end_all(self, token: str | None) -> int:
         """End all sessions and codes, or those that were made by one token, and return their number."""
@@ -289,7 +289,7 @@ class WrongCodes:
 
 
 def _user(address: str) -> str:
-    found = address_of(address)
-    if isinstance(found, ipaddress.IPv6Address):
-        return str(ipaddress.ip_network((found, IPV6_NETWORK), strict=False))
-    return address if found is None else str(found)
+    parsed = address_of(address)
+    if isinstance(parsed, ipaddress.IPv6Address):
+        return str(ipaddress.ip_network((parsed, IPV6_NETWORK), strict=False))
+    return address if parsed is None else str(parsed)

@@ -22,7 +22,7 @@ from rollyard_api.core.problems import RETRY_AFTER, TimedOut, Unavailable
 
 T = TypeVar("T")
 
-SPARE = 4
+SPARE: Final = 4
 """The largest number of threads of a bulkhead, as a multiple of its places. It includes threads that hang
 for ever."""
 PROBES: Final = Backoff(first=1.0, longest=60.0)
@@ -117,8 +117,8 @@ class Bulkhead:
             self._work.put(None)
 
     def _room(self) -> int:
-        held = len(self._running) - len(self._written_off)
-        return min(self._places - held, self._limit - len(self._running))
+        busy = len(self._running) - len(self._written_off)
+        return min(self._places - busy, self._limit - len(self._running))
 
     def _blocked(self) -> bool:
         """Return whether no place becomes free until a hanging call returns."""

@@ -6,7 +6,7 @@ import hashlib
 import json
 import sys
 import zlib
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 import msgpack
 import orjson
@@ -18,25 +18,25 @@ from rollyard_api.core.problems import Invalid, Malformed
 
 M = TypeVar("M", bound=BaseModel)
 
-MSGPACK = "application/msgpack"
-JSON = "application/json"
-_EXPLAINED_BYTES = 1 << 20  # The faulty field of a longer body is not searched for.
-_LARGEST = sys.float_info.max
-_PLAIN_BYTES = 512
+MSGPACK: Final = "application/msgpack"
+JSON: Final = "application/json"
+_EXPLAINED_BYTES: Final = 1 << 20  # The faulty field of a longer body is not searched for.
+_LARGEST: Final = sys.float_info.max
+_PLAIN_BYTES: Final = 512
 """The number of bytes below which compression costs more than it saves."""
 
-MAX_PROBLEMS = 20
+MAX_PROBLEMS: Final = 20
 """The largest number of wrong fields that an answer names."""
-MAX_DEPTH = 128
+MAX_DEPTH: Final = 128
 """The deepest nesting of lists and objects in a body.
 
 Stored documents add some levels around a body. JSON is written to depth 254.
 """
-MAX_KEYS = 1 << 17
+MAX_KEYS: Final = 1 << 17
 """The largest number of keys of an object in a body. A model describes each key that it does not know, which
 takes some microseconds, and no object of a MiB of JSON has more."""
-_SCALARS = frozenset({str, int, float, bool, type(None)})
-_PLAIN = _SCALARS | {dict, list}
+_SCALARS: Final = frozenset({str, int, float, bool, type(None)})
+_PLAIN: Final = _SCALARS | {dict, list}
 
 dumps = orjson.dumps
 loads = orjson.loads
@@ -92,9 +92,9 @@ def _problem(body: bytes) -> str:
         document = json.loads(body)  # Python's own parser accepts all of these.
     except (ValueError, RecursionError):
         return ""
-    place = lone_surrogate(document)
-    if place is not None:
-        parts = (f"[{part}]" if isinstance(part, int) else f".{part}" for part in place)
+    path = lone_surrogate(document)
+    if path is not None:
+        parts = (f"[{part}]" if isinstance(part, int) else f".{part}" for part in path)
         return f"{''.join(parts).removeprefix('.')[:256]}: {HALF_CHARACTER}"
     return _not_finite(document)
 
@@ -108,7 +108,7 @@ def _not_finite(document: Any) -> str:
             case dict():
                 left += [(f"{name}.{key}" if name else str(key), inner) for key, inner in value.items()]
             case list():
-                left += [(f"{name}[{place}]", inner) for place, inner in enumerate(value)]
+                left += [(f"{name}[{index}]", inner) for index, inner in enumerate(value)]
             case int() | float() if not -_LARGEST <= value <= _LARGEST:
                 return f"{name[:256]}: must be a finite number"
     return ""

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, Final
 
 import orjson
 from rollyard_crds.base import ObjectMeta
 
 from rollyard_api.core.problems import Conflict
 
-_OWN_METADATA = {"name", "namespace", "uid", "generation", "creation_timestamp", "deletion_timestamp"}
+_OWN_METADATA: Final = {"name", "namespace", "uid", "generation", "creation_timestamp", "deletion_timestamp"}
 
 
 def stored_metadata(meta: ObjectMeta) -> bytes:

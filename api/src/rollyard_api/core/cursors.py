@@ -10,15 +10,15 @@ import base64
 import uuid
 from collections.abc import Collection, Sequence
 from itertools import pairwise
-from typing import Literal
+from typing import Final, Literal
 
 from rollyard_api.core.problems import Conflict, Gone, QueryRefused
 
 Kind = Literal["trajectories", "groups", "rollouts", "events", "views"]
 """What a cursor counts. The cursor itself says it by the first letter."""
-_VERSION = "v1"
-MAX_LENGTH = 256
-_MAX_DIGITS = 18
+_VERSION: Final = "v1"
+MAX_LENGTH: Final = 256
+_MAX_DIGITS: Final = 18
 """The largest number of digits of a position; such a number fits a 64-bit integer."""
 
 
@@ -38,26 +38,26 @@ def listed(kind: Kind, uid: str, positions: Sequence[int]) -> str:
     return f"{text(kind, uid, '')};{','.join(steps)}"
 
 
-def garbage(parameter: str, given: str, kind: str) -> QueryRefused:
+def garbage(parameter: str, cursor: str, kind: str) -> QueryRefused:
     """Return the error for a parameter that is not a cursor of this kind."""
     return QueryRefused.of(
-        f"{parameter}: {given[:80]!r} is no cursor of {kind}; pass on what the last answer gave, "
+        f"{parameter}: {cursor[:80]!r} is no cursor of {kind}; pass on what the last answer gave, "
         "or leave it out to begin with the first",
         reason="CursorInvalid",
     )
 
 
-def kind_of(given: str, kinds: Collection[Kind], parameter: str) -> Kind:
+def kind_of(cursor: str, kinds: Collection[Kind], parameter: str) -> Kind:
     """Return which of these kinds a cursor has.
 
     Raises:
         QueryRefused: This is not a cursor of one of the kinds.
     """
-    letter = given.split(".", 2)[1] if given.startswith(f"{_VERSION}.") else ""
+    letter = cursor.split(".", 2)[1] if cursor.startswith(f"{_VERSION}.") else ""
     for kind in kinds:
         if kind[0] == letter:
             return kind
-    raise garbage(parameter, given, " or ".join(sorted(kinds)))
+    raise garbage(parameter, cursor, " or ".join(sorted(kinds)))
 
 
 def gone(job: str) -> Gone:
@@ -69,30 +69,30 @@ def gone(job: str) -> Gone:
     )
 
 
-def word(given: str, kind: Kind, *, uid: str, job: str, parameter: str) -> str:
+def word(cursor: str, kind: Kind, *, uid: str, job: str, parameter: str) -> str:
     """Return the position in a cursor of the job `job`, as it is written there.
 
     Raises:
         QueryRefused: This is not a cursor of this kind.
         Gone: The cursor belongs to another job.
     """
-    parts = given.split(".", 3)
-    if len(given) > MAX_LENGTH or len(parts) != 4 or parts[:2] != [_VERSION, kind[0]]:
-        raise garbage(parameter, given, kind)
+    parts = cursor.split(".", 3)
+    if len(cursor) > MAX_LENGTH or len(parts) != 4 or parts[:2] != [_VERSION, kind[0]]:
+        raise garbage(parameter, cursor, kind)
     try:
         owner = uuid.UUID(bytes=base64.b64decode(parts[2] + "==", altchars=b"-_", validate=True))
     except ValueError as error:
-        raise garbage(parameter, given, kind) from error
+        raise garbage(parameter, cursor, kind) from error
     if str(owner) != uid:
         raise gone(job)
     return parts[3]
 
 
-def number(given: str, kind: Kind, *, uid: str, job: str, end: int, parameter: str = "cursor") -> int:
+def number(cursor: str, kind: Kind, *, uid: str, job: str, end: int, parameter: str = "cursor") -> int:
     """Return the number of results that precede the cursor, which is 0 for an empty cursor.
 
     Args:
-        given: The cursor.
+        cursor: The cursor.
         uid: The uid of the job that has the name now.
         job: The name of the job.
         end: The number of results that the job has.
@@ -103,11 +103,11 @@ def number(given: str, kind: Kind, *, uid: str, job: str, end: int, parameter: s
         Gone: The cursor belongs to another job.
         Conflict: The cursor lies past the end.
     """
-    if not given:
+    if not cursor:
         return 0
-    position = word(given, kind, uid=uid, job=job, parameter=parameter)
+    position = word(cursor, kind, uid=uid, job=job, parameter=parameter)
     if not (0 < len(position) <= _MAX_DIGITS and position.isascii() and position.isdigit()):
-        raise garbage(parameter, given, kind)
+        raise garbage(parameter, cursor, kind)
     if int(position) > end:
         raise beyond(parameter, int(position), end, job, kind)
     return int(position)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from importlib import metadata
+from typing import Final
 
 from rollyard_crds.rolloutjob import RolloutJobSpec
 from rollyard_tasks.formats import registry
 
-GROUPS = {
+GROUPS: Final = {
     "handler": "rollyard.handlers",
     "agent": "rollyard.agents",
     "tool": "rollyard.tools",

@@ -14,3 +14,12 @@ class ControlPlaneError(Exception):
     def __init_subclass__(cls) -> None:
         if "reason" not in vars(cls):
             cls.reason = cls.__name__
+
+
+class OptionInvalid(ControlPlaneError, ValueError):
+    """An option, an entry of a list or a file of settings cannot be used, so the program does not start.
+
+    The message names the option, variable, key, field or entry, and says what would be right.
+    """
+
+    reason = "InvalidOption"

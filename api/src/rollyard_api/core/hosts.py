@@ -18,11 +18,11 @@ _Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 def address_of(host: str) -> _Address | None:
     """Return the IP address that a host is, with or without brackets, or None for a name."""
     try:
-        found = ipaddress.ip_address(host.removeprefix("[").removesuffix("]"))
+        address = ipaddress.ip_address(host.removeprefix("[").removesuffix("]"))
     except ValueError:
         return None
-    mapped = found.ipv4_mapped if isinstance(found, ipaddress.IPv6Address) else None
-    return mapped or found
+    mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
+    return mapped or address
 
 
 class HostCheck:

@@ -39,7 +39,7 @@ class Limit:
     `held` refuses what is too much, and `turn` lets it wait in order. A limit is used in one of these ways.
 
     Args:
-        what: The name of the things in the plural, for messages.
+        things: Their name in the plural, for messages.
         each: The largest number for one key.
         total: The largest number for all keys together.
         seconds: The longest wait for a turn, in seconds. None means that there is no limit.
@@ -48,14 +48,14 @@ class Limit:
 
     def __init__(
         self,
-        what: str,
+        things: str,
         *,
         each: int = UNBOUNDED,
         total: int = UNBOUNDED,
         seconds: float | None = None,
         refusal: Refusal | None = None,
     ) -> None:
-        self._what = what
+        self._things = things
         self._each = each
         self._total = total
         self._seconds = seconds
@@ -120,13 +120,13 @@ class Limit:
 
     def _too_many(self, key: str | None, most: int) -> ApiError:
         if key is None:
-            return TooManyWaits(f"{most} {self._what} are open, and no more may be", headers=RETRY_AFTER)
-        text = f"{_whose(key)} has {most} open {self._what}, and may have no more"
+            return TooManyWaits(f"{most} {self._things} are open, and no more may be", headers=RETRY_AFTER)
+        text = f"{_whose(key)} has {most} open {self._things}, and may have no more"
         return TooManyWaits(text, headers=RETRY_AFTER)
 
     def _too_late(self, key: str | None, _most: int) -> ApiError:
         return TooManyWaits(
-            f"{_whose(key or '')} has too many {self._what} at once; none of them ended within "
+            f"{_whose(key or '')} has too many {self._things} at once; none of them ended within "
             f"{self._seconds:g} s",
             headers=RETRY_AFTER,
         )
@@ -149,12 +149,12 @@ class Quota:
         return Quota(self.total - self.total // part, self.each - self.each // part)
 
     def check(
-        self, what: str, namespace: str, *, total: int, own: int, adding: int, retry_after: int
+        self, things: str, namespace: str, *, total: int, own: int, adding: int, retry_after: int
     ) -> None:
         """Check that there is room for more.
 
         Args:
-            what: The name of the things in the plural, for messages.
+            things: Their name in the plural, for messages.
             namespace: The namespace to which the new ones belong.
             total: How many there are now.
             own: How many of these belong to the namespace.
@@ -171,6 +171,6 @@ class Quota:
         else:
             return
         raise QueueFull(
-            f"{where} {there} {what}, at most {most} may be; {adding} more do not fit",
+            f"{where} {there} {things}, at most {most} may be; {adding} more do not fit",
             headers={"Retry-After": str(retry_after)},
         )

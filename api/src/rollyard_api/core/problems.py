@@ -5,16 +5,16 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from http import HTTPStatus
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Final, Self
 
 import orjson
 from starlette.responses import Response
 
 from rollyard_api.core.errors import ControlPlaneError
 
-TYPE_BASE = "https://rollyard.dev/problems/"
-MEDIA_TYPE = "application/problem+json"
-RETRY_AFTER = {"Retry-After": "2"}
+TYPE_BASE: Final = "https://rollyard.dev/problems/"
+MEDIA_TYPE: Final = "application/problem+json"
+RETRY_AFTER: Final = {"Retry-After": "2"}
 """The header of refusals that are over soon."""
 
 
@@ -93,6 +93,12 @@ class Gone(ApiError):
     """What the request refers to is gone for ever."""
 
     status = 410
+
+
+class BodyTooSlow(ApiError):
+    """The body did not arrive in time."""
+
+    status = 408
 
 
 class TooLarge(ApiError):

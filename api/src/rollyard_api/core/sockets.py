@@ -26,26 +26,26 @@ def listening_socket(host: str, port: int, option: str) -> socket.socket:
     """
     is_path = host.startswith("/")
     family = socket.AF_UNIX if is_path else socket.AF_INET6 if ":" in host else socket.AF_INET
-    made: socket.socket | None = None
+    listener: socket.socket | None = None
     try:
-        made = socket.socket(family, socket.SOCK_STREAM)
+        listener = socket.socket(family, socket.SOCK_STREAM)
         if is_path:
             _remove_unused(host)
-            made.bind(host)
+            listener.bind(host)
             os.chmod(host, 0o600)
         else:
-            made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            made.bind((host, port))
-        made.listen(1024)
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind((host, port))
+        listener.listen(1024)
     except OSError as error:
-        if made is not None:
-            made.close()
+        if listener is not None:
+            listener.close()
         if error.errno == errno.EADDRINUSE:
             why = f"is in use: stop what listens there, or choose another with {option} (0: any free one)"
         else:
             why = f"cannot be listened on: {error.strerror}"
         raise NoSocket(f"{host if is_path else f'port {port} on {host}'} {why}") from error
-    return made
+    return listener
 
 
 def write_port(path: Path, sock: socket.socket) -> None:

@@ -5,18 +5,18 @@ from __future__ import annotations
 import asyncio
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Hashable, Iterable
-from typing import TypeVar
+from typing import Final, TypeVar
 
 from rollyard_crds.rolloutjob import STAGES, StageName
 
 T = TypeVar("T")
 
-QUEUE = "queue"
+QUEUE: Final = "queue"
 """The topic that is woken when something can be leased that could not be leased before. It stands for the
 queues of all stages: its waits are woken with those of any stage, and waking it wakes them all."""
-CLAIMS = "claims"
+CLAIMS: Final = "claims"
 """The topic that is woken when a claim, or the set of sandboxes that drivers keep warm, has changed."""
-UNFINISHED = "unfinished"
+UNFINISHED: Final = "unfinished"
 """The topic that is woken when a job that drivers handle was created, has ended, or has changed in another
 way than by its rollouts."""
 
@@ -41,7 +41,7 @@ def ready_topic(namespace: str, worker: str) -> str:
     return f"ready:{namespace}/{worker}"
 
 
-_OF_STAGES = frozenset(queue_topic(stage) for stage in STAGES)
+_OF_STAGES: Final = frozenset(queue_topic(stage) for stage in STAGES)
 
 
 class Bus:
@@ -91,13 +91,13 @@ class Bus:
         look: Callable[[], Awaitable[T]],
         enough: Callable[[T], bool],
         wait: float,
-        gone: Callable[[], Awaitable[bool]] | None = None,
+        disconnected: Callable[[], Awaitable[bool]] | None = None,
     ) -> T:
         """Call `look` until its answer is `enough`, at once and after each wake, for `wait` seconds.
 
         The wait is registered before the first look, and a wake between the two is therefore not missed. A
-        caller who is `gone`, if that can be known, gets no further look, because a lease granted to a dead
-        worker would be held until it expires.
+        caller who is `disconnected`, if that can be known, gets no further look, because a lease granted to a
+        dead worker would be held until it expires.
         """
         loop = asyncio.get_running_loop()
         end = loop.time() + wait
@@ -111,7 +111,7 @@ class Bus:
                     return answer
                 pause = left if self._recheck is None else min(left, self._recheck)
                 await asyncio.wait([future], timeout=pause)
-                if gone is not None and await gone():
+                if disconnected is not None and await disconnected():
                     return answer
             finally:
                 if topic in self._waiting:
@@ -121,9 +121,9 @@ class Bus:
                 future.cancel()
 
 
-IDLE_SECONDS = 1.0
+IDLE_SECONDS: Final = 1.0
 """The number of seconds for which an empty answer holds for equal requests, unless the queues change."""
-IDLE_REQUESTS = 4096
+IDLE_REQUESTS: Final = 4096
 
 
 class EmptyAnswers:

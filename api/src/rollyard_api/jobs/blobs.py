@@ -22,7 +22,15 @@ import sqlalchemy as sa
 from sqlalchemy.engine import Connection
 
 from rollyard_api.core.limits import Limit
-from rollyard_api.core.problems import RETRY_AFTER, ApiError, Invalid, NotFound, QueueFull, TooLarge
+from rollyard_api.core.problems import (
+    RETRY_AFTER,
+    ApiError,
+    BodyTooSlow,
+    Invalid,
+    NotFound,
+    QueueFull,
+    TooLarge,
+)
 from rollyard_api.jobs.task_sources import FIELD
 from rollyard_api.storage.database import Database, Transaction
 from rollyard_api.storage.rows import BlobRow, read_one
@@ -55,12 +63,6 @@ class BlobLimits:
     """The largest number of uploads of a namespace, including unfinished ones."""
     kept_seconds: float = 3600.0
     """The number of seconds for which an upload that no job holds is kept."""
-
-
-class UploadTooSlow(ApiError):
-    """The body did not arrive in time."""
-
-    status = 408
 
 
 def missing_of_job(sha256: str) -> ApiError:
@@ -107,9 +109,9 @@ def begin(tx: Transaction, namespace: str, sha256: str, limits: BlobLimits) -> i
     new = sa.insert(blobs).values(
         namespace=namespace, sha256=sha256, size=0, pieces=0, complete=False, **times
     )
-    made: int = tx.conn.execute(new.returning(blobs.c.id)).scalar_one()
+    blob_id: int = tx.conn.execute(new.returning(blobs.c.id)).scalar_one()
     _refuse_full(tx, namespace, limits)
-    return made
+    return blob_id
 
 
 def _refuse_full(tx: Transaction, namespace: str, limits: BlobLimits) -> None:
@@ -196,10 +198,10 @@ def let_go(tx: Transaction, blob_id: int) -> None:
 
 def expire(tx: Transaction, kept_seconds: float) -> None:
     """Give up the uploads that no job holds and that were last used more than `kept_seconds` ago."""
-    held = sa.exists().where(jobs.c.blob_id == blobs.c.id)
+    used = sa.exists().where(jobs.c.blob_id == blobs.c.id)
     tx.conn.execute(
         sa.update(blobs)
-        .where(blobs.c.complete.is_(True), blobs.c.touched_at < tx.now - kept_seconds, sa.not_(held))
+        .where(blobs.c.complete.is_(True), blobs.c.touched_at < tx.now - kept_seconds, sa.not_(used))
         .values(complete=False, touched_at=0.0)
     )
 
@@ -212,8 +214,8 @@ def remove_some(tx: Transaction) -> bool:
     blob_id = tx.conn.execute(old.order_by(blobs.c.id).limit(1)).scalar_one_or_none()
     if blob_id is None:
         return False
-    some = sa.select(blob_pieces.c.no).where(blob_pieces.c.blob_id == blob_id).limit(_REMOVED_AT_ONCE)
-    pieces = sa.delete(blob_pieces).where(blob_pieces.c.blob_id == blob_id, blob_pieces.c.no.in_(some))
+    numbers = sa.select(blob_pieces.c.no).where(blob_pieces.c.blob_id == blob_id).limit(_REMOVED_AT_ONCE)
+    pieces = sa.delete(blob_pieces).where(blob_pieces.c.blob_id == blob_id, blob_pieces.c.no.in_(numbers))
     if tx.conn.execute(pieces).rowcount < _REMOVED_AT_ONCE:
         tx.conn.execute(sa.delete(blobs).where(blobs.c.id == blob_id))
     return True
@@ -242,16 +244,17 @@ class Uploads:
             Invalid: The body has another SHA-256.
             TooLarge: The body is longer than the limit for one upload.
             QueueFull: The namespace has reached its limits, or too many uploads are running.
-            UploadTooSlow: Too little arrived in time.
+            BodyTooSlow: Too little arrived in time.
         """
         with self._running.held(namespace):
             try:
                 async with asyncio.timeout(WHOLE_SECONDS):
                     return await self._take(namespace, sha256, body)
             except TimeoutError as error:
-                raise UploadTooSlow(
+                raise BodyTooSlow(
                     f"nothing of the body came for {SILENT_SECONDS:g} seconds, or not all of it within "
-                    f"{WHOLE_SECONDS:g}"
+                    f"{WHOLE_SECONDS:g}",
+                    reason="UploadTooSlow",
                 ) from error
 
     async def _take(self, namespace: str, sha256: str, body: AsyncIterator[bytes]) -> bool:

@@ -9,18 +9,18 @@ from collections import deque
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any
+from typing import Any, Final
 
 from rollyard_api.core import cursors
 from rollyard_api.core.codec import dumps
 from rollyard_api.core.errors import ControlPlaneError
 from rollyard_api.storage.rows import JobRow
 
-MAX_JOBS = 1024
+MAX_JOBS: Final = 1024
 """The number of jobs whose past events are kept. The job that has been silent longest is dropped first."""
-MAX_PAST_BYTES = 256 << 20
+MAX_PAST_BYTES: Final = 256 << 20
 """The largest number of bytes that the past events of all jobs take together."""
-EVENT_BYTES = 256
+EVENT_BYTES: Final = 256
 """The approximate number of bytes that an event takes in addition to its data."""
 
 
@@ -88,7 +88,7 @@ class EventHub:
         stream = self._streams.pop(job_id, None) or _Stream(self._first)
         self._streams[job_id] = stream
         if len(self._streams) > MAX_JOBS:
-            silent = (old for old, one in self._streams.items() if not one.subscribers and old != job_id)
+            silent = (old for old, other in self._streams.items() if not other.subscribers and old != job_id)
             if (oldest := next(silent, None)) is not None:
                 self.forget(oldest)
         return stream
@@ -106,7 +106,7 @@ class EventHub:
             self._bytes -= stream.drop_oldest()
         if self._bytes > MAX_PAST_BYTES:
             # The job with the longest past makes room, because no job may push out the events of the others.
-            longest = max(self._streams.values(), key=lambda one: one.bytes)
+            longest = max(self._streams.values(), key=lambda other: other.bytes)
             for _ in range((len(longest.past) + 1) // 2):
                 self._bytes -= longest.drop_oldest()
 
@@ -130,9 +130,9 @@ class EventHub:
         """
         if not last_id:
             return None
-        place = cursors.word(last_id, "events", uid=job.uid, job=job.name, parameter="Last-Event-ID")
-        process, _, number = place.partition("-")
-        if not re.fullmatch(r"[0-9a-f]{8}-[0-9]{1,18}", place):
+        position = cursors.word(last_id, "events", uid=job.uid, job=job.name, parameter="Last-Event-ID")
+        process, _, number = position.partition("-")
+        if not re.fullmatch(r"[0-9a-f]{8}-[0-9]{1,18}", position):
             raise cursors.garbage("Last-Event-ID", last_id, "events")
         if process != self.process:
             return -1

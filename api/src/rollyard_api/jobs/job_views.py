@@ -21,16 +21,16 @@ from rollyard_api.storage.rows import JobRow
 from rollyard_api.storage.schema import jobs, rollouts
 from rollyard_api.trajectories.records import fitting
 
-_JOB_BYTES = 1024
+_JOB_BYTES: Final = 1024
 """The approximate number of bytes that a job takes in a list in addition to its manifest."""
-_SIZES = sa.select(
+_SIZES: Final = sa.select(
     jobs.c.id,
     sa.type_coerce(
         sum((sa.func.length(column) for column in (jobs.c.metadata, jobs.c.spec, jobs.c.status)), _JOB_BYTES),
         sa.Integer,
     ).label("bytes"),
 )
-_WAITING = (
+_WAITING: Final = (
     sa.select(rollouts.c.state, sa.func.count().label("n"))
     .where(rollouts.c.job_id == sa.bindparam("b_job"), rollouts.c.state < RolloutState.SUCCEEDED)
     .group_by(rollouts.c.state)
@@ -189,14 +189,14 @@ def listed(
         chosen.append(jobs.c.namespace == namespace)
     if finished is not None:
         chosen.append(jobs.c.finished_at.is_not(None) if finished else _drivers_concern())
-    found = list(conn.execute(_SIZES.where(*chosen).order_by(jobs.c.id).limit(limit + 1)))
-    count = min(limit, fitting((row.bytes for row in found), max_bytes))
+    selected = list(conn.execute(_SIZES.where(*chosen).order_by(jobs.c.id).limit(limit + 1)))
+    count = min(limit, fitting((row.bytes for row in selected), max_bytes))
     if not count:
         return [], None
-    last = found[count - 1].id
+    last = selected[count - 1].id
     rows = conn.execute(sa.select(jobs).where(*chosen, jobs.c.id <= last).order_by(jobs.c.id))
     documents = [document(conn, JobRow(*row), bare=bare) for row in rows]
-    return documents, last if count < len(found) else None
+    return documents, last if count < len(selected) else None
 
 
 def worker_spec(
@@ -235,7 +235,7 @@ def waiting_images(conn: Connection, namespace: str, name: str, uid: str | None,
     """
     job = job_rows.find(conn, namespace, name, uid=uid)
     numbers = dict.fromkeys(conn.execute(_QUEUE, {"b_job": job.id}).scalars())
-    found: dict[str, None] = {}
+    images: dict[str, None] = {}
     size = 0
     for number in list(numbers)[:AHEAD]:
         if size > max_bytes:
@@ -244,5 +244,5 @@ def waiting_images(conn: Connection, namespace: str, name: str, uid: str | None,
         size += len(task)
         image = (orjson.loads(task).get("sandbox") or {}).get("image")
         if isinstance(image, str) and not image.startswith(DOCKERFILE_IMAGE):
-            found[image] = None
-    return list(found)
+            images[image] = None
+    return list(images)

@@ -152,12 +152,12 @@ def push(
     return {"accepted": len(fresh), "repeated": len(tasks) - len(fresh)}
 
 
-def _refuse_closed(job: JobRow, what: str) -> None:
+def _refuse_closed(job: JobRow, noun: str) -> None:
     if job.cancel_reason is not None:
         reason = f"has ended or is ending ({job.cancel_reason})"
-        raise Conflict(f"RolloutJob {job.name!r} {reason} and takes no more {what}", reason="JobCancelled")
+        raise Conflict(f"RolloutJob {job.name!r} {reason} and takes no more {noun}", reason="JobCancelled")
     if job.closed:
-        raise Conflict(f"RolloutJob {job.name!r} is closed and takes no more {what}", reason="JobClosed")
+        raise Conflict(f"RolloutJob {job.name!r} is closed and takes no more {noun}", reason="JobClosed")
 
 
 def open_step(
@@ -189,13 +189,13 @@ def open_step(
             f"RolloutJob {name!r} has no spec.dynamicSampling, so it has no targets",
             reason="NoDynamicSampling",
         )
-    wanted = rules.target_groups if groups is None else groups
+    target = rules.target_groups if groups is None else groups
     known = job_rows.step(tx.conn, job.id, step)
     if known is not None:
-        if known.groups != wanted:
+        if known.groups != target:
             raise Conflict(
                 f"groups: the step {step!r} of RolloutJob {name!r} was opened with {known.groups}, "
-                f"not {wanted}",
+                f"not {target}",
                 reason="TargetDiffers",
             )
         return _described(tx, job.id, step, known, opened=False)
@@ -210,9 +210,9 @@ def open_step(
         raise Conflict(
             f"RolloutJob {name!r} has {MAX_STEPS} steps, which is the most", reason="TooManyTargets"
         )
-    made = job_rows.open_step(tx, job.id, step, wanted)
+    row = job_rows.open_step(tx, job.id, step, target)
     transitions.advance(tx, job.id)
-    return _described(tx, job.id, step, made, opened=True)
+    return _described(tx, job.id, step, row, opened=True)
 
 
 def _described(

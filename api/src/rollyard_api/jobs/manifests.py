@@ -24,7 +24,9 @@ from rollyard_api.storage.rows import JobRow
 def _is_fixed(field: FieldInfo) -> bool:
     """Return whether the schema of a field of a job's spec says that it is immutable."""
     inner = (part.__metadata__ for part in get_args(field.annotation) if get_origin(part) is Annotated)
-    return any(getattr(one, "json_schema_extra", None) == IMMUTABLE for one in (field, *chain(*inner)))
+    return any(
+        getattr(annotation, "json_schema_extra", None) == IMMUTABLE for annotation in (field, *chain(*inner))
+    )
 
 
 _FIXED: Final = frozenset(
@@ -33,7 +35,7 @@ _FIXED: Final = frozenset(
 """The fields of a job's spec that define what the job is, and therefore cannot change."""
 _SKIPPED_ROWS: Final = "skippedRows"
 """The key of the skipped rows in a stored status. They are known when a job is created, and stay."""
-_REPORTED = ("phase", "conditions", "observedGeneration", "message")
+_REPORTED: Final = ("phase", "conditions", "observedGeneration", "message")
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ uid. The job or pool that was registered for the old object is then replaced.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Final
 
 from rollyard_crds.backendpool import BackendPool, BackendPoolSpec
 from rollyard_crds.base import ObjectMeta
@@ -25,11 +26,11 @@ from rollyard_api.storage import pools as pool_rows
 from rollyard_api.storage.database import Transaction
 from rollyard_api.storage.jobs import DELETED
 
-_NOT_KEPT = frozenset(
+_NOT_KEPT: Final = frozenset(
     {CLOSED, CANCEL_REASON, DELETE_REQUESTED, "kubectl.kubernetes.io/last-applied-configuration"}
 )
 """The annotations that the control plane sets itself or that repeat the whole manifest."""
-_MAX_UID = 128
+_MAX_UID: Final = 128
 
 
 def of_object(meta: ObjectMeta) -> ObjectMeta:
@@ -111,9 +112,9 @@ def register_pool(tx: Transaction, pool: BackendPool) -> bool:
         raise differs("BackendPool", meta.namespace, meta.name, wrong)
     pools.change(tx, row, pool.spec)
     own = {k: v for k, v in annotations.items() if k in (OBJECT_UID, DELETE_REQUESTED)}
-    kept = {"labels": meta.labels, "annotations": own | meta.annotations}
-    if known != kept:
-        pool_rows.put_metadata(tx, row.id, dumps(kept))
+    merged = {"labels": meta.labels, "annotations": own | meta.annotations}
+    if known != merged:
+        pool_rows.put_metadata(tx, row.id, dumps(merged))
     return False
 
 

@@ -26,9 +26,9 @@ from sqlalchemy.engine import Connection
 
 from rollyard_api.core.codec import dumps
 from rollyard_api.core.limits import Limit
-from rollyard_api.core.problems import Conflict, Invalid, NotFound, QueueFull
+from rollyard_api.core.problems import Conflict, NotFound, QueueFull
 from rollyard_api.jobs.source_readers import Blocking, SourceUnreadable, exchange
-from rollyard_api.jobs.task_sources import AllowList
+from rollyard_api.jobs.task_sources import AllowList, SourceNotAllowed
 from rollyard_api.machine.states import RolloutState
 from rollyard_api.storage.schema import jobs, rollouts
 
@@ -43,10 +43,6 @@ _RETRYABLE: Final = frozenset({408, 425, 429})
 """The answers with a status of 4xx after which another request may succeed."""
 
 
-class RewardServiceNotAllowed(Invalid):
-    """The job names a reward service that the installer's list does not contain."""
-
-
 class ServiceAllowList(AllowList):
     """The reward services that the installer allows jobs to name. An empty list allows none."""
 
@@ -54,7 +50,7 @@ class ServiceAllowList(AllowList):
     schemes = ("http", "https")
     server = "the service"
     field = "spec.reward.service.url"
-    refused = RewardServiceNotAllowed
+    refused = "RewardServiceNotAllowed"
     always = ()
 
 
@@ -132,7 +128,7 @@ class RewardServices:
         """Check the service that a job names, if it names one, without connecting to it.
 
         Raises:
-            RewardServiceNotAllowed: The installer's list does not contain it.
+            SourceNotAllowed: The installer's list does not contain it.
         """
         if spec.reward is not None and spec.reward.service is not None:
             self._allowed.source(spec.reward.service.url, namespace)
@@ -162,7 +158,7 @@ class RewardServices:
             except TimeoutError:
                 seconds = f"{call.service.timeout_seconds:g} s"
                 return _failure(f"the service did not answer within {seconds}", retryable=True)
-            except RewardServiceNotAllowed as error:
+            except SourceNotAllowed as error:
                 return _failure(error.detail, retryable=False)
             except SourceUnreadable as error:
                 return _failure(str(error), retryable=error.retryable)

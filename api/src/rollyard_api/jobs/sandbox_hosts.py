@@ -8,12 +8,8 @@ from dataclasses import dataclass
 from rollyard_crds.fields.allowed_hosts import HostRule, installers_rule
 from rollyard_crds.rolloutjob import RolloutJobSpec
 
+from rollyard_api.core.errors import OptionInvalid
 from rollyard_api.core.problems import Invalid
-from rollyard_api.jobs.task_sources import ListEntryError
-
-
-class HostsNotAllowed(Invalid):
-    """The job names a host that the installer's list does not contain."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +27,7 @@ class _List:
         try:
             return cls(option, field, tuple(patterns), tuple(installers_rule(text) for text in patterns))
         except ValueError as error:
-            raise ListEntryError(str(error)) from error
+            raise OptionInvalid(str(error)) from error
 
     def problems(self, hosts: Sequence[str]) -> list[str]:
         """Return a problem for each host of a job that no entry contains."""
@@ -39,8 +35,8 @@ class _List:
         shown = ", ".join(dict.fromkeys(text.partition("=")[0] for text in self.patterns))
         allowed = shown or f"none; `{self.option}` of the control plane names some"
         return [
-            f"{self.field}[{place}]: {text} is not allowed by the installer; allowed hosts: {allowed}"
-            for place, text in enumerate(hosts)
+            f"{self.field}[{index}]: {text} is not allowed by the installer; allowed hosts: {allowed}"
+            for index, text in enumerate(hosts)
             if not any(rule.contains(HostRule.parse(text)) for rule in self.rules)
         ]
 
@@ -57,7 +53,7 @@ class SandboxHosts:
         """Return the lists as they are written on a command line.
 
         Raises:
-            ListEntryError: An entry cannot be used.
+            OptionInvalid: An entry cannot be used.
         """
         return cls(
             _List.of("--allow-sandbox-host", "spec.sandbox.allowedHosts", sandbox),
@@ -74,9 +70,10 @@ class SandboxHosts:
         """Check that one entry of the right list contains each host of a job.
 
         Raises:
-            HostsNotAllowed: There are hosts for which this is not so; `errors` names each.
+            Invalid: There are hosts for which this is not so; `errors` names each, and the reason is
+                HostsNotAllowed.
         """
         problems = self.sandbox.problems(spec.sandbox.allowed_hosts or ())
         problems += self.evaluation.problems(spec.stages.eval.allowed_hosts or ())
         if problems:
-            raise HostsNotAllowed.of(*problems)
+            raise Invalid.of(*problems, reason="HostsNotAllowed")

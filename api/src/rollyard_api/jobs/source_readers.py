@@ -104,7 +104,7 @@ def pieces(
     """Return the bytes of a source as they arrive, never more than one piece at a time.
 
     Raises:
-        TasksNotAllowed: The source leads to a link target, a redirect target or an address that is not
+        SourceNotAllowed: The source leads to a link target, a redirect target or an address that is not
             allowed.
         SourceUnreadable: The source cannot be read.
     """
@@ -138,29 +138,29 @@ def open_file(source: Source, allowed: AllowList) -> BinaryIO:
     has for it. An author who swaps a link or a folder between the check and the opening gains nothing.
 
     Raises:
-        TasksNotAllowed: The file is elsewhere once links are followed.
+        SourceNotAllowed: The file is elsewhere once links are followed.
         SourceUnreadable: There is no such file, or it cannot be read.
     """
     path = source.location.path
     try:
-        held = os.open(path, os.O_PATH | os.O_CLOEXEC)
+        descriptor = os.open(path, os.O_PATH | os.O_CLOEXEC)
     except (OSError, ValueError) as error:
         # The answer must not reveal what exists outside of the folder.
         if not allowed.permits_file(source, os.path.realpath(path)):
             raise allowed.refusal(source.url) from error
         raise SourceUnreadable(getattr(error, "strerror", None) or "the path is malformed") from error
     try:
-        place = f"/proc/self/fd/{held}"
-        if not allowed.permits_file(source, os.readlink(place)):
+        link = f"/proc/self/fd/{descriptor}"
+        if not allowed.permits_file(source, os.readlink(link)):
             raise allowed.refusal(source.url)
-        if not stat.S_ISREG(os.fstat(held).st_mode):
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             raise SourceUnreadable("it is no regular file")
         try:
-            return os.fdopen(os.open(place, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb", buffering=0)
+            return os.fdopen(os.open(link, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb", buffering=0)
         except OSError as error:
             raise SourceUnreadable(error.strerror or type(error).__name__) from error
     finally:
-        os.close(held)
+        os.close(descriptor)
 
 
 def _open_object(source: Source) -> BinaryIO:
@@ -183,21 +183,21 @@ async def _addresses(source: Source, allowed: AllowList, blocking: Blocking) -> 
         SourceUnreadable: The host has no address.
     """
     try:
-        found = await blocking.call(_resolve, source.location.host, source.location.port)
+        addresses = await blocking.call(_resolve, source.location.host, source.location.port)
     except (OSError, UnicodeError) as error:
         raise SourceUnreadable("its host cannot be resolved") from error
-    if not all(allowed.permits_address(source, address) for address in found):
+    if not all(allowed.permits_address(source, address) for address in addresses):
         # The author of a job must not learn which address it was.
         why = "its host has an address that is neither public nor in the installer's networks"
         raise allowed.refusal(source.url, why)
-    if not found:
+    if not addresses:
         raise SourceUnreadable("its host has no address")
-    return found
+    return addresses
 
 
 def _resolve(host: str, port: int) -> list[Address]:
-    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    return list(dict.fromkeys(ipaddress.ip_address(str(item[4][0]).partition("%")[0]) for item in found))
+    entries = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    return list(dict.fromkeys(ipaddress.ip_address(str(item[4][0]).partition("%")[0]) for item in entries))
 
 
 async def _answer(
@@ -214,9 +214,9 @@ async def _answer(
             if answer.status not in _REDIRECTS:
                 raise SourceUnreadable(f"the server answered {answer.status}")
             # Each redirect target is checked against the list as if the job had named it.
-            found = (value for name, value in answer.headers if name.lower() == b"location")
+            locations = (value for name, value in answer.headers if name.lower() == b"location")
             try:
-                target = urljoin(source.url, next(found, b"").decode("latin-1"))
+                target = urljoin(source.url, next(locations, b"").decode("latin-1"))
             except ValueError as error:
                 raise SourceUnreadable("it redirects to no URL") from error
             source = allowed.source(target, namespace)
@@ -270,7 +270,7 @@ async def exchange(
     try:
         async with AsyncExitStack() as stack:
             pool = await stack.enter_async_context(httpcore.AsyncConnectionPool(ssl_context=tls))
-            for place, address in enumerate(addresses, 1):
+            for number, address in enumerate(addresses, 1):
                 host = f"[{address}]" if address.version == 6 else f"{address}"
                 url = f"{location.scheme}://{host}:{location.port}{target}"
                 sent = pool.stream(method, url, headers=encoded, content=body, extensions=extensions)
@@ -278,7 +278,7 @@ async def exchange(
                     answer = await stack.enter_async_context(sent)
                     break
                 except (httpcore.ConnectError, httpcore.ConnectTimeout):
-                    if place == len(addresses):
+                    if number == len(addresses):
                         raise
             yield answer
     except (httpcore.NetworkError, httpcore.TimeoutException, ssl.SSLError) as error:

@@ -101,26 +101,26 @@ class TaskReader:
             skipped: Takes the rows that are left out, where the options say `onBadRow: skip`.
 
         Raises:
-            TasksNotAllowed: The installer's list does not contain the URL, or a place that it leads to.
+            SourceNotAllowed: The installer's list does not contain the URL, or a place that it leads to.
             Invalid: The file cannot be read in time, or a line is refused and not skipped. The whole list is
                 refused in this case.
             QueueFull, Unavailable: Too many files are being read.
         """
         specs = await self._specs(options, namespace)
         most = self._limits.file_bytes
-        made = partial(TaskFile, options, pack, unpack, max_bytes=most, specs=specs, skipped=skipped)
+        make_file = partial(TaskFile, options, pack, unpack, max_bytes=most, specs=specs, skipped=skipped)
         digest = blob_of(url)
         if digest is not None:
             with self._uploaded.held(namespace):
-                return await self._collect(url, self._uploads(namespace, digest), made)
+                return await self._collect(url, self._uploads(namespace, digest), make_file)
         source = self._allowed.source(url, namespace)
-        place = ExitStack()
-        place.enter_context(self._external.held(namespace))
-        blocking = Blocking(self._waiting, place.close)
+        turn = ExitStack()
+        turn.enter_context(self._external.held(namespace))
+        blocking = Blocking(self._waiting, turn.close)
         try:
             # Messages must not quote a file of the installer, which the author of the job may not know.
             data = pieces(source, self._allowed, namespace, blocking)
-            return await self._collect(url, data, partial(made, quote=False))
+            return await self._collect(url, data, partial(make_file, quote=False))
         finally:
             blocking.finish()
 
@@ -131,7 +131,7 @@ class TaskReader:
         digest = blob_of(options.specs)
         if digest is None:
             raise _refused_specs("must be an upload, such as `rollyard submit` makes of a file")
-        found = bytearray()
+        content = bytearray()
         try:
             with self._uploaded.held(namespace), refusing("spec.tasks."):
                 async with (
@@ -139,18 +139,18 @@ class TaskReader:
                     aclosing(self._uploads(namespace, digest)) as data,
                 ):
                     async for piece in data:
-                        found += piece
-                        if len(found) > MAX_SPECS_BYTES:
+                        content += piece
+                        if len(content) > MAX_SPECS_BYTES:
                             break
                 loop = asyncio.get_running_loop()
-                return await loop.run_in_executor(self._parsers, parse_specs, bytes(found))
+                return await loop.run_in_executor(self._parsers, parse_specs, bytes(content))
         except TimeoutError as error:
             raise _refused_specs(f"was not read within {self._limits.seconds:g} seconds") from error
 
     async def _collect(
-        self, url: str, data: AsyncGenerator[bytes, None], made: Callable[..., TaskFile]
+        self, url: str, data: AsyncGenerator[bytes, None], make_file: Callable[..., TaskFile]
     ) -> KeptTasks[TaskRow]:
-        """Return the tasks of these bytes, as the file that `made` returns takes them."""
+        """Return the tasks of these bytes, as the file that `make_file` returns takes them."""
         seconds, loop = self._limits.seconds, asyncio.get_running_loop()
         deadline = time.monotonic() + seconds
         field = f"{FIELD}: {shown(url)}"
@@ -159,12 +159,12 @@ class TaskReader:
                 async with asyncio.timeout(seconds), aclosing(data):
                     start = await _first_bytes(data)
                     if start.startswith(MAGIC):
-                        file = made(unit="row")
+                        file = make_file(unit="row")
                         rows = parquet_lines(start, data, self._limits.file_bytes, self._parsers)
                         async with self._converting, aclosing(rows):
                             await self._feed(file, rows, deadline)
                     else:
-                        file = made()
+                        file = make_file()
                         await self._check(file.feed(start), deadline)
                         await self._feed(file, data, deadline)
                     return await loop.run_in_executor(self._parsers, file.tasks, TaskRow, deadline)
@@ -256,9 +256,13 @@ async def parquet_lines(
         os.lseek(file.fileno(), 0, os.SEEK_SET)
         arguments, environment = command()
         child = await asyncio.create_subprocess_exec(
-            *arguments, stdin=file, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.DEVNULL,
-            limit=PIECE_BYTES, env=environment,
-        )  # fmt: skip
+            *arguments,
+            stdin=file,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.DEVNULL,
+            limit=PIECE_BYTES,
+            env=environment,
+        )
     assert child.stdout is not None
     try:
         while piece := await child.stdout.read(PIECE_BYTES):

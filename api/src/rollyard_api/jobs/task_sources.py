@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import ClassVar, Final, Literal, Self
 from urllib.parse import unquote, urlsplit
 
-from rollyard_api.core.errors import ControlPlaneError
+from rollyard_api.core.errors import ControlPlaneError, OptionInvalid
 from rollyard_api.core.problems import Invalid
 
 FIELD: Final = "spec.tasks.url"
@@ -26,9 +26,9 @@ _BUCKETS: Final = ("abfs", "abfss", "adl", "az", "gcs", "gs", "obs", "oci", "oss
 _PORTS: Final = {"http": 80, "https": 443}
 _NEVER: Final = ("/proc", "/sys", "/dev")
 """The folders of the kernel, in which no file is a task list."""
-_BLOB = re.compile(r"blob:sha256:([0-9a-f]{64})")
-_HOST = re.compile(r"(?!-)[a-z0-9-]{1,63}(\.(?!-)[a-z0-9-]{1,63})*")
-_SHOWN = 300
+_BLOB: Final = re.compile(r"blob:sha256:([0-9a-f]{64})")
+_HOST: Final = re.compile(r"(?!-)[a-z0-9-]{1,63}(\.(?!-)[a-z0-9-]{1,63})*")
+_SHOWN: Final = 300
 _NAT64: Final = ipaddress.IPv6Network("64:ff9b::/96")
 
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
@@ -36,12 +36,8 @@ Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 Kind = Literal["file", "web", "bucket"]
 
 
-class TasksNotAllowed(Invalid):
-    """The job names a source that the installer's list does not contain."""
-
-
-class ListEntryError(ControlPlaneError, ValueError):
-    """An entry of an installer's list cannot be used. The message names it and says what would be right."""
+class SourceNotAllowed(Invalid):
+    """The job names a source or a service that the installer's list does not contain."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,13 +91,13 @@ def blob_of(url: str) -> str | None:
     """
     if not url.startswith("blob:"):
         return None
-    found = _BLOB.fullmatch(url)
-    if found is None:
+    match = _BLOB.fullmatch(url)
+    if match is None:
         raise Invalid.of(
             f"{FIELD}: {shown(url)}: must be blob:sha256: and 64 lower-case hexadecimal digits",
             reason="InvalidTasks",
         )
-    return found.group(1)
+    return match.group(1)
 
 
 class MalformedUrl(ControlPlaneError, ValueError):
@@ -181,26 +177,26 @@ def _prefix(text: str, schemes: Sequence[str]) -> Location:
     """Return an entry of the list, as it is written in `text`, which must have one of these schemes.
 
     Raises:
-        ListEntryError: The entry cannot be used.
+        OptionInvalid: The entry cannot be used.
     """
     try:
-        found = parse(text)
+        location = parse(text)
     except MalformedUrl as error:
-        raise ListEntryError(f"{text!r}: {error}") from error
-    if found.scheme not in schemes:
-        raise ListEntryError(f"{text!r}: the scheme must be one of {', '.join(schemes)}")
-    if found.query:
-        raise ListEntryError(f"{text!r}: a prefix has no query")
-    if NAMESPACE in found.authority or re.search(r"[{}]", found.path.replace(NAMESPACE, "")):
-        raise ListEntryError(f"{text!r}: {NAMESPACE} may stand in the path, and no other braces")
-    return found
+        raise OptionInvalid(f"{text!r}: {error}") from error
+    if location.scheme not in schemes:
+        raise OptionInvalid(f"{text!r}: the scheme must be one of {', '.join(schemes)}")
+    if location.query:
+        raise OptionInvalid(f"{text!r}: a prefix has no query")
+    if NAMESPACE in location.authority or re.search(r"[{}]", location.path.replace(NAMESPACE, "")):
+        raise OptionInvalid(f"{text!r}: {NAMESPACE} may stand in the path, and no other braces")
+    return location
 
 
 def _network(text: str) -> Network:
     try:
         return ipaddress.ip_network(text)
     except ValueError as error:
-        raise ListEntryError(f"{text!r}: must be a network such as 10.0.0.0/8 ({error})") from error
+        raise OptionInvalid(f"{text!r}: must be a network such as 10.0.0.0/8 ({error})") from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,8 +214,8 @@ class AllowList:
     """What messages call the other side of a connection."""
     field: ClassVar[str] = FIELD
     """The field of a job that names a source."""
-    refused: ClassVar[type[Invalid]] = TasksNotAllowed
-    """The class of the error for a source that the list does not contain."""
+    refused: ClassVar[str] = "TasksNotAllowed"
+    """The reason of the error for a source that the list does not contain."""
     always: ClassVar[Sequence[str]] = ("uploads (`rollyard submit` makes one of a local file)",)
     """What a job may name although no entry contains it, for messages."""
 
@@ -228,7 +224,7 @@ class AllowList:
         """Return the list as it is written on a command line.
 
         Raises:
-            ListEntryError: An entry cannot be used.
+            OptionInvalid: An entry cannot be used.
         """
         listed = tuple(_prefix(text, cls.schemes) for text in prefixes)
         return cls(listed, tuple(map(_network, networks)), tuple(kept))
@@ -237,7 +233,7 @@ class AllowList:
         """Return the source for a URL that a job of this namespace names, if the list contains it.
 
         Raises:
-            TasksNotAllowed: The list does not contain it. Whether the source exists makes no difference.
+            SourceNotAllowed: The list does not contain it. Whether the source exists makes no difference.
         """
         try:
             location = parse(url)
@@ -250,16 +246,17 @@ class AllowList:
                 return Source(url, location, prefix)
         raise self.refusal(url)
 
-    def refusal(self, url: str, why: str = "") -> Invalid:
+    def refusal(self, url: str, why: str = "") -> SourceNotAllowed:
         """Return the error for a URL that the list does not contain."""
         entries = (
             f"{prefix.scheme}://{prefix.authority.removesuffix(f':{_PORTS.get(prefix.scheme)}')}{prefix.path}"
             for prefix in self.prefixes
         )
         allowed = ", ".join((*self.always, *entries)) or "no URLs at all"
-        return self.refused.of(
+        return SourceNotAllowed.of(
             f"{self.field}: {shown(url)} cannot be used: {why or 'the installer does not allow it'}; "
-            f"allowed are {allowed}"
+            f"allowed are {allowed}",
+            reason=self.refused,
         )
 
     def permits_file(self, source: Source, real: str) -> bool:

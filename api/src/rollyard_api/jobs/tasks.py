@@ -62,13 +62,13 @@ def rows(tasks: Sequence[Task], field: str, source: TaskSource | None = None) ->
     selection: TaskSelection[Task] = TaskSelection(source)
     places: dict[str, int] = {}
     problems: list[str] = []
-    for place, task in enumerate(tasks):
+    for index, task in enumerate(tasks):
         problem = selection.problem(task.id)
         if task.id in places:
             problem = f"id: {task.id!r} stands already at {field}[{places[task.id]}]"
         if problem is not None:
-            problems.append(f"{field}[{place}].{problem}")
-        places[task.id] = place
+            problems.append(f"{field}[{index}].{problem}")
+        places[task.id] = index
         if source is None or not selection.repeated(task.model_dump(mode="json")):
             selection.add(task.id, task)
     if problems:
@@ -103,11 +103,11 @@ def read_list(documents: Any) -> list[TaskRow]:
         raise Invalid.of("tasks: must be a list of at least one task", reason=TaskListError.reason)
     tasks: list[Task] = []
     problems: list[str] = []
-    for place, document in enumerate(documents):
+    for index, document in enumerate(documents):
         try:
             tasks.append(Task.model_validate(document))
         except ValidationError as error:
-            problems += describe(error, f"tasks[{place}]", Task)
+            problems += describe(error, f"tasks[{index}]", Task)
             if len(problems) >= MAX_PROBLEMS:
                 break
     if problems:

@@ -35,7 +35,7 @@ class Times(Struct, frozen=True):
     own_seconds: float = 0.0
 
 
-NO_TIMES = Times()
+NO_TIMES: Final = Times()
 
 
 class RunCounts(Struct, frozen=True):
@@ -132,8 +132,8 @@ class Failed(Struct, frozen=True):
         A worker that knows this reports the reason NoBackend. The others report BackendUnavailable, and the
         pool is looked at.
         """
-        gone = self.reason == NO_BACKEND or (self.pool_is_down and self.reason == BACKEND_UNAVAILABLE)
-        return gone and self.stage == "run"
+        no_backend = self.reason == NO_BACKEND or (self.pool_is_down and self.reason == BACKEND_UNAVAILABLE)
+        return no_backend and self.stage == "run"
 
 
 class LeaseLost(Struct, frozen=True):

@@ -157,8 +157,8 @@ def _judge(rollout: Rollout, event: events.Report) -> Rejection | None:
     """Return why a report is not accepted, or None if the holder of the lease sent it for the first time."""
     if mark_of(event) in rollout.settled.split():
         return Rejection.REPEATED
-    other = isinstance(event, events.Failed) and rollout.state.stage not in (None, event.stage)
-    return Rejection.STALE if other or event.token != rollout.token else None
+    other_stage = isinstance(event, events.Failed) and rollout.state.stage not in (None, event.stage)
+    return Rejection.STALE if other_stage or event.token != rollout.token else None
 
 
 def _marked(rollout: Rollout, mark: str) -> str:
@@ -237,7 +237,10 @@ def _not_done(rollout: Rollout, event: Mishap, limits: Limits | None, now: float
         rule
         for rule in RULES[type(event)]
         if rule.matches(event, stage)
-        and all(getattr(rollout, one.column(stage)) < bound(one, event, stage, limits) for one in rule.raises)
+        and all(
+            getattr(rollout, raised.column(stage)) < bound(raised, event, stage, limits)
+            for raised in rule.raises
+        )
     )
     match rule.action:
         case Action.RETRY:

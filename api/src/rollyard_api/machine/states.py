@@ -66,17 +66,17 @@ class RolloutState(IntEnum):
 
 # These are looked up for every lease and every report, where the cost of computing them would be noticeable.
 BY_NUMBER: tuple[RolloutState, ...] = tuple(RolloutState)
-_FIRST_ENDED = int(RolloutState.SUCCEEDED)
-_QUEUED = {stage: BY_NUMBER[2 * place] for place, stage in enumerate(STAGES)}
-_LEASED = {stage: BY_NUMBER[2 * place + 1] for place, stage in enumerate(STAGES)}
+_FIRST_ENDED: Final = int(RolloutState.SUCCEEDED)
+_QUEUED: Final = {stage: BY_NUMBER[2 * index] for index, stage in enumerate(STAGES)}
+_LEASED: Final = {stage: BY_NUMBER[2 * index + 1] for index, stage in enumerate(STAGES)}
 _STAGES: tuple[StageName | None, ...] = (*(stage for stage in STAGES for _ in range(2)), None, None, None)
-_STATUSES = ("queued", "leased") * len(STAGES) + ("succeeded", "failed", "cancelled")
+_STATUSES: Final = ("queued", "leased") * len(STAGES) + ("succeeded", "failed", "cancelled")
 
 ENDED: tuple[RolloutState, ...] = tuple(state for state in RolloutState if state.has_ended)
 UNFINISHED: tuple[RolloutState, ...] = tuple(state for state in RolloutState if not state.has_ended)
 
-_ANY_STAGE = range(len(STAGES))
-_WAITING_IN_A_SANDBOX = (RolloutState.QUEUED_RUN, RolloutState.QUEUED_EVAL)
+_ANY_STAGE: Final = range(len(STAGES))
+_WAITING_IN_A_SANDBOX: Final = (RolloutState.QUEUED_RUN, RolloutState.QUEUED_EVAL)
 
 
 def _all(before: Iterable[RolloutState], *after: RolloutState) -> dict[RolloutState, frozenset[RolloutState]]:

@@ -117,5 +117,5 @@ def _range(kind: type, field: FieldInfo) -> Any:
             low = bound.gt if isinstance(bound, annotated_types.Gt) else bound.ge
         elif isinstance(bound, annotated_types.Le):
             high = bound.le
-    made = click.IntRange if kind is int else click.FloatRange
-    return made(min=low, max=high, min_open=above)  # type: ignore[arg-type]
+    range_type = click.IntRange if kind is int else click.FloatRange
+    return range_type(min=low, max=high, min_open=above)  # type: ignore[arg-type]

@@ -19,7 +19,7 @@ import yaml
 from pydantic import ValidationError
 from rollyard_crds.reading.yaml_text import YamlError, load_one
 
-from rollyard_api.core.errors import ControlPlaneError
+from rollyard_api.core.errors import OptionInvalid
 from rollyard_api.options.declared import DeclaredOptions, PlaneOptions, keys, option_of, variable_of
 
 MAX_FILE_BYTES: Final = 1 << 20
@@ -39,18 +39,12 @@ _MESSAGES: Final = {
 T = TypeVar("T", bound=DeclaredOptions)
 
 
-class OptionInvalid(ControlPlaneError, ValueError):
-    """An option cannot be used. The message names the option, variable or key, and what would be right."""
-
-    reason = "InvalidOption"
-
-
-def load(model: type[T], given: Mapping[str, Any], file: Path | None, program: str) -> T:
+def load(model: type[T], arguments: Mapping[str, Any], file: Path | None, program: str) -> T:
     """Return the options of a program from all sources.
 
     Args:
         model: The declaration of the program's options.
-        given: The values of the command line, by field. Options that are not on it are absent.
+        arguments: The values of the command line, by field. Options that are not on it are absent.
         file: The file that the command line names, or None.
         program: The command, for messages.
 
@@ -60,7 +54,7 @@ def load(model: type[T], given: Mapping[str, Any], file: Path | None, program: s
     from pydantic_settings import BaseSettings, EnvSettingsSource, InitSettingsSource, SettingsConfigDict
     from pydantic_settings import PydanticBaseSettingsSource as Source
 
-    _refuse_passwords(model, given)
+    _refuse_passwords(model, arguments)
     _refuse_unknown_variables(model, program)
     variables = {name: _from_variable(model, name) for name in model.model_fields}
     values = {} if file is None else _from_file(model, file, program)
@@ -87,9 +81,9 @@ def load(model: type[T], given: Mapping[str, Any], file: Path | None, program: s
             return init_settings, Variables(settings_cls), InitSettingsSource(settings_cls, values)
 
     try:
-        layered = Layered(**given)
+        layered = Layered(**arguments)
     except ValidationError as error:
-        raise OptionInvalid(_problem(error, model, given, file, values)) from None
+        raise OptionInvalid(_problem(error, model, arguments, file, values)) from None
     # The sources have done their work; later copies are made of the values alone.
     values = {name: getattr(layered, name) for name in model.model_fields}
     return cast(T, model.model_construct(layered.model_fields_set, **values))
@@ -119,10 +113,10 @@ def _prefixes(model: type[DeclaredOptions]) -> tuple[str, ...]:
     return tuple({base.prefix for base in model.__mro__ if issubclass(base, DeclaredOptions) and base.prefix})
 
 
-def _refuse_passwords(model: type[DeclaredOptions], given: Mapping[str, Any]) -> None:
+def _refuse_passwords(model: type[DeclaredOptions], arguments: Mapping[str, Any]) -> None:
     for key, name in keys(model).items():
         secret = option_of(model.model_fields[name]).secret
-        value = given.get(name)
+        value = arguments.get(name)
         if secret and isinstance(value, str) and holds_password(value):
             raise OptionInvalid(
                 f"--{key}: has a password, and every user of this machine can read command lines; give it as "
@@ -253,7 +247,7 @@ def _check_secrecy(path: Path, key: str, status: os.stat_result) -> None:
 def _problem(
     error: ValidationError,
     model: type[DeclaredOptions],
-    given: Mapping[str, Any],
+    arguments: Mapping[str, Any],
     file: Path | None,
     values: Mapping[str, Any],
 ) -> str:
@@ -264,7 +258,7 @@ def _problem(
     variable = variable_of(model, name)
     if item["type"] == "missing":
         return f"--{key} is required (or {variable}, or `{key}` in the file of --config)"
-    if name in given:
+    if name in arguments:
         source = f"--{key}"
     elif variable and os.environ.get(variable):
         source = variable

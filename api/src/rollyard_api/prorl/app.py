@@ -1,48 +1,262 @@
-"""The application with ProRL Agent's calls, and nothing else: no documents, no metrics, no other call."""
+"""The application with ProRL Agent's calls, and nothing else: no documents, no metrics, no other call.
+
+A gate before the calls decides who may ask at all, and bounds the size, time and number of bodies. Many calls
+wait for the ends of rollouts, and one look at the database serves all of a job.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
 import logging
-from collections.abc import Callable, Mapping
-from contextlib import AsyncExitStack, suppress
+from collections import defaultdict
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Annotated, Any, Final, TypeVar
+from typing import Annotated, Any, Final, Literal, TypeVar
 
 import orjson
+import sqlalchemy as sa
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from sqlalchemy.engine import Connection
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from rollyard_api.core.codec import JSON, check_plain, decode, dumps, loads
 from rollyard_api.core.hosts import HostCheck
 from rollyard_api.core.limits import Limit
-from rollyard_api.core.problems import ApiError, Unavailable
-from rollyard_api.prorl import calls, results, servers
-from rollyard_api.prorl.calls import Asked, StartedCall
+from rollyard_api.core.problems import (
+    ApiError,
+    BodyTooSlow,
+    Forbidden,
+    Invalid,
+    Malformed,
+    TooLarge,
+    Unavailable,
+)
+from rollyard_api.core.wakeups import job_topic
+from rollyard_api.prorl import calls, servers
+from rollyard_api.prorl.calls import NewCall, StartedCall
 from rollyard_api.prorl.config import ProrlConfig
-from rollyard_api.prorl.gate import BodyGate
-from rollyard_api.prorl.process_calls import NAMES, RolloutParams, job_spec, task_of
-from rollyard_api.prorl.waits import End, Ends
+from rollyard_api.prorl.process_calls import NAMES, RolloutParams, job_spec, process_answer, task_of
 from rollyard_api.rollouts import claims
 from rollyard_api.service import ControlPlane
 from rollyard_api.storage import jobs as job_rows
 from rollyard_api.storage.rows import EndedRollout, JobRow, read_one
-from rollyard_api.storage.schema import rollouts
+from rollyard_api.storage.schema import jobs, rollouts
 from rollyard_api.trajectories import records
 from rollyard_api.trajectories.delivery import Delivery
 
 log = logging.getLogger("rollyard.api.prorl")
 
+LOOK_SECONDS: Final = 20.0
+"""The longest time between two looks at a job for which calls wait, in seconds."""
+RETRY_SECONDS: Final = 1.0
+
+End = Literal["ended", "late", "left", "closing"]
+
+
+@dataclass(slots=True)
+class _Follower:
+    """The calls that wait for rollouts of one job."""
+
+    waiting: defaultdict[str, set[asyncio.Future[End]]] = field(default_factory=lambda: defaultdict(set))
+    task: asyncio.Task[None] | None = None
+    begun: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def wake(self, rollouts: Iterable[str], end: End) -> None:
+        for rollout in rollouts:
+            for future in self.waiting.get(rollout, ()):
+                if not future.done():
+                    future.set_result(end)
+
+
+def _look(conn: Connection, job_id: int, after: int | None) -> tuple[list[str], int | None]:
+    """Return the rollouts that ended after a place, and the place of the last one; None for a lost job."""
+    last = conn.scalar(sa.select(jobs.c.ended).where(jobs.c.id == job_id))
+    if last is None or after is None:
+        return [], last
+    of_job = sa.select(rollouts.c.id).where(rollouts.c.job_id == job_id)
+    return list(conn.scalars(of_job.where(rollouts.c.end_seq > after, rollouts.c.end_seq <= last))), last
+
+
+def _has_ended(conn: Connection, rollout: str) -> bool:
+    """Return whether a rollout has ended, or is gone."""
+    row = conn.execute(sa.select(rollouts.c.end_seq).where(rollouts.c.id == rollout)).one_or_none()
+    return row is None or row.end_seq is not None
+
+
+class Ends:
+    """The calls of this process that wait for rollouts."""
+
+    def __init__(self, plane: ControlPlane) -> None:
+        self._plane = plane
+        self._followers: dict[int, _Follower] = {}
+
+    async def wait(self, job_id: int, rollout: str, seconds: float, left: asyncio.Future[End]) -> End:
+        """Return once a rollout has ended, the time is over, the client has left, or the process ends.
+
+        Args:
+            job_id: The job of the rollout.
+            rollout: The id of the rollout.
+            seconds: The longest wait.
+            left: A future that is done once nobody waits for the answer any more.
+        """
+        follower = self._followers.get(job_id)
+        if follower is None:
+            follower = self._followers[job_id] = _Follower()
+            follower.task = asyncio.create_task(self._follow(job_id, follower))
+        future: asyncio.Future[End] = asyncio.get_running_loop().create_future()
+        follower.waiting[rollout].add(future)
+        try:
+            # Every end after the follower's first look is noticed by it, and every earlier one by this look.
+            await follower.begun.wait()
+            if await self._plane.database.read(partial(_has_ended, rollout=rollout)):
+                return "ended"
+            await asyncio.wait({future, left}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+            return next((waiter.result() for waiter in (future, left) if waiter.done()), "late")
+        finally:
+            follower.waiting[rollout].discard(future)
+            if not follower.waiting[rollout]:
+                del follower.waiting[rollout]
+            future.cancel()
+
+    async def _follow(self, job_id: int, follower: _Follower) -> None:
+        database, bus = self._plane.database, self._plane.bus
+        after: int | None = None
+        try:
+            while follower.waiting and not bus.closing:
+                look = partial(database.read, partial(_look, job_id=job_id, after=after))
+                wait = 0.0 if after is None else LOOK_SECONDS
+                try:
+                    ended, after = await bus.until(job_topic(job_id), look, lambda ends: bool(ends[0]), wait)
+                except ApiError as error:
+                    log.warning("waiting for rollouts: %s: %s", error.reason, error.detail)
+                    await asyncio.sleep(RETRY_SECONDS)
+                    continue
+                follower.begun.set()
+                follower.wake(list(follower.waiting) if after is None else ended, "ended")
+        finally:
+            # No await stands between the last check of `waiting` and this line, so that no call is missed.
+            del self._followers[job_id]
+            follower.begun.set()
+            follower.wake(list(follower.waiting), "closing")
+
+    async def close(self) -> None:
+        """Answer the calls that still wait, and end what looks for them."""
+        tasks = [follower.task for follower in self._followers.values() if follower.task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+MAX_INSTANCE_BYTES: Final = 16 << 20
+"""The largest body of `/process`, in bytes."""
+MAX_BODY_BYTES: Final = 64 << 10
+"""The largest body of every other call, in bytes."""
+MAX_HELD_BYTES: Final = 256 << 20
+"""The largest size of all bodies that are in memory at the same time, in bytes."""
+BODY_SECONDS: Final = 60.0
+"""The time in which a body must have arrived, in seconds."""
+_BROWSERS: Final = ("origin", "sec-fetch-site", "sec-fetch-mode", "access-control-request-method")
+"""The headers that browsers add to the requests of web pages, and that no client of the protocol sends."""
+
+
+class BodyPacked(ApiError):
+    """The body of a request is compressed."""
+
+    status = 415
+
+
+class BodyGate:
+    """An ASGI application that refuses web pages and bodies without bounds before the calls see them.
+
+    A call finds the body in `request.state.body`, and awaits `request.state.body_read` when it needs it no
+    more.
+
+    Args:
+        app: The calls.
+        hosts: The Host headers that are taken.
+    """
+
+    def __init__(self, app: ASGIApp, hosts: HostCheck) -> None:
+        self._app = app
+        self._hosts = hosts
+        self._held = 0
+        self._freed = asyncio.Event()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request, as ASGI specifies it."""
+        if scope["type"] != "http":
+            return
+        request = Request(scope, receive)
+        async with AsyncExitStack() as stack:
+            try:
+                request.state.body = await self._body(request, stack)
+            except ApiError as refusal:
+                # The rest of the body is not read, so the connection cannot be used again.
+                headers = {"Connection": "close"}
+                answer = JSONResponse({"detail": refusal.detail}, refusal.status, headers)
+                await answer(scope, receive, send)
+                return
+            request.state.body_read = stack.aclose
+            await self._app(scope, receive, send)
+
+    @asynccontextmanager
+    async def _room(self, count: int) -> AsyncIterator[None]:
+        """Hold room in memory for so many bytes within the block, which begins once there is as much."""
+        while self._held + count > MAX_HELD_BYTES:
+            self._freed.clear()
+            await self._freed.wait()
+        self._held += count
+        try:
+            yield
+        finally:
+            self._held -= count
+            self._freed.set()
+
+    async def _body(self, request: Request, stack: AsyncExitStack) -> bytes:
+        headers, path = request.headers, request.scope["path"]
+        if any(name in headers for name in _BROWSERS):
+            raise Forbidden("requests of web pages are refused")
+        hosts = headers.getlist("host")
+        if len(hosts) != 1 or not self._hosts(hosts[0]):
+            raise Forbidden("the Host header names another host than this listener; see its setting 'hosts'")
+        most = MAX_INSTANCE_BYTES if path == "/process" else MAX_BODY_BYTES
+        too_large = TooLarge(f"the body of {path} may have {most} bytes")
+        length = headers.get("content-length", "0")
+        if not length.isdecimal() or len(length) > 18 or int(length) > most:
+            raise too_large
+        if headers.get("content-encoding", "identity").strip().lower() != "identity":
+            raise BodyPacked("the body must not be compressed")
+        body = bytearray()
+        try:
+            async with asyncio.timeout(BODY_SECONDS):
+                # A body without a length may become as long as any.
+                await stack.enter_async_context(
+                    self._room(most if "transfer-encoding" in headers else int(length))
+                )
+                async for piece in request.stream():
+                    body += piece
+                    if len(body) > most:
+                        raise too_large
+        except TimeoutError:
+            raise BodyTooSlow(f"the body did not arrive within {BODY_SECONDS:g} s") from None
+        except ClientDisconnect:
+            raise Malformed("the connection was lost") from None
+        kind = headers.get("content-type", "application/json").split(";")[0].strip().lower()
+        if body and kind != "application/json":
+            raise Invalid("the body must be JSON, with Content-Type: application/json")
+        return bytes(body)
+
+
 READING: Final = 32
 """The `/process` calls whose bodies are read at the same time."""
-RETRY_SECONDS: Final = 1.0
 RESULT_TRIES: Final = 20
 """How often a result is read from a trajectory store that does not answer."""
 
@@ -105,14 +319,14 @@ class ProrlCalls:
 
     async def status(self, request: Request) -> Response:
         """Answer GET /status: 200 with counts of the open batch, 503 if none is open."""
-        found = await self._plane.database.read(partial(calls.counts, namespace=self._config.namespace))
-        pending = sum(found.values()) - found["jobs"]
-        return JSONResponse({"status": "running", "running": True, "pending_jobs": pending, **found})
+        counts = await self._plane.database.read(partial(calls.counts, namespace=self._config.namespace))
+        pending = sum(counts.values()) - counts["jobs"]
+        return JSONResponse({"status": "running", "running": True, "pending_jobs": pending, **counts})
 
     async def add_server(self, request: Request) -> Response:
         """Answer POST /add_llm_server: 200 if added, also before /start; 422 if refused, 500 if unusable."""
-        asked = await self._body(request, AddServer)
-        url = await servers.add(self._plane, self._config, asked.address)
+        body = await self._body(request, AddServer)
+        url = await servers.add(self._plane, self._config, body.address)
         return JSONResponse({"status": "success", "message": f"LLM server {url} added"})
 
     async def clear_servers(self, request: Request) -> Response:
@@ -122,23 +336,23 @@ class ProrlCalls:
 
     async def cancel(self, request: Request) -> Response:
         """Answer POST /cancel: 200, also for an unknown job_id; 503 if no batch is open."""
-        asked = await self._body(request, CancelCall)
-        found = await self._write(partial(calls.cancel, key=calls.key_of(asked.job_id)))
+        body = await self._body(request, CancelCall)
+        cancelled = await self._write(partial(calls.cancel, key=calls.key_of(body.job_id)))
         await self._plane.database.write(claims.release_unneeded, durable=False)
-        what = "cancelled" if found else "is unknown, so nothing was cancelled"
-        return JSONResponse({"status": "success", "message": f"job {asked.job_id[:128]} {what}"})
+        outcome = "cancelled" if cancelled else "is unknown, so nothing was cancelled"
+        return JSONResponse({"status": "success", "message": f"job {body.job_id[:128]} {outcome}"})
 
     async def process(self, request: Request) -> Response:
         """Answer POST /process: 200 with the result once the rollout has ended; otherwise 503, 422 or 500."""
         with self._open.held(self._config.namespace):
             # A trainer sends all calls of a batch at once. A few are read at a time, and the others wait.
             async with self._reading:
-                asked = await self._asked(request)
-                call = await self._plane.database.write(partial(calls.admit, asked=asked))
-            key, anonymous = asked.key, asked.anonymous
-            names = {name: asked.task.metadata[name] for name in NAMES}
-            result = partial(results.result, names=names, tools=tuple(asked.spec.agent.tools))
-            del asked  # The call may wait for hours, and nobody needs its task any more.
+                new = await self._new_call(request)
+                call = await self._plane.database.write(partial(calls.admit, new=new))
+            key, anonymous = new.key, new.anonymous
+            names = {name: new.task.metadata[name] for name in NAMES}
+            result = partial(process_answer, names=names, tools=tuple(new.spec.agent.tools))
+            del new  # The call may wait for hours, and nobody needs its task any more.
             left = asyncio.ensure_future(_disconnected(request))
             try:
                 end = await self.ends.wait(call.job_id, call.rollout, self._config.wait_seconds, left)
@@ -180,14 +394,14 @@ class ProrlCalls:
             await self._write(calls.drop_anonymous)
         await self._cancel_rest()
 
-    async def _asked(self, request: Request) -> Asked:
+    async def _new_call(self, request: Request) -> NewCall:
         plane, config = self._plane, self._config
         body = await self._body(request, ProcessCall)
         spec = job_spec(config.spec, config.pool, body.sampling_params)
         plane.sandbox_hosts.check(spec)
         plane.reward_services.check(spec, config.namespace)
         read = partial(task_of, body.instance, config.formats, config.specs)
-        return Asked(
+        return NewCall(
             key=calls.key_of(body.job_id),
             digest=_digest([body.instance, body.sampling_params.model_dump()]),
             anonymous=body.job_id is None,
@@ -223,11 +437,11 @@ class ProrlCalls:
         job, row = await plane.database.read(query)
         if job is None or row is None:
             raise ApiError("the rollout is gone, because somebody deleted its job", reason="RolloutGone")
-        async with AsyncExitStack() as held:
-            await held.enter_async_context(plane.pages_of([row]).turn(namespace))
+        async with AsyncExitStack() as stack:
+            await stack.enter_async_context(plane.pages_of([row]).turn(namespace))
             (line,) = await plane.archive.lines([row], job, plane.settings.page_bytes)
             body = await plane.archive.builds.run(lambda: dumps(result(loads(line))), namespace)
-            return Delivery(body, JSON, {}, held.pop_all())
+            return Delivery(body, JSON, {}, stack.pop_all())
 
     async def _cancel_rest(self) -> None:
         while await self._write(calls.cancel_some):
@@ -277,11 +491,11 @@ async def _problem(_request: Request, error: Exception) -> Response:
             return JSONResponse({"detail": error.detail}, status, error.headers)
         case ValidationError():
             # The content of the request is left out, because it may hold a key of another service.
-            found = [
+            problems = [
                 {"loc": ["body", *item["loc"]], "msg": item["msg"], "type": item["type"]}
                 for item in error.errors(include_url=False, include_context=False, include_input=False)
             ]
-            return _detail(422, found)
+            return _detail(422, problems)
         case HTTPException():
             return _detail(error.status_code, error.detail)
         case _:  # Starlette raises it again after the answer, and the server logs it.

@@ -30,7 +30,7 @@ MAX_TRIES: Final = 4
 MAX_GROUPS: Final = 20_000
 """The calls after which a job is closed at the next /start, so that no job grows for ever."""
 MAX_KEY: Final = 512
-_FIRST = by_dialect(lambda insert: insert(prorl_state).on_conflict_do_nothing())
+_FIRST: Final = by_dialect(lambda insert: insert(prorl_state).on_conflict_do_nothing())
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,10 +82,10 @@ def start(tx: Transaction, namespace: str) -> bool:
         return False
     put(tx, namespace, batch=state.batch + 1, running=True)
     tx.conn.execute(sa.delete(prorl_calls).where(prorl_calls.c.namespace == namespace))
-    gone = sa.select(job_table.c.id).where(job_table.c.deleted_at.is_(None))
+    existing = sa.select(job_table.c.id).where(job_table.c.deleted_at.is_(None))
     tx.conn.execute(
         sa.delete(prorl_jobs).where(
-            prorl_jobs.c.namespace == namespace, prorl_jobs.c.job_id.not_in(gone.scalar_subquery())
+            prorl_jobs.c.namespace == namespace, prorl_jobs.c.job_id.not_in(existing.scalar_subquery())
         )
     )
     for job in open_jobs(tx.conn, namespace):
@@ -140,7 +140,7 @@ class StartedCall:
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class NewCall:
     """What a `/process` call asks for."""
 
     key: str
@@ -170,7 +170,7 @@ def key_of(job_id: str | None) -> str:
     return hashlib.sha256(name.encode("utf-8", "surrogatepass")).hexdigest()
 
 
-def admit(tx: Transaction, asked: Asked) -> StartedCall:
+def admit(tx: Transaction, new: NewCall) -> StartedCall:
     """Return the rollout of a call, and start it unless the same job_id has one in this batch.
 
     A rollout that ended before its Run was complete has no messages, which clients answer by asking again.
@@ -181,25 +181,25 @@ def admit(tx: Transaction, asked: Asked) -> StartedCall:
         Invalid: The job_id belongs to another call of the batch.
         QueueFull: There is no room for another rollout, or for another combination of parameters.
     """
-    state = _opened(locked(tx, asked.namespace))
-    of_call = (prorl_calls.c.namespace == asked.namespace, prorl_calls.c.key == asked.key)
+    state = _opened(locked(tx, new.namespace))
+    of_call = (prorl_calls.c.namespace == new.namespace, prorl_calls.c.key == new.key)
     row = tx.conn.execute(sa.select(prorl_calls).where(*of_call)).one_or_none()
     if row is not None:
-        if row.digest != asked.digest:
+        if row.digest != new.digest:
             raise Invalid.of(
                 "job_id: names another call of this batch, with another instance or other sampling_params"
             )
         if row.cancelled or row.tries >= MAX_TRIES or not _is_empty(tx.conn, row.rollout_id):
             return StartedCall(row.job_id, row.rollout_id)
     tries = 1 if row is None else row.tries + 1
-    job = _job(tx, asked)
-    task = asked.task.model_copy(update={"id": f"b{state.batch}/{asked.key[:40]}/{tries}"})
+    job = _job(tx, new)
+    task = new.task.model_copy(update={"id": f"b{state.batch}/{new.key[:40]}/{tries}"})
     rollout = f"{prefix_of(job.name, job.uid)}-{job.groups}-0"
-    jobs.push(tx, job.namespace, job.name, [tasks.row(task)], asked.quota, max_unread=None)
+    jobs.push(tx, job.namespace, job.name, [tasks.row(task)], new.quota, max_unread=None)
     values = {"job_id": job.id, "rollout_id": rollout, "tries": tries}
     if row is None:
-        fixed = {"namespace": asked.namespace, "key": asked.key, "digest": asked.digest}
-        values |= {"cancelled": False, "anonymous": asked.anonymous}
+        fixed = {"namespace": new.namespace, "key": new.key, "digest": new.digest}
+        values |= {"cancelled": False, "anonymous": new.anonymous}
         tx.conn.execute(sa.insert(prorl_calls).values(**fixed, **values))
     else:
         tx.conn.execute(sa.update(prorl_calls).where(*of_call).values(**values))
@@ -215,13 +215,13 @@ def _is_empty(conn: Connection, rollout: str) -> bool:
     return row.state in (RolloutState.FAILED, RolloutState.CANCELLED) and row.sampled_tokens is None
 
 
-def _job(tx: Transaction, asked: Asked) -> JobRow:
+def _job(tx: Transaction, new: NewCall) -> JobRow:
     """Return the locked row of the open job with these parameters, which is made if there is none."""
-    found = open_jobs(tx.conn, asked.namespace, asked.settings)
-    if found:
-        return job_rows.find_locked(tx, found[-1].namespace, found[-1].name)
-    others = open_jobs(tx.conn, asked.namespace)
-    if len(others) >= asked.max_jobs:
+    matching = open_jobs(tx.conn, new.namespace, new.settings)
+    if matching:
+        return job_rows.find_locked(tx, matching[-1].namespace, matching[-1].name)
+    others = open_jobs(tx.conn, new.namespace)
+    if len(others) >= new.max_jobs:
         idle = next((job for job in others if job.ended == job.total), None)
         if idle is None:
             raise QueueFull(
@@ -230,12 +230,12 @@ def _job(tx: Transaction, asked: Asked) -> JobRow:
                 headers={"Retry-After": "10"},
             )
         jobs.close(tx, idle.namespace, idle.name)
-    name = f"prorl-{asked.settings[:8]}-{secrets.token_hex(4)}"
-    manifest = RolloutJob(metadata=ObjectMeta(name=name, namespace=asked.namespace), spec=asked.spec)
-    jobs.create(tx, manifests.prepare(manifest), asked.quota)
-    job = job_rows.find_locked(tx, asked.namespace, name)
-    made = sa.insert(prorl_jobs).values(job_id=job.id, namespace=asked.namespace, settings=asked.settings)
-    tx.conn.execute(made)
+    name = f"prorl-{new.settings[:8]}-{secrets.token_hex(4)}"
+    manifest = RolloutJob(metadata=ObjectMeta(name=name, namespace=new.namespace), spec=new.spec)
+    jobs.create(tx, manifests.prepare(manifest), new.quota)
+    job = job_rows.find_locked(tx, new.namespace, name)
+    insert = sa.insert(prorl_jobs).values(job_id=job.id, namespace=new.namespace, settings=new.settings)
+    tx.conn.execute(insert)
     return job
 
 
@@ -248,10 +248,10 @@ def cancel(tx: Transaction, namespace: str, key: str) -> bool:
     _opened(locked(tx, namespace))
     of_call = (prorl_calls.c.namespace == namespace, prorl_calls.c.key == key)
     cancelled = sa.update(prorl_calls).where(*of_call).values(cancelled=True)
-    found = tx.conn.execute(cancelled.returning(prorl_calls.c.job_id, prorl_calls.c.rollout_id)).one_or_none()
-    if found is not None:
-        jobs.cancel_unfinished(tx, found.job_id, found.rollout_id)
-    return found is not None
+    row = tx.conn.execute(cancelled.returning(prorl_calls.c.job_id, prorl_calls.c.rollout_id)).one_or_none()
+    if row is not None:
+        jobs.cancel_unfinished(tx, row.job_id, row.rollout_id)
+    return row is not None
 
 
 def drop_anonymous(tx: Transaction, namespace: str) -> int:
@@ -275,7 +275,7 @@ def counts(conn: Connection, namespace: str) -> dict[str, int]:
     _opened(batch(conn, namespace))
     count = sa.select(sa.func.count()).select_from(prorl_calls)
     calls = count.where(prorl_calls.c.namespace == namespace)
-    found = {"jobs": conn.execute(calls).scalar_one(), "init": 0, "run": 0, "eval": 0}
+    numbers = {"jobs": conn.execute(calls).scalar_one(), "init": 0, "run": 0, "eval": 0}
     ids = [job.id for job in open_jobs(conn, namespace)]
     query = (
         sa.select(rollouts.c.state, sa.func.count().label("n"))
@@ -283,5 +283,5 @@ def counts(conn: Connection, namespace: str) -> dict[str, int]:
         .group_by(rollouts.c.state)
     )
     for row in conn.execute(query):
-        found[row.state.stage] += row.n
-    return found
+        numbers[row.state.stage] += row.n
+    return numbers

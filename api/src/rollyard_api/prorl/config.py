@@ -17,17 +17,11 @@ from rollyard_crds.rolloutjob import RolloutJobSpec
 from rollyard_tasks.formats.registry import task_format
 
 from rollyard_api.core import entrypoints
-from rollyard_api.core.errors import ControlPlaneError
+from rollyard_api.core.errors import OptionInvalid
 from rollyard_api.core.hosts import MAX_HOST, NAME
 from rollyard_api.prorl.process_calls import FORMATS, RolloutParams, job_spec
 
-MAX_CONFIG_BYTES = 4 << 20
-
-
-class ProrlConfigError(ControlPlaneError, ValueError):
-    """The settings of the ProRL calls cannot be used. The message names the field."""
-
-    reason = "InvalidProrlConfig"
+MAX_CONFIG_BYTES: Final = 4 << 20
 
 
 def _rule(text: Any) -> IPv4Network | IPv6Network | str:
@@ -120,7 +114,7 @@ def read_config(path: Path | None, tokenizer: str = "") -> ProrlConfig:
         tokenizer: The tokenizer, where the file names none.
 
     Raises:
-        ProrlConfigError: The file cannot be read, a field is wrong, or something that it names is missing.
+        OptionInvalid: The file cannot be read, a field is wrong, or something that it names is missing.
     """
     document: Any = {}
     if path is not None:
@@ -128,25 +122,23 @@ def read_config(path: Path | None, tokenizer: str = "") -> ProrlConfig:
             with path.open("rb") as file:
                 text = file.read(MAX_CONFIG_BYTES + 1)
             if len(text) > MAX_CONFIG_BYTES:
-                raise ProrlConfigError(f"{path}: has more than {MAX_CONFIG_BYTES} bytes")
+                raise OptionInvalid(f"{path}: has more than {MAX_CONFIG_BYTES} bytes")
             document = load_one(text) if text.strip() else {}
         except OSError as error:
-            raise ProrlConfigError(f"{path}: cannot be read: {error.strerror}") from error
+            raise OptionInvalid(f"{path}: cannot be read: {error.strerror}") from error
         except YamlError as error:
-            raise ProrlConfigError(f"{path}: is no YAML that is taken: {error}") from error
+            raise OptionInvalid(f"{path}: is no YAML that is taken: {error}") from error
     if not isinstance(document, dict):
-        raise ProrlConfigError(f"{path}: must be a mapping of settings")
+        raise OptionInvalid(f"{path}: must be a mapping of settings")
     if tokenizer and document.get("tokenizer") is None:
         document = {**document, "tokenizer": tokenizer}
     try:
         config = ProrlConfig.model_validate(document)
     except ValidationError as error:
         problem = describe(error, model=ProrlConfig)[0]
-        raise ProrlConfigError(f"{path or 'the settings'}: {problem}") from error
+        raise OptionInvalid(f"{path or 'the settings'}: {problem}") from error
     if config.tokenizer is None:
-        raise ProrlConfigError(
-            "tokenizer: is required: give a folder with tokenizer.json and the chat template"
-        )
+        raise OptionInvalid("tokenizer: is required: give a folder with tokenizer.json and the chat template")
     if problem := _template_problem(config):
-        raise ProrlConfigError(f"{path or 'the settings'}: {problem}")
+        raise OptionInvalid(f"{path or 'the settings'}: {problem}")
     return config

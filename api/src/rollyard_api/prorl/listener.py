@@ -13,10 +13,11 @@ from typing import Final
 
 import uvicorn
 
+from rollyard_api.core.errors import OptionInvalid
 from rollyard_api.core.sockets import listening_socket, write_port
 from rollyard_api.options.declared import ControlPlaneOptions
 from rollyard_api.prorl.app import ProrlCalls
-from rollyard_api.prorl.config import ProrlConfig, ProrlConfigError, read_config
+from rollyard_api.prorl.config import ProrlConfig, read_config
 from rollyard_api.service import ControlPlane
 
 FURTHER_CONNECTIONS: Final = 256
@@ -46,12 +47,12 @@ def opened(options: ControlPlaneOptions) -> ProrlListener | None:
     """Return the listener of the ProRL calls, or None if they are off.
 
     Raises:
-        ProrlConfigError: A setting is wrong.
+        OptionInvalid: A setting is wrong.
         NoSocket: The address is not available.
     """
     if not options.prorl:
         if options.prorl_config is not None:
-            raise ProrlConfigError("--prorl-config goes with --prorl")
+            raise OptionInvalid("--prorl-config goes with --prorl")
         return None
     config = read_config(options.prorl_config, options.prorl_tokenizer)
     sock = listening_socket(options.prorl_host, options.prorl_port, "--prorl-port")

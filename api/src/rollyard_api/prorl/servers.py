@@ -38,18 +38,18 @@ def server_url(address: str, rules: Sequence[ServerRule]) -> str:
     Raises:
         Invalid: This is no address of a server, or one that the installer does not allow.
     """
-    given = address.strip()
-    if len(given) > MAX_ADDRESS:
+    text = address.strip()
+    if len(text) > MAX_ADDRESS:
         raise _refused(f"must have at most {MAX_ADDRESS} characters")
-    if "://" not in given:
-        given = f"http://{given}"
+    if "://" not in text:
+        text = f"http://{text}"
     try:
-        parts = urlsplit(given)
+        parts = urlsplit(text)
         host, port = parts.hostname or "", parts.port
     except ValueError:
         raise _refused("must be a URL such as http://10.0.0.7:8000") from None
     plain = not (parts.query or parts.fragment or parts.username or parts.password is not None)
-    if parts.scheme not in ("http", "https") or not host or not plain or re.search(r"[\s\\\x00-\x20]", given):
+    if parts.scheme not in ("http", "https") or not host or not plain or re.search(r"[\s\\\x00-\x20]", text):
         raise _refused("must be a URL such as http://10.0.0.7:8000, without a user, a query or a fragment")
     if not _allowed(host, rules):
         raise _refused(
@@ -99,26 +99,26 @@ async def clear(plane: ControlPlane, config: ProrlConfig) -> None:
 
 
 def _pool(conn: Connection, config: ProrlConfig) -> PoolRow | None:
-    found = pool_rows.named(conn, config.namespace, config.pool)
-    if found is not None and found.uid != calls.batch(conn, config.namespace).pool_uid:
+    pool = pool_rows.named(conn, config.namespace, config.pool)
+    if pool is not None and pool.uid != calls.batch(conn, config.namespace).pool_uid:
         raise Conflict(
             f"BackendPool {config.pool!r} in namespace {config.namespace!r} was not made by these calls; "
             "choose another name with the setting 'pool'",
             reason="AlreadyExists",
         )
-    return found
+    return pool
 
 
 async def _model(plane: ControlPlane, config: ProrlConfig, url: str) -> str:
     try:
-        found = await served_models(plane.transport, url, PROBE_SECONDS)
+        models = await served_models(plane.transport, url, PROBE_SECONDS)
     except BackendError as error:
         raise ApiError(f"{url} does not say which model it serves: {error}") from error
-    if found is None:
+    if models is None:
         return str(config.tokenizer)
-    if len(found) > 1:
-        raise ApiError(f"{url} serves {', '.join(sorted(found)[:8])}; choose one with the setting 'model'")
-    return next(iter(found))
+    if len(models) > 1:
+        raise ApiError(f"{url} serves {', '.join(sorted(models)[:8])}; choose one with the setting 'model'")
+    return next(iter(models))
 
 
 def _add(tx: Transaction, config: ProrlConfig, url: str, model: str) -> None:
@@ -135,8 +135,8 @@ def _add(tx: Transaction, config: ProrlConfig, url: str, model: str) -> None:
         }
         metadata = {"name": config.pool, "namespace": config.namespace}
         pools.create(tx, BackendPool.model_validate({"metadata": metadata, "spec": spec}))
-        made = pool_rows.find(tx.conn, config.namespace, config.pool)
-        calls.put(tx, config.namespace, pool_uid=made.uid)
+        created = pool_rows.find(tx.conn, config.namespace, config.pool)
+        calls.put(tx, config.namespace, pool_uid=created.uid)
         return
     urls = pool_rows.servers(tx.conn, pool.id)
     if url in urls:

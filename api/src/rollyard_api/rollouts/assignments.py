@@ -29,46 +29,49 @@ KEPT_SECONDS: Final = 7 * 86400.0
 
 Refusal = Literal["taken", "withdrawn"]
 
-_INSERT = by_dialect(
+_INSERT: Final = by_dialect(
     lambda insert: insert(assignments).on_conflict_do_nothing(
         index_elements=[assignments.c.namespace, assignments.c.worker]
     )
 )
 
 
-def offer(tx: Transaction, given: AssignmentOffer) -> bool:
+def offer(tx: Transaction, request: AssignmentOffer) -> bool:
     """Offer a job to a ready worker, and return whether the worker has fetched it already.
 
     Raises:
         NotFound: There is no such job.
         Conflict: The job has ended, or the worker was offered another job.
     """
-    job = job_rows.named(tx.conn, given.namespace, given.job)
-    if job is None or given.uid not in (job.uid, job.object_uid):
+    job = job_rows.named(tx.conn, request.namespace, request.job)
+    if job is None or request.uid not in (job.uid, job.object_uid):
         raise NotFound(
-            f"there is no RolloutJob {given.job!r} with uid {given.uid!r} in namespace {given.namespace!r}",
+            f"there is no RolloutJob {request.job!r} with uid {request.uid!r} "
+            f"in namespace {request.namespace!r}",
             reason="JobNotFound",
         )
     if job.finished_at is not None:
-        raise Conflict(f"RolloutJob {given.job!r} has ended and needs no worker", reason="JobEnded")
+        raise Conflict(f"RolloutJob {request.job!r} has ended and needs no worker", reason="JobEnded")
     values = {
-        "namespace": given.namespace,
-        "worker": given.worker,
+        "namespace": request.namespace,
+        "worker": request.worker,
         "job_id": job.id,
-        "arguments": dumps(list(given.arguments)),
+        "arguments": dumps(list(request.arguments)),
         "offered_at": tx.now,
         "taken_at": None,
     }
     tx.conn.execute(_INSERT[tx.sqlite], values)
     there = tx.conn.execute(
-        sa.select(assignments.c.job_id, assignments.c.taken_at).where(*_key(given.namespace, given.worker))
+        sa.select(assignments.c.job_id, assignments.c.taken_at).where(
+            *_key(request.namespace, request.worker)
+        )
     ).one()
     if there.job_id != job.id:
         raise Conflict(
-            f"the ready worker {given.worker!r} was offered another job before; it serves one job only",
+            f"the ready worker {request.worker!r} was offered another job before; it serves one job only",
             reason="AlreadyAssigned",
         )
-    tx.wake(ready_topic(given.namespace, given.worker))
+    tx.wake(ready_topic(request.namespace, request.worker))
     return there.taken_at is not None
 
 

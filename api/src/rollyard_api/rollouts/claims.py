@@ -14,7 +14,7 @@ import re
 import secrets
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final
 
 import orjson
 import sqlalchemy as sa
@@ -35,37 +35,37 @@ from rollyard_api.storage.statements import by_dialect
 
 PENDING, BOUND, FAILED, RELEASED = "Pending", "Bound", "Failed", "Released"
 
-_ADDRESS = re.compile(r"tcp://[^\s/]+:[0-9]{1,5}")
+_ADDRESS: Final = re.compile(r"tcp://[^\s/]+:[0-9]{1,5}")
 # The columns that the REST form of a claim shows as they are.
-_SHOWN = ("id", "namespace", "job", "job_uid", "state", "address", "secret", "reason", "message")
-_FILING = (RolloutState.LEASED_INIT, RolloutState.LEASED_EVAL)
-_KEPT_FOR_EVAL = 8
+_SHOWN: Final = ("id", "namespace", "job", "job_uid", "state", "address", "secret", "reason", "message")
+_FILING: Final = (RolloutState.LEASED_INIT, RolloutState.LEASED_EVAL)
+_KEPT_FOR_EVAL: Final = 8
 """One in this many claims is reserved for Eval, because sandboxes that wait for Eval could otherwise take
 them all."""
-_NEEDED = sa.exists().where(
+_NEEDED: Final = sa.exists().where(
     rollouts.c.id == claims.c.rollout_id,
     sa.or_(
         sa.and_(rollouts.c.sandbox_id == claims.c.id, rollouts.c.state < RolloutState.SUCCEEDED),
         sa.and_(rollouts.c.state.in_(_FILING), rollouts.c.token == claims.c.token),
     ),
 )
-_HOLDER = (
+_HOLDER: Final = (
     sa.select(rollouts.c.state, rollouts.c.token, jobs.c.namespace, jobs.c.name, jobs.c.uid)
     .join_from(rollouts, jobs, jobs.c.id == rollouts.c.job_id)
     .where(rollouts.c.id == bindparam("b_rollout"))
 )
-_FILED = sa.select(claims).where(
+_FILED: Final = sa.select(claims).where(
     claims.c.rollout_id == bindparam("b_rollout"), claims.c.token == bindparam("b_token")
 )
-_COUNT = sa.select(
+_COUNT: Final = sa.select(
     sa.func.count(),
     sa.func.coalesce(sa.func.sum(sa.case((claims.c.namespace == bindparam("b_namespace"), 1), else_=0)), 0),
 ).select_from(claims)
-_INSERT = by_dialect(
+_INSERT: Final = by_dialect(
     lambda insert: insert(claims).on_conflict_do_nothing(index_elements=[claims.c.rollout_id, claims.c.token])
 )
-_FORGET = sa.delete(claims).where(claims.c.removed, sa.not_(_NEEDED)).returning(claims.c.id)
-_RELEASE = (
+_FORGET: Final = sa.delete(claims).where(claims.c.removed, sa.not_(_NEEDED)).returning(claims.c.id)
+_RELEASE: Final = (
     sa.update(claims)
     .where(claims.c.state != RELEASED, sa.not_(claims.c.removed), sa.not_(_NEEDED))
     .values(state=RELEASED, secret="")
@@ -88,7 +88,7 @@ def _write(tx: Transaction, claim: str, **values: Any) -> ClaimRow:
     return ClaimRow(*row)
 
 
-def file(tx: Transaction, asked: ClaimRequest, quota: Quota) -> ClaimRow:
+def file(tx: Transaction, request: ClaimRequest, quota: Quota) -> ClaimRow:
     """Return the row of the claim of this rollout and token, and make the claim if there is none yet.
 
     Raises:
@@ -96,23 +96,23 @@ def file(tx: Transaction, asked: ClaimRequest, quota: Quota) -> ClaimRow:
         Conflict: Its Init or Eval lease is not held with this token, or it has a claim of another shape.
         QueueFull: There is no room for another claim, or none in seven eighths of it for an Init lease.
     """
-    holder = tx.conn.execute(_HOLDER, {"b_rollout": asked.rollout}).one_or_none()
+    holder = tx.conn.execute(_HOLDER, {"b_rollout": request.rollout}).one_or_none()
     if holder is None:
-        raise NotFound(f"there is no rollout {asked.rollout!r}", reason="RolloutNotFound")
-    if holder.state not in _FILING or holder.token != asked.token:
-        raise lease_lost(asked)
-    key = {"b_rollout": asked.rollout, "b_token": asked.token}
-    shape = orjson.dumps(asked.shape.model_dump(), option=orjson.OPT_SORT_KEYS)
-    found = tx.conn.execute(_FILED, key).one_or_none()
-    if found is None:
+        raise NotFound(f"there is no rollout {request.rollout!r}", reason="RolloutNotFound")
+    if holder.state not in _FILING or holder.token != request.token:
+        raise lease_lost(request)
+    key = {"b_rollout": request.rollout, "b_token": request.token}
+    shape = orjson.dumps(request.shape.model_dump(), option=orjson.OPT_SORT_KEYS)
+    row = tx.conn.execute(_FILED, key).one_or_none()
+    if row is None:
         total, own = tx.conn.execute(_COUNT, {"b_namespace": holder.namespace}).one()
         bounds = quota.without(_KEPT_FOR_EVAL) if holder.state == RolloutState.LEASED_INIT else quota
-        what = "claims whose sandboxes a driver has not removed"
-        bounds.check(what, holder.namespace, total=total, own=int(own), adding=1, retry_after=2)
+        counted = "claims whose sandboxes a driver has not removed"
+        bounds.check(counted, holder.namespace, total=total, own=int(own), adding=1, retry_after=2)
         values = {
             "id": f"c{secrets.token_hex(10)}",
-            "rollout_id": asked.rollout,
-            "token": asked.token,
+            "rollout_id": request.rollout,
+            "token": request.token,
             "namespace": holder.namespace,
             "job": holder.name,
             "job_uid": holder.uid,
@@ -121,28 +121,28 @@ def file(tx: Transaction, asked: ClaimRequest, quota: Quota) -> ClaimRow:
         }
         # Another replica may file the claim at this moment. In that case its row is the answer.
         tx.conn.execute(_INSERT[tx.sqlite], values)
-        found = tx.conn.execute(_FILED, key).one()
-        _changed(tx, [found.id])
-    if loads(found.shape) != loads(shape):
+        row = tx.conn.execute(_FILED, key).one()
+        _changed(tx, [row.id])
+    if loads(row.shape) != loads(shape):
         raise Conflict(
-            f"the lease of {asked.rollout!r} with token {asked.token} has a claim of another shape",
+            f"the lease of {request.rollout!r} with token {request.token} has a claim of another shape",
             reason="AlreadyExists",
         )
-    return ClaimRow(*found)
+    return ClaimRow(*row)
 
 
-def lease_lost(asked: ClaimRequest) -> Conflict:
+def lease_lost(request: ClaimRequest) -> Conflict:
     """Return the error for a claim whose lease is not held."""
     return Conflict(
-        f"no Init or Eval lease of {asked.rollout!r} with token {asked.token} is held", reason="LeaseLost"
+        f"no Init or Eval lease of {request.rollout!r} with token {request.token} is held", reason="LeaseLost"
     )
 
 
 def find(conn: Connection, claim: str, *, lock: bool = False) -> ClaimRow | None:
     """Return the claim's row, or None if there is no such claim; `lock` locks it until the commit."""
     query = sa.select(claims).where(claims.c.id == claim)
-    found = conn.execute(query.with_for_update() if lock else query)
-    return read_one(ClaimRow, found.one_or_none())
+    rows = conn.execute(query.with_for_update() if lock else query)
+    return read_one(ClaimRow, rows.one_or_none())
 
 
 def unknown(claim: str) -> NotFound:
@@ -168,10 +168,10 @@ def _forget(tx: Transaction, claim: str) -> None:
 
 def release_unneeded(tx: Transaction) -> int:
     """Release every claim that no rollout needs, and return the number of claims that were released."""
-    gone = list(tx.conn.scalars(_FORGET))
+    forgotten = list(tx.conn.scalars(_FORGET))
     released = list(tx.conn.scalars(_RELEASE))
-    _changed(tx, gone + released)
-    return len(gone) + len(released)
+    _changed(tx, forgotten + released)
+    return len(forgotten) + len(released)
 
 
 def check_status(status: ClaimStatus) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Final
 
 import sqlalchemy as sa
 from rollyard_crds.names import NODE
@@ -24,9 +25,9 @@ from rollyard_api.storage.database import Transaction
 from rollyard_api.storage.schema import nodes, rollouts
 from rollyard_api.storage.statements import by_dialect, chunks
 
-HEARD_SECONDS = 5.0
+HEARD_SECONDS: Final = 5.0
 """The minimum time between two writes of a node's row, in seconds."""
-NODE_BATCH = 500
+NODE_BATCH: Final = 500
 """The number of rollouts of one node that are sent back in one transaction."""
 
 
@@ -41,16 +42,16 @@ def renew(
     if not leases:
         return [], []
     states = rollout_rows.leases(tx, (rollout for rollout, _ in leases))
-    lost, cancelled, held = [], [], []
+    lost, cancelled, renewed = [], [], []
     for lease in leases:
         state = states.get(lease)
         if state == RolloutState.CANCELLED:
             cancelled.append(lease)
         elif state is not None and state.is_leased:
-            held.append(lease)
+            renewed.append(lease)
         else:
             lost.append(lease)
-    rollout_rows.renew(tx, held, tx.now + lease_seconds)
+    rollout_rows.renew(tx, renewed, tx.now + lease_seconds)
     return lost, cancelled
 
 
@@ -70,9 +71,9 @@ class Unclaimed:
         before = self.first_listed.get(node, {})
         listed = {sandbox: before.get(sandbox, now) for sandbox in unnamed}
         orphans = [s for s, first in listed.items() if oldest_init is None or first < oldest_init]
-        kept = {s: first for s, first in listed.items() if s not in set(orphans)}
-        if kept:
-            self.first_listed[node] = kept
+        pending = {s: first for s, first in listed.items() if s not in set(orphans)}
+        if pending:
+            self.first_listed[node] = pending
         else:
             self.first_listed.pop(node, None)
         return orphans
@@ -97,15 +98,15 @@ def give_up(tx: Transaction, sandboxes: Sequence[str]) -> list[str]:
         The sandboxes that no worker uses at the moment. They may be removed.
     """
     ended = NodeLost("the sandbox ended with the worker that had it")
-    for some in chunks(sandboxes):
-        transitions.happened(tx, rollout_rows.for_sandboxes(tx, some), ended)
-    used = rollout_rows.with_sandbox(tx, sandboxes, held=True)
+    for batch in chunks(sandboxes):
+        transitions.happened(tx, rollout_rows.for_sandboxes(tx, batch), ended)
+    used = rollout_rows.with_sandbox(tx, sandboxes, leased=True)
     return [sandbox for sandbox in sandboxes if sandbox not in used]
 
 
 # When a worker of each node was last heard.
 
-_HEARD = by_dialect(
+_HEARD: Final = by_dialect(
     lambda insert: (new := insert(nodes)).on_conflict_do_update(
         index_elements=[nodes.c.name],
         set_={"heard_at": new.excluded.heard_at},
@@ -138,10 +139,10 @@ def _name(node: str, job_id: int | None) -> str:
 
 
 def _has_rollouts(tx: Transaction, node: str, job_id: int) -> bool:
-    some = sa.select(rollouts.c.id).where(
+    matching = sa.select(rollouts.c.id).where(
         rollouts.c.job_id == job_id, rollouts.c.state.in_(UNFINISHED), rollouts.c.node == node
     )
-    return tx.conn.execute(some.limit(1)).first() is not None
+    return tx.conn.execute(matching.limit(1)).first() is not None
 
 
 def give_up_silent(tx: Transaction, silent_seconds: float) -> int:

@@ -47,7 +47,7 @@ _OVERLOADED: Final = re.compile(r"\banswered 429\b")
 """How a worker reports a busy server, which is not a failure because the server works as it should."""
 
 
-_LIVE = sa.select(*columns(LeasableJob, jobs)).where(*job_rows.LEASABLE)
+_LIVE: Final = sa.select(*columns(LeasableJob, jobs)).where(*job_rows.LEASABLE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,10 +147,13 @@ def grant(
         fetch = partial(_waiting, tx, RolloutState.queued(stage), ask.node)
         admit = partial(_admit, live, routers)
         taken = allocate(shares, places, fetch, admit)
-        for one in taken:
-            loads[one.rollout.job_id] += 1
+        for candidate in taken:
+            loads[candidate.rollout.job_id] += 1
         if taken:
-            rows = [one.rollout for one in taken[: fitting((one.bytes for one in taken), room)]]
+            rows = [
+                candidate.rollout
+                for candidate in taken[: fitting((candidate.bytes for candidate in taken), room)]
+            ]
             granted, size = _Grant(tx, ask, live, stage, routers, lease_seconds).leases(rows, room)
             leases += granted
             room -= size
@@ -189,13 +192,13 @@ class _Grant:
         """Lease those of the rollouts that fit into `room` bytes; return the leases and their bytes."""
         tx, stage = self.tx, self.stage
         groups = self._groups(rows)
-        kept = {} if stage == "init" else rollout_rows.payloads_of(tx.conn, [row.id for row in rows])
+        payloads = {} if stage == "init" else rollout_rows.payloads_of(tx.conn, [row.id for row in rows])
         decided: list[transitions.Decided] = []
         leases: list[dict[str, Any]] = []
         total = 0
         for row in rows:
             job, group = self.jobs[row.job_id], groups[row.job_id][row.group_no]
-            carried = _carried(group, kept.get(row.id), stage)
+            carried = _carried(group, payloads.get(row.id), stage)
             size = sum(map(len, carried.values()))
             # Data that is compressed in the database may be far larger here.
             if leases and total + size > room:
@@ -240,10 +243,10 @@ class _Grant:
 
     def _groups(self, rows: Sequence[Rollout]) -> dict[int, dict[int, LeasedGroup]]:
         """Return the groups of the rollouts, by their jobs and numbers."""
-        wanted: defaultdict[int, set[int]] = defaultdict(set)
+        numbers: defaultdict[int, set[int]] = defaultdict(set)
         for row in rows:
-            wanted[row.job_id].add(row.group_no)
-        return {job_id: group_rows.named(self.tx.conn, job_id, nos) for job_id, nos in wanted.items()}
+            numbers[row.job_id].add(row.group_no)
+        return {job_id: group_rows.named(self.tx.conn, job_id, nos) for job_id, nos in numbers.items()}
 
     def _route(
         self, routers: Routers, key: Key, row: Rollout, groups: dict[int, LeasedGroup]
@@ -290,7 +293,7 @@ class Rerouted:
     """Whether this failure opened the backend's circuit."""
 
 
-def reroute(tx: Transaction, asked: RouteRequest) -> Rerouted:
+def reroute(tx: Transaction, request: RouteRequest) -> Rerouted:
     """Return another backend for a rollout whose backend failed, or the same one if no other has room.
 
     Only the backend that the rollout is assigned to is blamed, in its own pool and once per token, so a
@@ -300,26 +303,26 @@ def reroute(tx: Transaction, asked: RouteRequest) -> Rerouted:
     one is not eligible, the rollout has to ask again. Places that become free are kept for such rollouts
     before any are given to the queue (Router.reserved).
     """
-    row = rollout_rows.named(tx, [asked.rollout]).get(asked.rollout)
+    row = rollout_rows.named(tx, [request.rollout]).get(request.rollout)
     if row is None:
         return Rerouted("unknown")
     job = rollout_rows.jobs_of(tx, [row.job_id])[row.job_id]
-    if row.token != asked.token or row.state != RolloutState.LEASED_RUN or job.pool is None:
+    if row.token != request.token or row.state != RolloutState.LEASED_RUN or job.pool is None:
         return Rerouted("stale")
     key = (job.namespace, job.pool)
     opened, changed = False, None
-    if asked.blame and not _OVERLOADED.search(asked.error):
-        changed = _changed(tx, row, Blamed(asked.token, asked.failed_url))
-        opened = changed is not None and circuits.failed(tx, row.job_id, asked.failed_url)
+    if request.blame and not _OVERLOADED.search(request.error):
+        changed = _changed(tx, row, Blamed(request.token, request.failed_url))
+        opened = changed is not None and circuits.failed(tx, row.job_id, request.failed_url)
         row = changed or row
     lock(tx, [key])
     routers = Routers(tx, tx.conn.execute(ACTIVE).all())
     router = routers.get(key)
-    chosen = None if router is None else _elsewhere(tx, router, row, asked.failed_url)
+    chosen = None if router is None else _elsewhere(tx, router, row, request.failed_url)
     if chosen is None:
         return Rerouted("accepted", None, routers.retry_after(key, tx.now), routers.why_none(key), opened)
     if chosen.url != row.backend:
-        _changed(tx, row, Moved(asked.token, chosen.url))
+        _changed(tx, row, Moved(request.token, chosen.url))
     return Rerouted("accepted", routers.assignment(key, chosen), opened=opened)
 
 

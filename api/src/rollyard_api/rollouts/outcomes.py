@@ -68,5 +68,5 @@ def _without_backend(tx: Transaction, jobs: dict[int, JobOfRollouts], reasons: s
     if BACKEND_UNAVAILABLE not in reasons:
         return set()
     keys = {job_id: (job.namespace, job.pool) for job_id, job in jobs.items() if job.pool is not None}
-    gone = without_backend(tx, set(keys.values()))
-    return {job_id for job_id, key in keys.items() if key in gone}
+    lost = without_backend(tx, set(keys.values()))
+    return {job_id for job_id, key in keys.items() if key in lost}

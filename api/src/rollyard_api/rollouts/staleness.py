@@ -9,6 +9,7 @@ its node therefore names it an orphan.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Final
 
 from rollyard_api.machine.events import NewWeights
 from rollyard_api.machine.rollout import Rejection, decide
@@ -16,8 +17,8 @@ from rollyard_api.rollouts import transitions
 from rollyard_api.storage import rollouts as rollout_rows
 from rollyard_api.storage.database import Transaction
 
-REASON = "PolicyTooStale"
-TOO_STALE = "more weight updates than maxPolicyLag came since it entered Run"
+REASON: Final = "PolicyTooStale"
+TOO_STALE: Final = "more weight updates than maxPolicyLag came since it entered Run"
 
 
 def enforce(tx: Transaction, namespace: str, pool: str) -> int:

@@ -7,6 +7,8 @@ failed with the reason NoBackend.
 
 from __future__ import annotations
 
+from typing import Final
+
 import sqlalchemy as sa
 from rollyard_crds.workers import WorkerDeath, WorkerDied
 
@@ -19,11 +21,11 @@ from rollyard_api.storage import rollouts as rollout_rows
 from rollyard_api.storage.database import Transaction
 from rollyard_api.storage.schema import jobs
 
-EXPIRY_BATCH = 500
+EXPIRY_BATCH: Final = 500
 """The number of leases that are taken back in one transaction because they have expired."""
-OUTAGE_BATCH = 1000
+OUTAGE_BATCH: Final = 1000
 """The number of rollouts that are ended in one transaction because of an outage."""
-_WITH_POOLS = (
+_WITH_POOLS: Final = (
     sa.select(jobs.c.id, jobs.c.namespace, jobs.c.pool, jobs.c.suspended, jobs.c.outage_began)
     .where(jobs.c.finished_at.is_(None), jobs.c.pool.is_not(None))
     .order_by(jobs.c.id)
@@ -77,9 +79,9 @@ def note_outages(tx: Transaction) -> None:
     """
     live = tx.conn.execute(_WITH_POOLS).all()
     keys: set[Key] = {(row.namespace, row.pool) for row in live}
-    gone = without_backend(tx, keys) if keys else set()
+    unreachable = without_backend(tx, keys) if keys else set()
     for row in live:
-        waits = (row.namespace, row.pool) in gone and not row.suspended
+        waits = (row.namespace, row.pool) in unreachable and not row.suspended
         if waits != (row.outage_began is not None):
             job_rows.note_outage(tx, row.id, tx.now if waits else None)
 

@@ -26,7 +26,7 @@ from rollyard_api.machine.states import RolloutState
 from rollyard_api.storage import groups as group_rows
 from rollyard_api.storage import jobs as job_rows
 from rollyard_api.storage import rollouts as rollout_rows
-from rollyard_api.storage.database import Transaction
+from rollyard_api.storage.database import StageTrouble, Transaction
 from rollyard_api.trajectories import attempts, spans, traces
 
 Decided = tuple[Rollout, Transition]
@@ -34,7 +34,7 @@ Decided = tuple[Rollout, Transition]
 CANCEL_BATCH: Final = 2000
 """The most rollouts that are cancelled in the transaction that meets a target. The sweep ends the rest, which
 nobody can lease any more."""
-_BACKENDS_FAULT = ("BackendMismatch",)
+_BACKENDS_FAULT: Final = ("BackendMismatch",)
 """The reasons of Run failures that count for a circuit. Calls of `route` report unreachable backends."""
 _TIMED: Final = ("queued_seconds", "active_seconds", "attempts")
 """What the timings have of each stage."""
@@ -59,7 +59,7 @@ def apply(tx: Transaction, decided: Iterable[Decided]) -> None:
         decided: What was decided about each of them.
     """
     # Every change of several rows goes in the order of the ids, since two replicas could deadlock otherwise.
-    ordered = sorted(decided, key=lambda one: one[0].id)
+    ordered = sorted(decided, key=lambda pair: pair[0].id)
     if not ordered:
         return
     batch = _Batch(tx)
@@ -139,8 +139,8 @@ class _Batch:
         timings: dict[str, Any] = loads(rollout.timings)
         _add_timings(timings, rollout, transition, tx.now)
         changes["timings"] = dumps(timings).decode()
-        held = rollout.state.is_leased
-        if transition.returns or (held and after == RolloutState.FAILED):
+        leased = rollout.state.is_leased
+        if transition.returns or (leased and after == RolloutState.FAILED):
             # Every lease of a stage is one of its attempts, counted as one or not.
             number: int = timings[stage]["attempts"]
             changes["attempts"] = attempts.added(rollout.attempts, self._attempt(rollout, transition, number))
@@ -169,7 +169,9 @@ class _Batch:
         # While a rollout waits in a queue, its row names the worker of the stage before.
         worker = (rollout.worker or "") if rollout.state.is_leased else ""
         if worker:
-            self.tx.troubles.append((rollout.job_id, worker, rollout.id, transition.reason, message))
+            self.tx.troubles.append(
+                StageTrouble(rollout.job_id, worker, rollout.id, transition.reason, message)
+            )
         return attempts.attempt(
             stage=rollout.stage,
             number=number,
@@ -216,15 +218,15 @@ class _Batch:
         tx.count("stage_seconds", "run", value=seconds)
         tx.wake(queue_topic("eval"))
         tx.wake(queue_topic("run"))  # The backend has room for another one.
-        kept = {
+        values = {
             "rollout_id": rollout.id,
             "trajectory": event.record,
             "segments": event.segments,
             "tokens_in_eval": event.tokens_in_eval,
         }
         if event.carry is not None:
-            kept["carry"] = event.carry
-        self.kept.append(kept)
+            values["carry"] = event.carry
+        self.kept.append(values)
         if counts.written_calls:
             self.runs[rollout.job_id].append(counts)
         if counts.template_breaks:
@@ -266,12 +268,12 @@ class _Batch:
             succeeded=states.count(RolloutState.SUCCEEDED),
             failed=states.count(RolloutState.FAILED),
             cancelled=states.count(RolloutState.CANCELLED),
-            rewards=sum(one.reward for one in transitions if one.reward is not None),
+            rewards=sum(moved.reward for moved in transitions if moved.reward is not None),
         )
-        for place, ending in enumerate(endings, job.ended - len(endings) + 1):
+        for seq, ending in enumerate(endings, job.ended - len(endings) + 1):
             rollout, reason, reward = ending.rollout, ending.transition.reason, ending.transition.reward
             status = ending.transition.after.status
-            ending.changes["end_seq"] = place
+            ending.changes["end_seq"] = seq
             tx.count("rollouts_ended", job.namespace, job.name, status, reason)
             if reward is not None:
                 tx.count("reward", job.namespace, job.name, value=reward)

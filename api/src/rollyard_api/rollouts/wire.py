@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from rollyard_crds.lease import CompleteRequest, FailRequest, StageResult, StageTimes
 from rollyard_crds.trajectory import MALFORMED_CALL, RunRecord, SegmentSizes
@@ -15,7 +15,7 @@ from rollyard_api.machine.events import Failed, InitDone, InitSandbox, RunCounts
 from rollyard_api.trajectories import packed
 from rollyard_api.trajectories.traces import MAX_REASON
 
-MAX_CARRY_BYTES = 1 << 20
+MAX_CARRY_BYTES: Final = 1 << 20
 
 
 class ReportedEvent(NamedTuple):
@@ -37,13 +37,13 @@ def check_results(document: Any) -> tuple[list[ReportedEvent], list[str]]:
     request = validated(CompleteRequest, document, strict=True)
     problems: list[str] = []
     reports = []
-    for place, result in enumerate(request.results):
+    for index, result in enumerate(request.results):
         carry = dumps(result.carry) if result.carry else b""
-        problems += _problems(result, carry, f"results[{place}]")
+        problems += _problems(result, carry, f"results[{index}]")
         if len(problems) >= MAX_PROBLEMS:
             break
         if not problems:
-            reports.append(ReportedEvent(result.rollout, _event(result, document["results"][place], carry)))
+            reports.append(ReportedEvent(result.rollout, _event(result, document["results"][index], carry)))
     if problems:
         raise Invalid.of(*problems[:MAX_PROBLEMS])
     return reports, [result.sandbox.id for result in request.results if result.sandbox is not None]
@@ -72,21 +72,21 @@ def _problems(result: StageResult, carry: bytes, name: str) -> Iterator[str]:
 
 def _turn_problems(trajectory: RunRecord, lengths: Sequence[int], name: str) -> Iterator[str]:
     """Yield the first turn that does not lie in its segment, of which `lengths` has the responses' tokens."""
-    for place, turn in enumerate(trajectory.turns):
+    for index, turn in enumerate(trajectory.turns):
         segment, start, end = turn.segment, turn.start, turn.end
         if turn.finish_reason == "replayed" and (segment, start, end) == (0, 0, 0):
             continue  # No model sampled this turn, and it has no tokens.
         if not 0 <= segment < len(lengths):
-            yield f"{name}.turns[{place}].segment: there is no segment {segment}"
+            yield f"{name}.turns[{index}].segment: there is no segment {segment}"
             return
         if not 0 <= start <= end <= lengths[segment]:
-            yield f"{name}.turns[{place}]: [{start}, {end}) does not lie in segment {segment}"
+            yield f"{name}.turns[{index}]: [{start}, {end}) does not lie in segment {segment}"
             return
 
 
 def _event(result: StageResult, document: dict[str, Any], carry: bytes) -> events.Report:
     """Return the event of a result that was checked, and of which `document` is what came."""
-    times, kept = _times(result.times), pack(carry) if carry else None
+    times, stored = _times(result.times), pack(carry) if carry else None
     if result.trajectory is not None:
         sizes = [segment.sizes for segment in result.segments]
         # Nothing is added to what came but the sizes, so that a record has the fields that Run gave.
@@ -96,7 +96,7 @@ def _event(result: StageResult, document: dict[str, Any], carry: bytes) -> event
             record=pack(dumps(record)),
             segments=packed.of_segments(result.segments) if result.segments else None,
             tokens_in_eval=result.tokens_in_eval,
-            carry=kept,
+            carry=stored,
             counts=_counts(result, result.trajectory, sizes),
             times=times,
         )
@@ -112,7 +112,7 @@ def _event(result: StageResult, document: dict[str, Any], carry: bytes) -> event
     sandbox = None
     if result.sandbox is not None:
         sandbox = InitSandbox(result.sandbox.id, result.sandbox.node, dumps(document["sandbox"]))
-    return InitDone(token=result.token, sandbox=sandbox, carry=kept, times=times)
+    return InitDone(token=result.token, sandbox=sandbox, carry=stored, times=times)
 
 
 def _counts(result: StageResult, trajectory: RunRecord, sizes: Sequence[SegmentSizes]) -> RunCounts:

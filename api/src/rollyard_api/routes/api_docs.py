@@ -45,17 +45,13 @@ _DOCUMENT: Final = """<!doctype html>
 """
 
 
-class DocsNotInstalled(NotFound):
-    """The package with Swagger UI is not installed."""
-
-
 @lru_cache(maxsize=len(_SHIPPED) + 1)
 def asset(name: str) -> WebFile:
     """Return a file that the document names.
 
     Raises:
-        NotFound: The document names no such file.
-        DocsNotInstalled: The package with the file is not installed.
+        NotFound: The document names no such file, or the package with it is not installed (the reason
+            DocsNotInstalled).
     """
     if name == _OWN:
         return web_file(name, (Path(__file__).parent / "docs" / name).read_bytes())
@@ -66,9 +62,10 @@ def asset(name: str) -> WebFile:
         path = Path(folder) / "resources" / name
         if path.is_file():
             return web_file(name, path.read_bytes())
-    raise DocsNotInstalled(
+    raise NotFound(
         "this installation lacks Swagger UI; `pip install 'rollyard[api]'` installs it, and "
-        "/openapi.json describes the calls without it"
+        "/openapi.json describes the calls without it",
+        reason="DocsNotInstalled",
     )
 
 

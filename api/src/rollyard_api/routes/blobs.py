@@ -42,8 +42,8 @@ async def put_blob(
     The answer's `url` is used as `spec.tasks.url` of jobs of this namespace. An upload that no job uses is
     removed after a while. A HEAD request restarts that time.
     """
-    made = await plane.uploads.take(namespace, sha256, request.stream())
-    return answer(_document(namespace, sha256), 201 if made else 200)
+    created = await plane.uploads.take(namespace, sha256, request.stream())
+    return answer(_document(namespace, sha256), 201 if created else 200)
 
 
 @router.head("/{sha256}", include_in_schema=False)

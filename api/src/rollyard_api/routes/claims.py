@@ -35,10 +35,10 @@ async def _find(call: RestCall, claim: str) -> ClaimRow | None:
 async def _settled(call: RestCall, claim: str, wait: float) -> ClaimRow | None:
     """Wait up to `wait` seconds while the claim is Pending; return its row, or None once it is removed."""
     read = partial(_find, call, claim)
-    found = await read()
-    if found is None or found.state != claims.PENDING or wait <= 0:
-        return found
-    with call.plane.worker_polls.held(found.namespace):
+    current = await read()
+    if current is None or current.state != claims.PENDING or wait <= 0:
+        return current
+    with call.plane.worker_polls.held(current.namespace):
         return await call.plane.bus.until(
             claim_topic(claim),
             read,
@@ -54,13 +54,13 @@ async def file(call: Call) -> Response:
 
     The call waits up to `wait` seconds until the claim is bound or refused.
     """
-    asked = await call.body(ClaimRequest)
-    op = partial(claims.file, asked=asked, quota=call.plane.settings.claim_quota)
-    row: ClaimRow | None = await call.write_own(op, [asked.rollout], durable=False)
-    if row is not None and asked.wait and row.state == claims.PENDING:
-        row = await _settled(call, row.id, asked.wait)
+    body = await call.body(ClaimRequest)
+    op = partial(claims.file, request=body, quota=call.plane.settings.claim_quota)
+    row: ClaimRow | None = await call.write_own(op, [body.rollout], durable=False)
+    if row is not None and body.wait and row.state == claims.PENDING:
+        row = await _settled(call, row.id, body.wait)
     if row is None:
-        raise claims.lease_lost(asked)
+        raise claims.lease_lost(body)
     return answer(claims.document(row, time.time()))
 
 
@@ -77,8 +77,10 @@ async def list_claims(
     """
     look = partial(claims.listed, namespace=namespace)
     # A call without a revision gets the first answer.
-    other = await call.poll(namespace or "", CLAIMS, look, lambda found: found["revision"] != revision, wait)
-    return answer(other)
+    changed = await call.poll(
+        namespace or "", CLAIMS, look, lambda listing: listing["revision"] != revision, wait
+    )
+    return answer(changed)
 
 
 @router.get("/{claim}", responses={200: {"model": Claim}})

@@ -6,7 +6,7 @@ import difflib
 import inspect
 from collections.abc import Callable, Collection, Coroutine, Iterable
 from functools import partial
-from typing import Annotated, Any, Concatenate, ParamSpec, TypeVar
+from typing import Annotated, Any, Concatenate, Final, ParamSpec, TypeVar
 
 from fastapi import Depends, Query, Request
 from fastapi.dependencies.models import Dependant
@@ -28,7 +28,7 @@ M = TypeVar("M", bound=BaseModel)
 P = ParamSpec("P")
 T = TypeVar("T")
 
-MAX_WAIT = 60.0
+MAX_WAIT: Final = 60.0
 """The longest time that a long poll may take, in seconds."""
 
 Namespace = Annotated[str, Query(max_length=63)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Final, Literal
 
 from fastapi import APIRouter, Query
 from pydantic import Field
@@ -68,9 +68,9 @@ class Target(Model, strict=True):
     """The number of groups with a signal that the step wants; default: the job's `targetGroups`."""
 
 
-MAX_TASKS_READ = 32
+MAX_TASKS_READ: Final = 32
 """The largest number of tasks that one request may read."""
-MAX_YAML_BYTES = 4 << 20
+MAX_YAML_BYTES: Final = 4 << 20
 
 
 async def manifest_of(
@@ -121,12 +121,12 @@ def registered(
     manifest = checked(document, kind, namespace)
     meta = manifest.metadata
     problems = [
-        f"metadata.{field}: must be {asked!r}, as the call says (got {given!r})"
-        for field, asked, given in (
+        f"metadata.{field}: must be {expected!r}, as the call says (got {actual!r})"
+        for field, expected, actual in (
             ("name", name, meta.name),
             ("namespace", namespace or meta.namespace, meta.namespace),
         )
-        if asked != given
+        if expected != actual
     ]
     if problems:
         raise Invalid.of(*problems, reason="InvalidManifest")
@@ -186,12 +186,14 @@ async def submit(call: Call, namespace: DefaultNamespace = None) -> Response:
     # A repeat is answered before its tasks are read, since their file may have been removed since.
     bare = manifests.prepare(job)
     if await plane.database.read(partial(jobs.same, new=bare)):
-        made = False
+        created = False
     else:
         new = await _complete(plane, job, bare, SkippedRows())
-        made = await plane.database.write(partial(jobs.create, new=new, quota=plane.settings.rollout_quota))
+        created = await plane.database.write(
+            partial(jobs.create, new=new, quota=plane.settings.rollout_quota)
+        )
     read = partial(_read, namespace=bare.namespace, name=bare.name)
-    return answer(await plane.database.read(read), 201 if made else 200)
+    return answer(await plane.database.read(read), 201 if created else 200)
 
 
 class Registration(Model):
@@ -213,10 +215,10 @@ async def register(call: Call, name: str, namespace: DefaultNamespace = None) ->
     old one, from a changed one. The answer omits inline tasks (`spec.tasks` then has `stream`).
     """
     plane = call.plane
-    asked = await call.body(Registration)
-    job: RolloutJob = registered(asked.manifest, "RolloutJob", namespace, name)
-    for field, given in (("tasks", asked.tasks), ("skipped", asked.skipped)):
-        if given is not None and job.spec.tasks.config_map_ref is None:
+    body = await call.body(Registration)
+    job: RolloutJob = registered(body.manifest, "RolloutJob", namespace, name)
+    for field, value in (("tasks", body.tasks), ("skipped", body.skipped)):
+        if value is not None and job.spec.tasks.config_map_ref is None:
             raise Invalid.of(
                 f"{field}: belong to a job whose spec.tasks is a configMapRef", reason="InvalidTasks"
             )
@@ -224,12 +226,12 @@ async def register(call: Call, name: str, namespace: DefaultNamespace = None) ->
     op = partial(registration.register_job, quota=plane.settings.rollout_quota)
     result = await plane.database.write(partial(op, new=new))
     if result.made is None:
-        if asked.tasks is None and job.spec.tasks.config_map_ref is not None:
+        if body.tasks is None and job.spec.tasks.config_map_ref is not None:
             raise Invalid.of(
                 "tasks: is required where spec.tasks is a configMapRef and the job is not there yet",
                 reason="InvalidTasks",
             )
-        new = await _complete(plane, job, new, asked.skipped or SkippedRows(), asked.tasks)
+        new = await _complete(plane, job, new, body.skipped or SkippedRows(), body.tasks)
         result = await plane.database.write(partial(op, new=new))
     if result.replaced is not None:
         await plane.cancel_rest(result.replaced)
@@ -252,7 +254,7 @@ async def list_jobs(
     stream, or an object that is to be deleted. `finished=true` selects those that have ended.
     `omit=tasks` omits inline tasks (`spec.tasks` then has `stream`), for drivers that list jobs often.
     """
-    found, more = await call.plane.database.read(
+    items, more = await call.plane.database.read(
         partial(
             job_views.listed,
             namespace=namespace,
@@ -264,7 +266,7 @@ async def list_jobs(
         )
     )
     kind = {"apiVersion": "rollyard.dev/v1alpha1", "kind": "RolloutJobList"}
-    return page_answer(found, None if more is None else str(more), **kind)
+    return page_answer(items, None if more is None else str(more), **kind)
 
 
 @router.get("/{name}")
@@ -290,18 +292,18 @@ async def delete_job(call: Named) -> Response:
 @router.patch("/{name}", openapi_extra=body_schema(JobPatch))
 async def patch_job(job: Named) -> Response:
     """Suspend or resume a job, or change its priority."""
-    asked = await job.body(JobPatch)
-    await job.write(jobs.patch, suspend=asked.suspend, priority=asked.priority)
+    body = await job.body(JobPatch)
+    await job.write(jobs.patch, suspend=body.suspend, priority=body.priority)
     return answer(await job.read(_read))
 
 
 @router.put("/{name}/status", openapi_extra=body_schema(RolloutJobStatus))
 async def put_status(job: Named) -> Response:
     """Take the driver's report: phase, conditions, observedGeneration and message."""
-    given = await job.document()
-    status = validated(RolloutJobStatus, given)
+    document = await job.document()
+    status = validated(RolloutJobStatus, document)
     reported = {
-        k: v for k, v in status.to_json().items() if k in given or k.lower() in ("phase", "conditions")
+        k: v for k, v in status.to_json().items() if k in document or k.lower() in ("phase", "conditions")
     }
     await job.write(jobs.put_status, reported)
     return answer(await job.read(_read))
@@ -344,8 +346,8 @@ async def open_target(job: Named) -> Response:
     The answer is {id, groups, goal, met, opened}. The step is met when the job has `goal` groups with a
     signal. Groups that had not ended when the step before was met count for this one.
     """
-    asked = await job.body(Target)
-    step = await job.write(jobs.open_step, asked.id, asked.groups, job.plane.settings.max_unread)
+    body = await job.body(Target)
+    step = await job.write(jobs.open_step, body.id, body.groups, job.plane.settings.max_unread)
     return answer(step, 201 if step["opened"] else 200)
 
 
@@ -359,13 +361,13 @@ async def close(job: Named) -> Response:
 @router.post("/{name}/cancel", openapi_extra=body_schema(Cancel))
 async def cancel(job: Named) -> Response:
     """Cancel the job ({}), one group ({"group": id}) or one rollout ({"rollout": id})."""
-    asked = await job.body(Cancel)
-    if asked.group is not None and asked.rollout is not None:
+    body = await job.body(Cancel)
+    if body.group is not None and body.rollout is not None:
         raise Invalid("give 'group' or 'rollout', not both", errors=["group: not together with 'rollout'"])
-    if asked.group is None and asked.rollout is None:
+    if body.group is None and body.rollout is None:
         await job.plane.cancel_rest(await job.write(jobs.cancel, "Cancelled"))
     else:
-        await job.write(jobs.cancel_part, group=asked.group, rollout=asked.rollout)
+        await job.write(jobs.cancel_part, group=body.group, rollout=body.rollout)
     return answer(await job.read(_read))
 
 
@@ -378,7 +380,7 @@ async def unfinished(
     With the `revision` of the last answer, the call waits up to `wait` seconds for a change of this list.
     """
     # A call without a revision gets the first answer.
-    other = await call.poll(
-        "", UNFINISHED, job_views.unfinished, lambda found: found["revision"] != revision, wait
+    changed = await call.poll(
+        "", UNFINISHED, job_views.unfinished, lambda listing: listing["revision"] != revision, wait
     )
-    return answer(other)
+    return answer(changed)

@@ -8,7 +8,7 @@ import time
 from collections.abc import Collection, Sequence
 from contextlib import nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from fastapi import APIRouter, Request
 from rollyard_crds.lease import (
@@ -55,17 +55,17 @@ async def lease(request: Request) -> Response:
     """Lease up to 64 rollouts. The call waits up to `wait` seconds for the first one."""
     call = RestCall(request)
     plane = call.plane
-    asked = await call.body(LeaseRequest)
-    call.refuse_other_job(asked.namespace or "default", asked.job)
+    body = await call.body(LeaseRequest)
+    call.refuse_other_job(body.namespace or "default", body.job)
     job_id = None if call.bound is None else call.bound.id
-    plane.views.seen_workers.heard(job_id, asked.worker, asked.node, time.time(), asked.capacity)
-    stages = sorted(stage for stage, places in asked.capacity.items() if places > 0)
-    with plane.worker_polls.held(asked.namespace or "") if asked.wait > 0 else nullcontext():
+    plane.views.seen_workers.heard(job_id, body.worker, body.node, time.time(), body.capacity)
+    stages = sorted(stage for stage, places in body.capacity.items() if places > 0)
+    with plane.worker_polls.held(body.namespace or "") if body.wait > 0 else nullcontext():
         leases, draining = await plane.bus.until(
             queue_topic(stages[0]) if len(stages) == 1 else QUEUE,
-            partial(_granted, plane, asked, job_id, stages),
+            partial(_granted, plane, body, job_id, stages),
             lambda got: bool(got[0]) or got[1],
-            asked.wait,
+            body.wait,
             request.is_disconnected,
         )
     return _reply(request, {"leases": leases, "draining": draining})
@@ -97,6 +97,23 @@ def _grant(
     return [], job is None or job.finished_at is not None or job_id not in (None, job.id)
 
 
+class _Renewed(NamedTuple):
+    """What a heartbeat has changed and read."""
+
+    lost: list[tuple[str, int]]
+    """The rollouts and fencing tokens of the leases that the worker no longer holds."""
+    cancelled: list[tuple[str, int]]
+    """Those of the leases whose rollouts have been cancelled."""
+    unnamed: list[str]
+    """The sandboxes of the node that no rollout names."""
+    oldest_init: float | None
+    """The time at which the oldest Init lease of the node began, or None if there is none."""
+    unused: list[str]
+    """The sandboxes that end and that no leased rollout uses."""
+    now: float
+    watched: list[str]
+
+
 @router.post(
     "/heartbeat", responses={200: {"model": HeartbeatResponse}}, openapi_extra=body_schema(HeartbeatRequest)
 )
@@ -105,35 +122,37 @@ async def heartbeat(request: Request) -> Response:
     call = RestCall(request)
     plane = call.plane
     beat = await call.body(HeartbeatRequest)
-    held = [(ref.rollout, ref.token) for ref in beat.leases]
+    leases = [(ref.rollout, ref.token) for ref in beat.leases]
     job_id = None if call.bound is None else call.bound.id
     # The list of one job's workers is kept apart, so it does not replace what other workers listed.
-    place = beat.node if call.bound is None else f"{beat.node} {job_id}"
+    node = beat.node if call.bound is None else f"{beat.node} {job_id}"
     watches = plane.views.watching.possible(time.time())
 
-    def op(tx: Transaction) -> tuple[Any, Any, list[str], float | None, list[str], float, list[str]]:
-        lost, cancelled = heartbeats.renew(tx, held, plane.settings.lease_seconds)
+    def op(tx: Transaction) -> _Renewed:
+        lost, cancelled = heartbeats.renew(tx, leases, plane.settings.lease_seconds)
         unnamed, oldest = heartbeats.claims(tx, beat.node, beat.sandboxes)
         heartbeats.heard(tx, beat.node, job_id)
         unused = heartbeats.give_up(tx, beat.ending) if beat.ending else []
         watched: list[str] = []
         if watches or beat.live:
-            gone = {rollout for rollout, _ in (*lost, *cancelled)}
-            kept = {rollout: token for rollout, token in held if rollout not in gone}
-            live.take(tx, beat.live, kept)
-            watched = live.watched(tx, kept) if watches else []
-        return lost, cancelled, unnamed, oldest, unused, tx.now, watched
+            dropped = {rollout for rollout, _ in (*lost, *cancelled)}
+            current = {rollout: token for rollout, token in leases if rollout not in dropped}
+            live.take(tx, beat.live, current)
+            watched = live.watched(tx, current) if watches else []
+        return _Renewed(lost, cancelled, unnamed, oldest, unused, tx.now, watched)
 
-    renewed = await call.write_own(op, [rollout for rollout, _ in held], beat.ending, durable=False)
+    renewed: _Renewed = await call.write_own(
+        op, [rollout for rollout, _ in leases], beat.ending, durable=False
+    )
     plane.views.seen_workers.heard(job_id, beat.worker, beat.node, time.time())
-    lost, cancelled, unnamed, oldest, unused, now, watched = renewed
+    orphans = plane.unclaimed.orphans(node, renewed.unnamed, renewed.oldest_init, renewed.now)
     return _reply(
         request,
         {
-            "lost": [{"rollout": rollout, "token": token} for rollout, token in lost],
-            "cancelled": [{"rollout": rollout, "token": token} for rollout, token in cancelled],
-            "orphans": sorted({*plane.unclaimed.orphans(place, unnamed, oldest, now), *unused}),
-            "watched": watched,
+            "lost": [{"rollout": rollout, "token": token} for rollout, token in renewed.lost],
+            "cancelled": [{"rollout": rollout, "token": token} for rollout, token in renewed.cancelled],
+            "orphans": sorted({*orphans, *renewed.unused}),
+            "watched": renewed.watched,
         },
     )
 
@@ -168,15 +187,15 @@ async def _reported(
 async def route(request: Request) -> Response:
     """Return another backend for a rollout whose backend failed, or, if none has room, a time to retry."""
     call = RestCall(request)
-    asked = await call.body(RouteRequest)
-    rerouted = await call.write_own(partial(leasing.reroute, asked=asked), [asked.rollout])
+    body = await call.body(RouteRequest)
+    rerouted = await call.write_own(partial(leasing.reroute, request=body), [body.rollout])
     if rerouted.opened:
-        log.warning("backend %s: its circuit opens; last error: %s", asked.failed_url, asked.error)
+        log.warning("backend %s: its circuit opens; last error: %s", body.failed_url, body.error)
     if rerouted.outcome == "unknown":
-        raise NotFound(f"there is no rollout {asked.rollout!r}", reason="RolloutNotFound")
+        raise NotFound(f"there is no rollout {body.rollout!r}", reason="RolloutNotFound")
     if rerouted.outcome == "stale":
         raise Conflict(
-            f"the lease of {asked.rollout!r} with token {asked.token} is not held", reason="LeaseLost"
+            f"the lease of {body.rollout!r} with token {body.token} is not held", reason="LeaseLost"
         )
     answered = {"backend": rerouted.backend, "retry_after": rerouted.retry_after, "reason": rerouted.reason}
     return _reply(request, answered)
@@ -189,16 +208,16 @@ async def reward(request: Request) -> Response:
     The call takes up to the service's `timeoutSeconds`, and the wait for a place before that.
     """
     call = RestCall(request)
-    asked = await call.body(RewardRequest)
+    body = await call.body(RewardRequest)
 
     def query(conn: Connection) -> reward_services.ServiceCall:
-        if (refusal := call.refusal(conn, [asked.rollout])) is not None:
+        if (refusal := call.refusal(conn, [body.rollout])) is not None:
             raise refusal
-        return reward_services.service_of(conn, asked.rollout, asked.token)
+        return reward_services.service_of(conn, body.rollout, body.token)
 
     service = await call.plane.database.read(query)
     turn = partial(call.plane.reward_turns.turn, service.namespace)
-    return _reply(request, await call.plane.reward_services.ask(service, asked.episode, turn))
+    return _reply(request, await call.plane.reward_services.ask(service, body.episode, turn))
 
 
 @router.get("/job")

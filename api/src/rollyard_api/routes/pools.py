@@ -55,8 +55,8 @@ async def create(call: Call, namespace: DefaultNamespace = None) -> Response:
     """Create a pool: 201 created, 200 the same pool exists, 409 it exists with another spec."""
     pool: BackendPool = await manifest_of(call, "BackendPool", namespace)
     pool.metadata.annotations.pop(OBJECT_UID, None)  # Only a pool that a driver registers has it.
-    made = await call.plane.database.write(partial(pools.create, pool=pool))
-    return await _answer_made(call, pool, made)
+    created = await call.plane.database.write(partial(pools.create, pool=pool))
+    return await _answer_made(call, pool, created)
 
 
 @router.put("/{name}", openapi_extra=body_schema(BackendPool))
@@ -67,21 +67,21 @@ async def register(call: Call, name: str, namespace: DefaultNamespace = None) ->
     old one, from a changed one.
     """
     pool: BackendPool = registered(await call.document(), "BackendPool", namespace, name)
-    made = await call.plane.database.write(partial(registration.register_pool, pool=pool))
-    return await _answer_made(call, pool, made)
+    created = await call.plane.database.write(partial(registration.register_pool, pool=pool))
+    return await _answer_made(call, pool, created)
 
 
-async def _answer_made(call: RestCall, pool: BackendPool, made: bool) -> Response:
+async def _answer_made(call: RestCall, pool: BackendPool, created: bool) -> Response:
     meta = pool.metadata
     read = partial(_read, namespace=meta.namespace, name=meta.name)
-    return answer(await call.plane.database.read(read), 201 if made else 200)
+    return answer(await call.plane.database.read(read), 201 if created else 200)
 
 
 @router.get("")
 async def list_pools(call: Call, namespace: Annotated[str | None, Query(max_length=63)] = None) -> Response:
     """List the pools of one namespace, or of all."""
-    found = await call.plane.database.read(partial(pools.listed, namespace=namespace))
-    return answer({"apiVersion": "rollyard.dev/v1alpha1", "kind": "BackendPoolList", "items": found})
+    items = await call.plane.database.read(partial(pools.listed, namespace=namespace))
+    return answer({"apiVersion": "rollyard.dev/v1alpha1", "kind": "BackendPoolList", "items": items})
 
 
 @router.get("/{name}")
@@ -115,25 +115,25 @@ async def get_tokenizer(call: Named) -> Response:
         return None if path is None else of_file(path)
 
     try:
-        found = await call.plane.disk.run(look, call.namespace)
+        file = await call.plane.disk.run(look, call.namespace)
     except TokenizerInvalid as error:
         raise Invalid(f"spec.tokenizer: {error}", reason=error.reason, errors=[str(error)]) from error
-    if found is None:
+    if file is None:
         raise NotFound(
             f"the control plane sees no tokenizer.json of {pool.tokenizer!r}, the tokenizer of BackendPool "
             f"{pool.name!r}: set spec.tokenizer to a folder that it can read, or put the model into the "
             "cache of Hugging Face on its machine",
             reason="TokenizerUnseen",
         )
-    told = TokenizerAnswer(name=pool.tokenizer, sha256=found.sha256, size=found.size)
-    return answer(told.to_json())
+    document = TokenizerAnswer(name=pool.tokenizer, sha256=file.sha256, size=file.size)
+    return answer(document.to_json())
 
 
 @router.patch("/{name}", openapi_extra=body_schema(PoolPatch))
 async def patch_pool(pool: Named) -> Response:
     """Change the spec by a merge patch: replicas, limits, arguments or external URLs."""
-    asked = await pool.body(PoolPatch)
-    await pool.write(pools.patch, asked.spec)
+    body = await pool.body(PoolPatch)
+    await pool.write(pools.patch, body.spec)
     return answer(await pool.read(_read))
 
 
@@ -155,8 +155,8 @@ async def delete_pool(pool: Named) -> Response:
 @router.put("/{name}/backends", openapi_extra=body_schema(Backends))
 async def put_backends(pool: Named) -> Response:
     """Take the driver's report of all of the pool's backends."""
-    given = await pool.body(Backends)
-    await pool.write(pools.put_backends, given.backends)
+    body = await pool.body(Backends)
+    await pool.write(pools.put_backends, body.backends)
     return answer(await pool.read(_read))
 
 

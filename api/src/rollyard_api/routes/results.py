@@ -1,25 +1,43 @@
-"""The results of a job: trajectories and groups, page by page after a cursor, and summaries of rollouts."""
+"""The results of a job: trajectories and groups, page by page after a cursor, and summaries of rollouts.
+
+Beside them are the events of the job as a stream, and the cursors that the readers of results acknowledge
+under a name, and resume from.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import re
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Annotated, Any, Generic, TypeVar
+from typing import Annotated, Any, Final, Generic, TypeVar
 
-from fastapi import APIRouter, Query
+from fastapi import APIRouter, Header, Path, Query
+from pydantic import Field
+from rollyard_crds.base import Model
 from rollyard_crds.trajectory import TrajectoryStatus
 from sqlalchemy.engine import Connection
 from starlette.responses import Response
 
 from rollyard_api.core import cursors
-from rollyard_api.core.codec import MSGPACK
+from rollyard_api.core.codec import MSGPACK, dumps
 from rollyard_api.core.problems import ApiError, Invalid, QueryRefused, TooLarge
 from rollyard_api.core.wakeups import job_topic
+from rollyard_api.jobs import job_views
+from rollyard_api.jobs.events import Event, SlowConsumer
 from rollyard_api.machine.states import ENDED
-from rollyard_api.routes.common import Named, NamedCall, StrictRoute, Wait, from_query, page_answer
+from rollyard_api.routes.common import (
+    Named,
+    NamedCall,
+    StrictRoute,
+    Wait,
+    answer,
+    body_schema,
+    from_query,
+    page_answer,
+)
 from rollyard_api.routes.page.job import slim_page
 from rollyard_api.routes.page.rollout import record_line
 from rollyard_api.service import ControlPlane
@@ -31,8 +49,13 @@ from rollyard_api.trajectories.packed import ARRAYS
 from rollyard_api.views.job.rollout_list import MAX_ROWS, RolloutFilter
 
 router = APIRouter(prefix="/v1/rolloutjobs", tags=["results"], route_class=StrictRoute)
+of_cursors = APIRouter(prefix="/v1/rolloutjobs", tags=["cursors"], route_class=StrictRoute)
+
+COUNTS_SECONDS: Final = 1.0
+"""The seconds between two reads of the counts of a job whose events a client follows."""
 
 Cursor = Annotated[str, Query()]
+CursorName = Annotated[str, Path(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=63)]
 E = TypeVar("E", records.EndedRollouts, grouping.EndedGroups)
 
 
@@ -45,12 +68,13 @@ class ResultPage(Generic[E]):
     job: JobRow
     after: int
     """The place of the cursor, after which results were requested."""
-    found: E
+    results: E
     finished: bool
-    """Whether no results will follow those that were found."""
+    """Whether no results will follow these."""
     form: str
     """The media type of the answer."""
-    held: AsyncExitStack
+    stack: AsyncExitStack
+    """Gives the place back."""
 
     async def records(self, rows: Sequence[EndedRollout]) -> Sequence[Piece]:
         """Return the records of these rows as `answer` takes them."""
@@ -72,13 +96,13 @@ class ResultPage(Generic[E]):
             sent: How many of them the body has.
         """
         whole = sent == len(places)
-        place = self.found.after if whole else places[sent - 1]
+        position = self.results.after if whole else places[sent - 1]
         headers = {
-            "Rollyard-Cursor": cursors.text(self.kind, self.job.uid, place),
+            "Rollyard-Cursor": cursors.text(self.kind, self.job.uid, position),
             "Rollyard-Cursors": cursors.listed(self.kind, self.job.uid, places[:sent]),
             "Rollyard-Finished": "true" if self.finished and whole else "false",
         }
-        return Delivery(data, self.form, headers, self.held.pop_all())
+        return Delivery(data, self.form, headers, self.stack.pop_all())
 
 
 @asynccontextmanager
@@ -114,16 +138,16 @@ async def result_page(
         now = job_rows.find(conn, namespace, name)
         if now.uid != job.uid:
             raise cursors.gone(name)
-        found = look(conn, job.id, after)
-        return found, now.finished_at is not None and found.after >= found.ended
+        results = look(conn, job.id, after)
+        return results, now.finished_at is not None and results.after >= results.ended
 
-    async with AsyncExitStack() as held:
-        found, finished = await call.follow(
+    async with AsyncExitStack() as stack:
+        results, finished = await call.follow(
             job_topic(job.id), query, lambda got: not got[0].empty or got[1], wait
         )
         # The records themselves are in memory only while a place for the answer is held.
-        await held.enter_async_context(plane.pages_of(found.sizes).turn(job.namespace))
-        yield ResultPage(plane, kind, job, after, found, finished, form, held)
+        await stack.enter_async_context(plane.pages_of(results.sizes).turn(job.namespace))
+        yield ResultPage(plane, kind, job, after, results, finished, form, stack)
 
 
 @router.get("/{name}/trajectories")
@@ -144,14 +168,14 @@ async def trajectories(
     difference of its number from the one before. `Rollyard-Finished` is true when no results will follow.
     """
     plane = call.plane
-    wanted = [state for state in ENDED if status in (None, state.status)]
-    look = partial(records.ended_after, limit=limit, wanted=wanted, max_bytes=plane.settings.page_bytes)
+    states = [state for state in ENDED if status in (None, state.status)]
+    look = partial(records.ended_after, limit=limit, states=states, max_bytes=plane.settings.page_bytes)
     async with result_page(call, "trajectories", cursor, wait, look) as page:
         lines: Sequence[Piece] = []
-        short = page.found.sizes
+        short = page.results.sizes
         if short:
             read = partial(
-                records.rows_of, job_id=page.job.id, cursor=page.after, wanted=wanted, last=short[-1].end_seq
+                records.rows_of, job_id=page.job.id, cursor=page.after, states=states, last=short[-1].end_seq
             )
             rows = await plane.database.read(read)
             if len(rows) < len(short):
@@ -181,19 +205,19 @@ async def groups(
         grouping.ended_after, limit=limit, informative=informative, dropped=dropped, max_bytes=most
     )
     async with result_page(call, "groups", cursor, wait, look) as page:
-        form, found, short = page.form, page.found.groups, page.found.sizes
+        form, ended, short = page.form, page.results.groups, page.results.sizes
         lines: list[bytes] = []
-        if not page.found.large:
-            read = partial(grouping.rows_of, job_id=page.job.id, of=[group for group, _ in found])
+        if not page.results.large:
+            read = partial(grouping.rows_of, job_id=page.job.id, of=[group for group, _ in ended])
             rows = await plane.database.read(read)
             if any(row.id not in rows for row in short):
                 raise cursors.gone(call.name)
             got = await page.records([rows[row.id] for row in short])
-            lines = grouping.whole(found, got, form)
-        places = [group.seq for group, _ in found]
-        if lines or not found:
+            lines = grouping.whole(ended, got, form)
+        places = [group.seq for group, _ in ended]
+        if lines or not ended:
             return await page.answer(lines, places)
-        group, members = found[0]
+        group, members = ended[0]
         if form == MSGPACK:
             raise TooLarge(
                 f"group {group.task_id!r} has more than {most} bytes: it comes as {NDJSON} or {ARRAYS} only",
@@ -229,7 +253,7 @@ async def _large_group(
 @router.get("/{name}/rollouts")
 async def list_rollouts(
     call: Named,
-    asked: Annotated[RolloutFilter, from_query(RolloutFilter)],
+    filters: Annotated[RolloutFilter, from_query(RolloutFilter)],
     slim: bool = False,
     limit: Annotated[int, Query(ge=1, le=5000)] = 1000,
     after: Annotated[str, Query(alias="continue")] = "",
@@ -241,8 +265,8 @@ async def list_rollouts(
     rollouts have, and a filter of it, lists these alone, and `sort=since` lists those that have not ended.
     """
     if slim:
-        return await slim_page(call, asked, min(limit, MAX_ROWS), after)
-    if not asked.is_plain:
+        return await slim_page(call, filters, min(limit, MAX_ROWS), after)
+    if not filters.is_plain:
         raise QueryRefused.of(
             "slim: must be true where rollouts are sorted, searched or filtered by more than stage and status"
         )
@@ -253,8 +277,10 @@ async def list_rollouts(
         if after:
             begin = cursors.word(after, "rollouts", uid=job.uid, job=job.name, parameter="continue")
         most = call.plane.settings.page_bytes
-        found, more = records.summaries(conn, job.id, asked.states, limit, begin, most, retried=asked.retried)
-        return found, None if more is None else cursors.text("rollouts", job.uid, more)
+        items, more = records.summaries(
+            conn, job.id, filters.states, limit, begin, most, retried=filters.retried
+        )
+        return items, None if more is None else cursors.text("rollouts", job.uid, more)
 
     return page_answer(*await call.look(query))
 
@@ -265,13 +291,103 @@ async def get_rollout(call: Named, rollout: str, download: bool = False) -> Resp
 
     With `download=true` a browser saves it as a text, and shows and runs nothing of it.
     """
-    async with AsyncExitStack() as held:
-        line = await record_line(call.plane, held, call.namespace, call.name, rollout)
+    async with AsyncExitStack() as stack:
+        line = await record_line(call.plane, stack, call.namespace, call.name, rollout)
         if not download:
-            return Delivery(line, "application/json", {}, held.pop_all())
+            return Delivery(line, "application/json", {}, stack.pop_all())
         file_name = re.sub(r"[^A-Za-z0-9._-]", "_", rollout)
         headers = {
             "Content-Disposition": f'attachment; filename="{file_name}.json"',
             "X-Content-Type-Options": "nosniff",
         }
-        return Delivery(line, "text/plain; charset=utf-8", headers, held.pop_all())
+        return Delivery(line, "text/plain; charset=utf-8", headers, stack.pop_all())
+
+
+@router.get("/{name}/events")
+async def events(call: Named, last_event_id: Annotated[str, Header()] = "") -> Response:
+    """Stream server-sent events: `transition` per stage transition, `counts` when counts have changed.
+
+    The stream ends when the job has ended. A consumer that falls behind by a whole buffer is dropped with
+    an event `dropped`. It may resume with Last-Event-ID while past events are kept. If events after that
+    id are no longer kept, an event `missed` is sent first.
+    """
+    plane = call.plane
+    job = await call.read(job_rows.find)
+    after = plane.events.resume_after(job, last_event_id)
+    async with AsyncExitStack() as stack:
+        stack.enter_context(plane.streams.held(job.namespace))
+        body = _stream(plane, job, after)
+        return Delivery(body, "text/event-stream", {"Cache-Control": "no-store"}, stack.pop_all())
+
+
+def _counts(conn: Connection, job_id: int) -> tuple[dict[str, Any], bool] | None:
+    row = job_rows.by_id(conn, job_id)
+    return None if row is None else (job_views.counts(conn, row), row.finished_at is not None)
+
+
+async def _stream(plane: ControlPlane, job: JobRow, after: int | None) -> AsyncIterator[bytes]:
+    sent: dict[str, Any] | None = None
+    looked = -COUNTS_SECONDS
+    now = asyncio.get_running_loop().time
+    try:
+        async for item in plane.events.subscribe(job.id, after, COUNTS_SECONDS / 4):
+            if isinstance(item, Event):
+                yield plane.events.format(job.uid, item)
+            if item is not None and now() - looked < COUNTS_SECONDS:
+                continue
+            looked = now()
+            counts = await plane.look(job.namespace, partial(_counts, job_id=job.id))
+            if counts is None or plane.bus.closing:
+                return
+            if counts[0] != sent:
+                sent = counts[0]
+                yield b"event: counts\ndata: " + dumps(sent) + b"\n\n"
+            elif item is None:
+                yield b": idle\n\n"
+            if counts[1] and item is None:
+                yield b"event: end\ndata: {}\n\n"
+                return
+    except SlowConsumer as error:
+        yield b"event: dropped\ndata: " + dumps({"reason": error.reason}) + b"\n\n"
+
+
+class Acknowledge(Model, strict=True):
+    """A cursor that a reader has dealt with."""
+
+    cursor: Annotated[str, Field(min_length=1, max_length=cursors.MAX_LENGTH)]
+    """The cursor after the last result that need not be read again."""
+    expected: Annotated[str, Field(max_length=cursors.MAX_LENGTH)] | None = None
+    """The cursor that it replaces, or "" for none; default: whichever is kept."""
+    rewind: bool = False
+    """Whether the cursor may move backwards."""
+
+
+@of_cursors.get("/{name}/cursors")
+async def list_cursors(job: Named) -> Response:
+    """List the acknowledged cursors of a job: {name, kind, cursor, movedAt}."""
+    return answer({"items": await job.read(acknowledged.listed)})
+
+
+@of_cursors.get("/{name}/cursors/{cursor}")
+async def get_cursor(job: Named, cursor: CursorName) -> Response:
+    """Return the cursor that was last acknowledged under this name."""
+    return answer(await job.read(acknowledged.one, cursor))
+
+
+@of_cursors.put("/{name}/cursors/{cursor}", openapi_extra=body_schema(Acknowledge))
+async def acknowledge(job: Named, cursor: CursorName) -> Response:
+    """Acknowledge the results before a cursor: 200 kept, 409 it would move backwards or was moved by another.
+
+    A repeat with the same cursor changes nothing.
+    """
+    body = await job.body(Acknowledge)
+    return answer(
+        await job.write(acknowledged.acknowledge, cursor, body.cursor, body.expected, rewind=body.rewind)
+    )
+
+
+@of_cursors.delete("/{name}/cursors/{cursor}")
+async def delete_cursor(job: Named, cursor: CursorName) -> Response:
+    """Forget a cursor."""
+    await job.write(acknowledged.forget, cursor)
+    return answer({"name": cursor, "job": job.name, "namespace": job.namespace, "deleted": True})

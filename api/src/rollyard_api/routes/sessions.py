@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from typing import Literal
+from typing import Final, Literal
 
 from fastapi import APIRouter
 from pydantic import Field
@@ -19,7 +19,7 @@ router = APIRouter(prefix="/v1", tags=["sign-in"], route_class=StrictRoute)
 
 log = logging.getLogger("rollyard.api")
 
-NO_STORE = {"Cache-Control": "no-store"}
+NO_STORE: Final = {"Cache-Control": "no-store"}
 
 
 class CodeRequest(Model, strict=True):
@@ -45,17 +45,17 @@ async def sign_in(call: Call) -> Response:
     plane, request = call.plane, call.request
     address = request.client.host if request.client is not None else ""
     plane.wrong_codes.check(address)
-    given = BrowserHeaders(request.scope)
-    wanted = await call.body(SignIn)
+    headers = BrowserHeaders(request.scope)
+    body = await call.body(SignIn)
     try:
-        secret, made = await plane.sessions.redeem(wanted.code, await plane.door.secrets(given))
+        secret, signed_in = await plane.sessions.redeem(body.code, await plane.door.secrets(headers))
     except Unauthorized:
         plane.wrong_codes.count(address)
         raise
-    log.info("a browser at %s has signed in as %s", address, made.role)
+    log.info("a browser at %s has signed in as %s", address, signed_in.role)
     seconds = plane.settings.browsers.session_seconds
     done = Response(status_code=204, headers=NO_STORE)
-    await plane.door.set_cookie(done, given, secret, seconds)
+    await plane.door.set_cookie(done, headers, secret, seconds)
     return done
 
 
@@ -65,9 +65,9 @@ async def session(call: Call) -> Response:
 
     The answer has the path prefix of the page, too, for programs that print links to it.
     """
-    found: BrowserSession | None = call.request.state.session
-    role = call.caller.role if found is None else found.role
-    expires = None if found is None else found.expires_at
+    browser: BrowserSession | None = call.request.state.session
+    role = call.caller.role if browser is None else browser.role
+    expires = None if browser is None else browser.expires_at
     prefix = call.plane.settings.browsers.path_prefix
     document = {"role": role, "expires_at": expires, "cancel": role == "admin", "prefix": prefix}
     return answer(document, headers=NO_STORE)
@@ -76,10 +76,10 @@ async def session(call: Call) -> Response:
 @router.delete("/session", status_code=204)
 async def sign_out(call: Call) -> Response:
     """End the session of the cookie."""
-    found: BrowserSession | None = call.request.state.session
-    if found is None:
+    current: BrowserSession | None = call.request.state.session
+    if current is None:
         raise QueryRefused("a bearer token has no session; DELETE /v1/sessions ends all that it has made")
-    await call.plane.sessions.end(found.digest)
+    await call.plane.sessions.end(current.digest)
     done = Response(status_code=204, headers=NO_STORE)
     await call.plane.door.set_cookie(done, BrowserHeaders(call.request.scope), "", 0)
     return done
@@ -89,12 +89,12 @@ async def sign_out(call: Call) -> Response:
 async def make_code(call: Call) -> Response:
     """Make a one-time code for a session. It ends with the token that has asked for it."""
     plane, role = call.plane, call.caller.role
-    wanted = await call.body(CodeRequest)
-    if wanted.role == "admin" and role != "admin":
+    body = await call.body(CodeRequest)
+    if body.role == "admin" and role != "admin":
         raise Forbidden(f"the role '{role}' makes links for viewers only")
-    code, expires = await plane.sessions.make_code(wanted.role, role, _token_of(call))
+    code, expires = await plane.sessions.make_code(body.role, role, _token_of(call))
     prefix = plane.settings.browsers.path_prefix
-    document = {"code": code, "role": wanted.role, "expires_at": expires, "prefix": prefix}
+    document = {"code": code, "role": body.role, "expires_at": expires, "prefix": prefix}
     return answer(document, 201, NO_STORE)
 
 

@@ -76,8 +76,8 @@ async def _require(
         return None
 
     async with asyncio.TaskGroup() as group:
-        asked = [group.create_task(one(row.url)) for row in rows if row.ready]
-    refusals = [problem for task in asked if (problem := task.result())]
+        tasks = [group.create_task(one(row.url)) for row in rows if row.ready]
+    refusals = [problem for task in tasks if (problem := task.result())]
     if refusals:
         raise Conflict.of(*refusals, reason="VersionsUnknown")
 
@@ -98,18 +98,18 @@ async def update_weights(call: Named) -> Response:
     An update that is still running is superseded. The call returns at once; follow the update by its id.
     """
     plane = call.plane
-    asked = await call.body(WeightUpdateRequest)
+    body = await call.body(WeightUpdateRequest)
     pool, rows = await call.read(_pool)
-    standing = await plane.database.read(partial(records.standing, pool=pool, request=asked))
+    standing = await plane.database.read(partial(records.standing, pool=pool, request=body))
     note = ""
     if standing is None:
         engine = loads(pool.spec)["engine"]["type"]
         urls = [row.url for row in rows]
-        note = await plane.disk.run(partial(checkpoints.check, asked.source, urls, engine), call.namespace)
-        labels = asked.in_flight == "continue" or asked.mode == "keep"
-        if labels or asked.mode == "wait":
-            await _require(plane, pool, rows, asked.mode, labels=labels)
-    row, new = await call.write(records.add, asked, note)
+        note = await plane.disk.run(partial(checkpoints.check, body.source, urls, engine), call.namespace)
+        labels = body.in_flight == "continue" or body.mode == "keep"
+        if labels or body.mode == "wait":
+            await _require(plane, pool, rows, body.mode, labels=labels)
+    row, new = await call.write(records.add, body, note)
     return answer(updates.document(row), 202 if new else 200)
 
 
@@ -123,7 +123,7 @@ async def list_updates(pool: Named) -> Response:
 async def get_update(pool: Named, number: int, wait: Wait = 0.0) -> Response:
     """Return a weight update. The call waits up to `wait` seconds while the update is running."""
     row = await pool.follow(
-        records.TOPIC, partial(records.one, number=number), lambda found: found.state != "Running", wait
+        records.TOPIC, partial(records.one, number=number), lambda update: update.state != "Running", wait
     )
     return answer(updates.document(row))
 
@@ -150,9 +150,9 @@ async def resume(pool: Named, wait: Wait = 30.0) -> Response:
 
 
 async def _until(pool: NamedCall, wait: float, settled: Callable[[BackendRow], bool]) -> Response:
-    def enough(found: tuple[PoolRow, list[BackendRow]]) -> bool:
-        return all(map(settled, found[1]))
+    def enough(result: tuple[PoolRow, list[BackendRow]]) -> bool:
+        return all(map(settled, result[1]))
 
-    found = await pool.follow(records.TOPIC, _pool, enough, wait)
+    result = await pool.follow(records.TOPIC, _pool, enough, wait)
     (document,) = await pool.read(pools.listed)
-    return answer(document, 200 if enough(found) else 202)
+    return answer(document, 200 if enough(result) else 202)

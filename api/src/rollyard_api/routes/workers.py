@@ -38,8 +38,8 @@ async def died(call: Call) -> Response:
 )
 async def offer(call: Call) -> Response:
     """Offer a job to one worker that stands ready. A repeat of the offer changes nothing."""
-    given = await call.body(AssignmentOffer)
-    return answer({"taken": await call.plane.database.write(partial(assignments.offer, given=given))})
+    body = await call.body(AssignmentOffer)
+    return answer({"taken": await call.plane.database.write(partial(assignments.offer, request=body))})
 
 
 @router.post(
@@ -53,9 +53,9 @@ async def assignment(call: Call) -> Response:
     The call waits up to `wait` seconds for the offer.
     """
     plane = call.plane
-    asked = await call.body(AssignmentRequest)
+    body = await call.body(AssignmentRequest)
     who = call.caller.ready
-    if who is None or (who.namespace, who.worker) != (asked.namespace, asked.worker):
+    if who is None or (who.namespace, who.worker) != (body.namespace, body.worker):
         raise Forbidden("this token is not that of the ready worker that the request names")
 
     async def offered() -> bool:
@@ -65,8 +65,8 @@ async def assignment(call: Call) -> Response:
 
     with plane.worker_polls.held(who.namespace):
         topic = ready_topic(who.namespace, who.worker)
-        found = await plane.bus.until(topic, offered, bool, asked.wait, call.request.is_disconnected)
-    if not found or await call.request.is_disconnected():
+        arrived = await plane.bus.until(topic, offered, bool, body.wait, call.request.is_disconnected)
+    if not arrived or await call.request.is_disconnected():
         return Response(status_code=204)
     op = partial(assignments.take, namespace=who.namespace, worker=who.worker)
     # A token is spent for good, even if the machine loses its power now.

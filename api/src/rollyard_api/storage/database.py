@@ -25,7 +25,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar
+from typing import Any, Final, Generic, NamedTuple, TypeVar
 
 import sqlalchemy as sa
 from rollyard_process.telemetry.spans import TraceSpan
@@ -37,18 +37,26 @@ from rollyard_api.core.problems import ApiError, Conflict, StorageFull, Unavaila
 
 T = TypeVar("T")
 
-MAX_GROUP = 64
+MAX_GROUP: Final = 64
 """The largest number of ops in one transaction."""
-MAX_WAITING = 10_000
+MAX_WAITING: Final = 10_000
 """The number of ops that may wait for the writer, and of queries for a reader. More are answered 503."""
-MAX_RETRIES = 8
+MAX_RETRIES: Final = 8
 """How often one op is tried again after a deadlock or a serialization failure."""
-READERS = 2
+READERS: Final = 2
 
 Measured = tuple[str, int, float, float]
 """The measurements of a completed Run: backend, sampled tokens, seconds of model time, seconds of Run."""
-Trouble = tuple[int, str, str, str, str]
-"""A stage that did not end well while a worker had it: job, worker, rollout, reason and message."""
+
+
+class StageTrouble(NamedTuple):
+    """A stage that did not end well while a worker had it."""
+
+    job_id: int
+    worker: str
+    rollout: str
+    reason: str
+    message: str
 
 
 @dataclass(slots=True)
@@ -68,7 +76,7 @@ class Transaction:
     measured: list[Measured] = field(default_factory=list)
     loads: dict[str, int] = field(default_factory=dict)
     """The active rollouts by backend, if this transaction counted them."""
-    troubles: list[Trouble] = field(default_factory=list)
+    troubles: list[StageTrouble] = field(default_factory=list)
 
     def wake(self, topic: str) -> None:
         """Make long polls on this topic check again after the commit."""
@@ -135,7 +143,7 @@ def driver_of(conn: Connection) -> sqlite3.Connection:
     return driver
 
 
-JOB_COLUMNS = ("namespace", "name", "uid", "object_uid", "finished_at", "deleted_at")
+JOB_COLUMNS: Final = ("namespace", "name", "uid", "object_uid", "finished_at", "deleted_at")
 """The columns of a job on which the answer to its tokens depends. Their change is noticed, and so are new and
 removed rows."""
 
@@ -152,13 +160,13 @@ def is_storage_full(error: BaseException) -> bool:
 
 
 # A write past RLIMIT_FSIZE or a full WAL gives SQLITE_IOERR_WRITE or one of its shared-memory variants.
-_SQLITE_FULL = (
+_SQLITE_FULL: Final = (
     sqlite3.SQLITE_FULL,
     sqlite3.SQLITE_IOERR_WRITE,
     sqlite3.SQLITE_IOERR_SHMSIZE,
     sqlite3.SQLITE_IOERR_TRUNCATE,
 )
-_RETRY_STATES = ("40001", "40P01")
+_RETRY_STATES: Final = ("40001", "40P01")
 
 
 def translate(error: Exception) -> Exception:
@@ -297,24 +305,24 @@ class Database:
             self._readers.append(reader)
 
     def _read_forever(self) -> None:
-        while (asked := self._queries.get()) is not None:
-            if asked.future.cancelled():
+        while (request := self._queries.get()) is not None:
+            if request.future.cancelled():
                 continue
             error: Exception | None = None
             try:
                 with self.reader.connect() as conn:
-                    asked.result = asked.query(conn)
+                    request.result = request.query(conn)
             except Exception as raised:
                 error = translate(raised)
                 if error is not raised:
                     error.__cause__ = raised
             try:
-                asked.future.get_loop().call_soon_threadsafe(_settle, asked, error)
+                request.future.get_loop().call_soon_threadsafe(_settle, request, error)
             except RuntimeError:
                 # The loop is closed, so no caller waits any more.
                 return
             # Nothing of this answer stays in memory until the next query.
-            del asked, error
+            del request, error
 
     def _write_forever(self) -> None:
         while (first := self._waiting.get()) is not None:
@@ -400,13 +408,13 @@ class Database:
             _settle(item, error)
 
 
-def _settle(asked: _Query[Any] | _Waiting[Any], error: Exception | None) -> None:
-    if asked.future.cancelled():
+def _settle(request: _Query[Any] | _Waiting[Any], error: Exception | None) -> None:
+    if request.future.cancelled():
         return
     if error is None:
-        asked.future.set_result(asked.result)
+        request.future.set_result(request.result)
     else:
-        asked.future.set_exception(error)
+        request.future.set_exception(error)
 
 
 def _retryable(error: Exception) -> bool:

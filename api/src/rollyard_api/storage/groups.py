@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import sqlalchemy as sa
 from sqlalchemy import bindparam
@@ -15,14 +15,16 @@ from rollyard_api.storage.rows import columns
 from rollyard_api.storage.schema import groups
 from rollyard_api.storage.statements import chunks, rows_of, run
 
-_OF_JOB = groups.c.job_id == bindparam("b_job")
-_THIS = sa.and_(_OF_JOB, groups.c.no == bindparam("b_no"))
-_AMONG = groups.c.no.in_(bindparam("b_nos", expanding=True))
-_UPDATE = sa.update(groups).where(_THIS)
-_LEAVE = _UPDATE.values(remaining=groups.c.remaining - bindparam("b_count"))
-_COMPLETE = sa.select(groups.c.no).where(_OF_JOB, _AMONG, groups.c.remaining == 0).order_by(groups.c.no)
-_DELETE = sa.delete(groups).where(_OF_JOB)
-_NUMBERS = sa.select(groups.c.task_id, groups.c.no).where(
+_OF_JOB: Final = groups.c.job_id == bindparam("b_job")
+_THIS: Final = sa.and_(_OF_JOB, groups.c.no == bindparam("b_no"))
+_AMONG: Final = groups.c.no.in_(bindparam("b_nos", expanding=True))
+_UPDATE: Final = sa.update(groups).where(_THIS)
+_LEAVE: Final = _UPDATE.values(remaining=groups.c.remaining - bindparam("b_count"))
+_COMPLETE: Final = (
+    sa.select(groups.c.no).where(_OF_JOB, _AMONG, groups.c.remaining == 0).order_by(groups.c.no)
+)
+_DELETE: Final = sa.delete(groups).where(_OF_JOB)
+_NUMBERS: Final = sa.select(groups.c.task_id, groups.c.no).where(
     _OF_JOB, groups.c.task_id.in_(bindparam("b_tasks", expanding=True))
 )
 
@@ -37,7 +39,7 @@ class LeasedGroup(NamedTuple):
     remaining: int
 
 
-_LEASED = sa.select(*columns(LeasedGroup, groups)).where(_OF_JOB, _AMONG)
+_LEASED: Final = sa.select(*columns(LeasedGroup, groups)).where(_OF_JOB, _AMONG)
 
 
 def add(tx: Transaction, new: Sequence[Mapping[str, Any]]) -> None:
@@ -54,8 +56,8 @@ def named(conn: Connection, job_id: int, numbers: Iterable[int]) -> dict[int, Le
 def numbers(conn: Connection, job_id: int, task_ids: Sequence[str]) -> dict[str, int]:
     """Return the numbers of the groups of a job that have these tasks, by the ids of the tasks."""
     known: dict[str, int] = {}
-    for some in chunks(task_ids):
-        rows = conn.execute(_NUMBERS, {"b_job": job_id, "b_tasks": some})
+    for batch in chunks(task_ids):
+        rows = conn.execute(_NUMBERS, {"b_job": job_id, "b_tasks": batch})
         known.update((row.task_id, row.no) for row in rows)
     return known
 

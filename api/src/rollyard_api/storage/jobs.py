@@ -27,13 +27,13 @@ from rollyard_api.storage.schema import dynamic_sampling, jobs, rollouts, sampli
 
 DELETED: Final = "Deleted"
 """The cancel reason of a job that is to be removed."""
-_THIS = jobs.c.id == bindparam("b_job")
-_ITS = dynamic_sampling.c.job_id == bindparam("b_job")
-_ITS_STEPS = sampling_targets.c.job_id == bindparam("b_job")
-_UPDATE = sa.update(jobs).where(_THIS)
-OPEN = (jobs.c.cancel_reason.is_(None), jobs.c.finished_at.is_(None))
+_THIS: Final = jobs.c.id == bindparam("b_job")
+_ITS: Final = dynamic_sampling.c.job_id == bindparam("b_job")
+_ITS_STEPS: Final = sampling_targets.c.job_id == bindparam("b_job")
+_UPDATE: Final = sa.update(jobs).where(_THIS)
+OPEN: Final = (jobs.c.cancel_reason.is_(None), jobs.c.finished_at.is_(None))
 """The conditions of a job that may still start rollouts."""
-LEASABLE = (*OPEN, jobs.c.deleted_at.is_(None), jobs.c.suspended.is_(False))
+LEASABLE: Final = (*OPEN, jobs.c.deleted_at.is_(None), jobs.c.suspended.is_(False))
 """The conditions of a job whose rollouts may be leased."""
 
 
@@ -48,19 +48,19 @@ def _wake_all(tx: Transaction, job_id: int) -> None:
 
 # Jobs are found.
 
-_FIND = sa.select(jobs).where(
+_FIND: Final = sa.select(jobs).where(
     jobs.c.namespace == bindparam("b_namespace"),
     jobs.c.name == bindparam("b_name"),
     jobs.c.deleted_at.is_(None),
 )
-_FIND_LOCKED = _FIND.with_for_update()
-_BY_ID = sa.select(jobs).where(_THIS)
+_FIND_LOCKED: Final = _FIND.with_for_update()
+_BY_ID: Final = sa.select(jobs).where(_THIS)
 
 
 def named(conn: Connection, namespace: str, name: str, *, lock: bool = False) -> JobRow | None:
     """Return the job of this name that is not deleted, or None; `lock` locks its row until the commit."""
-    found = conn.execute(_FIND_LOCKED if lock else _FIND, {"b_namespace": namespace, "b_name": name})
-    return read_one(JobRow, found.one_or_none())
+    rows = conn.execute(_FIND_LOCKED if lock else _FIND, {"b_namespace": namespace, "b_name": name})
+    return read_one(JobRow, rows.one_or_none())
 
 
 def find(
@@ -95,9 +95,9 @@ def _sums(number: sa.ColumnElement[int]) -> sa.Select[tuple[int, int]]:
     return sa.select(sa.func.coalesce(sa.func.sum(number), 0), sa.func.coalesce(sa.func.sum(own), 0))
 
 
-_UNFINISHED = _sums(jobs.c.total - jobs.c.ended).where(jobs.c.finished_at.is_(None))
+_UNFINISHED: Final = _sums(jobs.c.total - jobs.c.ended).where(jobs.c.finished_at.is_(None))
 # The rollouts of the groups that have not started, in all jobs that may still start them.
-_UNSTARTED = (
+_UNSTARTED: Final = (
     _sums((jobs.c.groups - dynamic_sampling.c.started) * dynamic_sampling.c.samples)
     .join_from(dynamic_sampling, jobs, jobs.c.id == dynamic_sampling.c.job_id)
     .where(*OPEN)
@@ -114,8 +114,10 @@ def unfinished_rollouts(conn: Connection, namespace: str) -> tuple[int, int]:
     return total, own
 
 
-_CANCELLING = sa.select(jobs.c.id).where(jobs.c.cancel_reason.is_not(None), jobs.c.finished_at.is_(None))
-_REMOVABLE = sa.select(jobs.c.id).where(
+_CANCELLING: Final = sa.select(jobs.c.id).where(
+    jobs.c.cancel_reason.is_not(None), jobs.c.finished_at.is_(None)
+)
+_REMOVABLE: Final = sa.select(jobs.c.id).where(
     jobs.c.deleted_at.is_not(None),
     jobs.c.finished_at.is_not(None),
     ~sa.exists().where(rollouts.c.job_id == jobs.c.id, rollouts.c.pending.is_not(None)),
@@ -138,9 +140,9 @@ def removable(conn: Connection) -> list[int]:
 def create(tx: Transaction, values: Mapping[str, Any]) -> JobRow:
     """Insert a job and return its row. `values` are the columns that the manifest decides."""
     fixed = {"uid": str(uuid.uuid4()), "generation": 1, "created_at": tx.now}
-    made = tx.conn.execute(sa.insert(jobs).values(**fixed, **values).returning(jobs))
+    rows = tx.conn.execute(sa.insert(jobs).values(**fixed, **values).returning(jobs))
     tx.wake(UNFINISHED)
-    return JobRow(*made.one())
+    return JobRow(*rows.one())
 
 
 def change(tx: Transaction, job_id: int, values: Mapping[str, Any]) -> None:
@@ -180,7 +182,7 @@ def note_outage(tx: Transaction, job_id: int, since: float | None) -> None:
     _set(tx, job_id, outage_began=since)
 
 
-_COUNT_CALLS = _UPDATE.where(jobs.c.well_formed.is_(False)).values(
+_COUNT_CALLS: Final = _UPDATE.where(jobs.c.well_formed.is_(False)).values(
     malformed_rollouts=jobs.c.malformed_rollouts + bindparam("b_rollouts"),
     malformed_calls=jobs.c.malformed_calls + bindparam("b_calls"),
     well_formed=bindparam("b_well_formed"),
@@ -193,7 +195,7 @@ def count_calls(tx: Transaction, job_id: int, rollouts: int, calls: int, *, well
     tx.conn.execute(_COUNT_CALLS, {"b_job": job_id, **counted})
 
 
-_NEXT_PART = _UPDATE.values(parts=jobs.c.parts + 1).returning(jobs.c.parts)
+_NEXT_PART: Final = _UPDATE.values(parts=jobs.c.parts + 1).returning(jobs.c.parts)
 _READ: dict[Kind, sa.Column[int]] = {"trajectories": jobs.c.read_trajectories, "groups": jobs.c.read_groups}
 
 
@@ -223,18 +225,18 @@ class EndedCounts(NamedTuple):
     namespace: str
 
 
-_COUNT_ENDED = _UPDATE.values(
+_COUNT_ENDED: Final = _UPDATE.values(
     **{
         name: jobs.c[name] + bindparam(f"b_{name}")
         for name in ("ended", "succeeded", "failed", "cancelled", "reward_sum")
     }
 ).returning(*columns(EndedCounts, jobs))
-_COUNT_ENDED_GROUPS = _UPDATE.values(groups_ended=jobs.c.groups_ended + bindparam("b_count")).returning(
-    jobs.c.groups_ended
-)
-_CONCLUDE = _UPDATE.where(*OPEN).values(cancel_reason=bindparam("b_reason"), closed=True)
-_FINISH = _UPDATE.where(jobs.c.finished_at.is_(None)).values(finished_at=bindparam("b_now"))
-_FINISH_CONCLUDED = _FINISH.where(jobs.c.cancel_reason.is_not(None), jobs.c.ended == jobs.c.total)
+_COUNT_ENDED_GROUPS: Final = _UPDATE.values(
+    groups_ended=jobs.c.groups_ended + bindparam("b_count")
+).returning(jobs.c.groups_ended)
+_CONCLUDE: Final = _UPDATE.where(*OPEN).values(cancel_reason=bindparam("b_reason"), closed=True)
+_FINISH: Final = _UPDATE.where(jobs.c.finished_at.is_(None)).values(finished_at=bindparam("b_now"))
+_FINISH_CONCLUDED: Final = _FINISH.where(jobs.c.cancel_reason.is_not(None), jobs.c.ended == jobs.c.total)
 
 
 def count_ended(
@@ -293,15 +295,20 @@ def finish_concluded(tx: Transaction, job_id: int) -> None:
 
 # Jobs are deleted and removed.
 
-_OLD = (jobs.c.deleted_at.is_(None), jobs.c.finished_at + jobs.c.ttl_seconds < bindparam("b_now"))
-_DELETE_OLD = sa.update(jobs).where(*_OLD, jobs.c.object_uid.is_(None)).values(deleted_at=bindparam("b_now"))
-_ASK_OLD = (
+_OLD: Final = (jobs.c.deleted_at.is_(None), jobs.c.finished_at + jobs.c.ttl_seconds < bindparam("b_now"))
+_DELETE_OLD: Final = (
+    sa.update(jobs).where(*_OLD, jobs.c.object_uid.is_(None)).values(deleted_at=bindparam("b_now"))
+)
+_ASK_OLD: Final = (
     sa.update(jobs)
     .where(*_OLD, jobs.c.object_uid.is_not(None), jobs.c.cancel_reason.is_distinct_from(DELETED))
     .values(cancel_reason=DELETED)
 )
-_REMOVE = sa.delete(jobs).where(_THIS).returning(jobs.c.blob_id)
-_REMOVE_PARTS = (sa.delete(dynamic_sampling).where(_ITS), sa.delete(sampling_targets).where(_ITS_STEPS))
+_REMOVE: Final = sa.delete(jobs).where(_THIS).returning(jobs.c.blob_id)
+_REMOVE_PARTS: Final = (
+    sa.delete(dynamic_sampling).where(_ITS),
+    sa.delete(sampling_targets).where(_ITS_STEPS),
+)
 
 
 def delete(tx: Transaction, job_id: int) -> None:
@@ -359,14 +366,14 @@ class SamplingStep(NamedTuple):
     goal: int
 
 
-_SAMPLING = sa.select(*columns(SamplingCounts, dynamic_sampling)).where(_ITS)
-_SAMPLING_STATE = (
+_SAMPLING: Final = sa.select(*columns(SamplingCounts, dynamic_sampling)).where(_ITS)
+_SAMPLING_STATE: Final = (
     sa.select(*columns(SamplingState, dynamic_sampling, jobs))
     .join_from(dynamic_sampling, jobs, jobs.c.id == dynamic_sampling.c.job_id)
     .where(_ITS, jobs.c.cancel_reason.is_(None))
 )
-_UPDATE_SAMPLING = sa.update(dynamic_sampling).where(_ITS)
-_COUNT_GROUPS = _UPDATE_SAMPLING.values(
+_UPDATE_SAMPLING: Final = sa.update(dynamic_sampling).where(_ITS)
+_COUNT_GROUPS: Final = _UPDATE_SAMPLING.values(
     {name: dynamic_sampling.c[name] + bindparam(f"b_{name}") for name in Tally.__struct_fields__}
 )
 

@@ -6,10 +6,11 @@ import fcntl
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Final
 
 from rollyard_api.core.errors import ControlPlaneError
 
-FILE_NAME = "lock"
+FILE_NAME: Final = "lock"
 
 
 class StateFolderInUse(ControlPlaneError):

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from alembic.config import Config
 
 _FOLDER: Final = Path(__file__).parent / "migrations"
-_LOCK = 7_382_946_110
+_LOCK: Final = 7_382_946_110
 """The key of a PostgreSQL advisory lock. If several replicas start at once, one migrates, others wait."""
 
 
@@ -32,10 +32,10 @@ def config(connection: Connection) -> Config:
     """Return Alembic's configuration for the packaged migrations on this connection."""
     from alembic.config import Config
 
-    made = Config()
-    made.set_main_option("script_location", str(_FOLDER))
-    made.attributes["connection"] = connection
-    return made
+    settings = Config()
+    settings.set_main_option("script_location", str(_FOLDER))
+    settings.attributes["connection"] = connection
+    return settings
 
 
 def revisions() -> list[str]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import sqlalchemy as sa
 from sqlalchemy import bindparam
@@ -36,37 +36,39 @@ class MeasuredRuns(NamedTuple):
     """The active rollouts on the server."""
 
 
-_THIS = pools.c.id == bindparam("b_pool")
-_ITS = backends.c.pool_id == bindparam("b_pool")
-_OF_URL = backends.c.url == bindparam("b_url")
-_NAMED = sa.select(pools).where(
+_THIS: Final = pools.c.id == bindparam("b_pool")
+_ITS: Final = backends.c.pool_id == bindparam("b_pool")
+_OF_URL: Final = backends.c.url == bindparam("b_url")
+_NAMED: Final = sa.select(pools).where(
     pools.c.namespace == bindparam("b_namespace"), pools.c.name == bindparam("b_name")
 )
-_BY_ID = sa.select(pools).where(_THIS)
-_BACKENDS = sa.select(backends).where(_ITS).order_by(backends.c.position)
-_BACKEND = sa.select(backends).where(_ITS, _OF_URL)
-_UPDATE = sa.update(pools).where(_THIS)
-_UPDATE_BACKEND = sa.update(backends).where(_ITS, _OF_URL)
-_REMOVE = (
+_BY_ID: Final = sa.select(pools).where(_THIS)
+_BACKENDS: Final = sa.select(backends).where(_ITS).order_by(backends.c.position)
+_BACKEND: Final = sa.select(backends).where(_ITS, _OF_URL)
+_UPDATE: Final = sa.update(pools).where(_THIS)
+_UPDATE_BACKEND: Final = sa.update(backends).where(_ITS, _OF_URL)
+_REMOVE: Final = (
     sa.delete(backends).where(_ITS),
     sa.delete(weight_updates).where(weight_updates.c.pool_id == bindparam("b_pool")),
     sa.delete(pools).where(_THIS),
 )
-_REMOVE_BACKENDS = sa.delete(backends).where(_ITS, backends.c.url.in_(bindparam("b_urls", expanding=True)))
+_REMOVE_BACKENDS: Final = sa.delete(backends).where(
+    _ITS, backends.c.url.in_(bindparam("b_urls", expanding=True))
+)
 # Other pools judge the same server by their own rollouts alone.
-_POOL_OF_JOB = (
+_POOL_OF_JOB: Final = (
     sa.select(pools.c.id)
     .join_from(pools, jobs, sa.and_(jobs.c.namespace == pools.c.namespace, jobs.c.pool == pools.c.name))
     .where(jobs.c.id == bindparam("b_job", type_=sa.Integer))
 )
-_RESET_FAILURES = (
+_RESET_FAILURES: Final = (
     sa.update(backends)
     .where(
         backends.c.pool_id.in_(_POOL_OF_JOB), _OF_URL, backends.c.failures > 0, backends.c.circuit == "Closed"
     )
     .values(failures=0)
 )
-_OF_JOB = (
+_OF_JOB: Final = (
     sa.select(backends, pools.c.namespace, pools.c.name)
     .join_from(backends, pools, pools.c.id == backends.c.pool_id)
     .where(_OF_URL, backends.c.pool_id.in_(_POOL_OF_JOB))
@@ -81,7 +83,7 @@ def _averaged(name: str) -> sa.Case[float]:
     return sa.case((column.is_(None), new), else_=column + weight * (new - column))
 
 
-_FOLD = (
+_FOLD: Final = (
     sa.update(backends)
     .where(_OF_URL)
     .values(
@@ -94,8 +96,8 @@ _FOLD = (
 def named(conn: Connection, namespace: str, name: str, *, lock: bool = False) -> PoolRow | None:
     """Return the pool of this name, or None; `lock` locks its row until the commit."""
     query = _NAMED.with_for_update() if lock else _NAMED
-    found = conn.execute(query, {"b_namespace": namespace, "b_name": name})
-    return read_one(PoolRow, found.one_or_none())
+    rows = conn.execute(query, {"b_namespace": namespace, "b_name": name})
+    return read_one(PoolRow, rows.one_or_none())
 
 
 def find(conn: Connection, namespace: str, name: str, *, lock: bool = False) -> PoolRow:
@@ -166,8 +168,8 @@ def servers(conn: Connection, pool_id: int) -> list[str]:
 
 def locked_backend(tx: Transaction, pool_id: int, url: str) -> BackendRow | None:
     """Return a backend of a pool, whose row is locked until the commit, or None."""
-    found = tx.conn.execute(_BACKEND.with_for_update(), {"b_pool": pool_id, "b_url": url})
-    return read_one(BackendRow, found.one_or_none())
+    rows = tx.conn.execute(_BACKEND.with_for_update(), {"b_pool": pool_id, "b_url": url})
+    return read_one(BackendRow, rows.one_or_none())
 
 
 def backends_of_job(tx: Transaction, job_id: int, url: str) -> list[tuple[BackendRow, str, str]]:
@@ -192,9 +194,9 @@ def change_backend(tx: Transaction, pool_id: int, url: str, values: Mapping[str,
 
 def remove_backends(tx: Transaction, pool_id: int, urls: Iterable[str]) -> None:
     """Remove these backends of a pool."""
-    gone = sorted(urls)
-    if gone:
-        tx.conn.execute(_REMOVE_BACKENDS, {"b_pool": pool_id, "b_urls": gone})
+    ordered = sorted(urls)
+    if ordered:
+        tx.conn.execute(_REMOVE_BACKENDS, {"b_pool": pool_id, "b_urls": ordered})
         tx.wake(QUEUE)
 
 
@@ -211,5 +213,5 @@ def put_stats(tx: Transaction, stats: Sequence[tuple[int, str, bytes | None]]) -
 
 def fold_averages(tx: Transaction, measured: Iterable[MeasuredRuns]) -> None:
     """Fold measurements into the moving averages of the servers, whichever pools they are in."""
-    rows = [{"b_now": tx.now, **{f"b_{k}": v for k, v in one._asdict().items()}} for one in measured]
+    rows = [{"b_now": tx.now, **{f"b_{k}": v for k, v in runs._asdict().items()}} for runs in measured]
     tx.conn.execute(_FOLD, rows)

@@ -25,30 +25,30 @@ from rollyard_api.storage.rows import columns
 from rollyard_api.storage.schema import backends, groups, jobs, payloads, pools, rollouts
 from rollyard_api.storage.statements import by_dialect, chunks, rows_of, run
 
-_SELECT = sa.select(*columns(Rollout, rollouts))
-_OF_JOB = rollouts.c.job_id == bindparam("b_job")
-_IS_HELD = rollouts.c.lease_expires.is_not(None)
-_IN_SANDBOX = rollouts.c.state.in_([RolloutState.QUEUED_RUN, RolloutState.QUEUED_EVAL])
-_THIS = rollouts.c.id == bindparam("b_id")
+_SELECT: Final = sa.select(*columns(Rollout, rollouts))
+_OF_JOB: Final = rollouts.c.job_id == bindparam("b_job")
+_IS_HELD: Final = rollouts.c.lease_expires.is_not(None)
+_IN_SANDBOX: Final = rollouts.c.state.in_([RolloutState.QUEUED_RUN, RolloutState.QUEUED_EVAL])
+_THIS: Final = rollouts.c.id == bindparam("b_id")
 _AMONG: Final = bindparam("b_ids", type_=sa.String, expanding=True)
-_UPDATE = sa.update(rollouts).where(_THIS)
+_UPDATE: Final = sa.update(rollouts).where(_THIS)
 
 
 # Rollouts are found, and their rows are locked until the commit, in the order of the ids where they are many:
 # two replicas could deadlock otherwise. Rows that another replica has locked are left out where a later round
 # takes them.
 
-_NAMED = _SELECT.where(rollouts.c.id.in_(_AMONG)).order_by(rollouts.c.id).with_for_update()
-_SEGMENTS_IN_EVAL = sa.case((payloads.c.tokens_in_eval, payloads.c.segments))
+_NAMED: Final = _SELECT.where(rollouts.c.id.in_(_AMONG)).order_by(rollouts.c.id).with_for_update()
+_SEGMENTS_IN_EVAL: Final = sa.case((payloads.c.tokens_in_eval, payloads.c.segments))
 """The token lists, if the evaluation needs them. They are not read otherwise: most evaluations do not."""
-_BYTES = sum(
+_BYTES: Final = sum(
     (
         sa.func.coalesce(sa.func.length(column), 0)
         for column in (payloads.c.carry, payloads.c.trajectory, _SEGMENTS_IN_EVAL)
     ),
     start=sa.func.length(groups.c.task),
 )
-_WAITING = (
+_WAITING: Final = (
     _SELECT.add_columns(_BYTES)
     .join_from(
         rollouts, groups, sa.and_(groups.c.job_id == rollouts.c.job_id, groups.c.no == rollouts.c.group_no)
@@ -164,18 +164,18 @@ def running_on(tx: Transaction, namespace: str, pool: str, url: str) -> list[Rol
 
 # Other reads.
 
-_MEMBERS = sa.select(rollouts.c.group_no, *columns(Member, rollouts)).where(
+_MEMBERS: Final = sa.select(rollouts.c.group_no, *columns(Member, rollouts)).where(
     _OF_JOB, rollouts.c.group_no.in_(bindparam("b_nos", expanding=True))
 )
-_WITH_SANDBOX = sa.select(rollouts.c.sandbox_id).where(rollouts.c.sandbox_id.in_(_AMONG))
-_STALE_POOLS = (
+_WITH_SANDBOX: Final = sa.select(rollouts.c.sandbox_id).where(rollouts.c.sandbox_id.in_(_AMONG))
+_STALE_POOLS: Final = (
     sa.select(pools.c.namespace, pools.c.name)
     .distinct()
     .join_from(rollouts, jobs, jobs.c.id == rollouts.c.job_id)
     .join(pools, sa.and_(pools.c.namespace == jobs.c.namespace, pools.c.name == jobs.c.pool))
     .where(rollouts.c.id.in_(_AMONG), rollouts.c.policy_index < pools.c.policy_index)
 )
-_LEASES = sa.select(rollouts.c.id, rollouts.c.token, rollouts.c.state).where(rollouts.c.id.in_(_AMONG))
+_LEASES: Final = sa.select(rollouts.c.id, rollouts.c.token, rollouts.c.state).where(rollouts.c.id.in_(_AMONG))
 
 
 class JobOfRollouts(NamedTuple):
@@ -208,10 +208,10 @@ def has_completed(tx: Transaction, job_id: int, worker: str) -> bool:
     return tx.conn.execute(sa.select(rollouts.c.id).where(*mine, completed).limit(1)).first() is not None
 
 
-def with_sandbox(tx: Transaction, sandboxes: Sequence[str], *, held: bool = False) -> set[str]:
+def with_sandbox(tx: Transaction, sandboxes: Sequence[str], *, leased: bool = False) -> set[str]:
     """Return those of the sandboxes that belong to unfinished rollouts, or only to rollouts that are held."""
-    query = _WITH_SANDBOX.where(_IS_HELD) if held else _WITH_SANDBOX
-    return {row for some in chunks(sandboxes) for row in tx.conn.scalars(query, {"b_ids": some})}
+    query = _WITH_SANDBOX.where(_IS_HELD) if leased else _WITH_SANDBOX
+    return {row for batch in chunks(sandboxes) for row in tx.conn.scalars(query, {"b_ids": batch})}
 
 
 def oldest_init(tx: Transaction, node: str) -> float | None:
@@ -278,13 +278,13 @@ def add(tx: Transaction, job_id: int, prefix: str, numbers: range, samples: int)
     )
 
 
-_RENEW = _UPDATE.where(rollouts.c.token == bindparam("b_token"), _IS_HELD)
+_RENEW: Final = _UPDATE.where(rollouts.c.token == bindparam("b_token"), _IS_HELD)
 
 
 def change(tx: Transaction, changes: Iterable[Mapping[str, Any]]) -> None:
     """Write the changed columns of rollouts, whose ids stand under "b_id"; only `transitions` calls this."""
-    for some in _alike(changes).values():
-        run(tx, _UPDATE, some)
+    for batch in _alike(changes).values():
+        run(tx, _UPDATE, batch)
 
 
 def _alike(rows: Iterable[Mapping[str, Any]]) -> dict[tuple[str, ...], list[Mapping[str, Any]]]:
@@ -295,9 +295,9 @@ def _alike(rows: Iterable[Mapping[str, Any]]) -> dict[tuple[str, ...], list[Mapp
     return alike
 
 
-def renew(tx: Transaction, held: Iterable[tuple[str, int]], expires: float) -> None:
+def renew(tx: Transaction, renewed: Iterable[tuple[str, int]], expires: float) -> None:
     """Renew the leases with these rollouts and tokens until `expires`, in seconds since the epoch."""
-    changes = [{"b_id": id, "b_token": token, "lease_expires": expires} for id, token in sorted(held)]
+    changes = [{"b_id": id, "b_token": token, "lease_expires": expires} for id, token in sorted(renewed)]
     if changes:
         run(tx, _RENEW, changes)
 
@@ -309,22 +309,22 @@ def grace(tx: Transaction, lease_seconds: float) -> None:
     tx.conn.execute(short.values(lease_expires=until))
 
 
-_DELETE = sa.delete(rollouts).where(rollouts.c.id.in_(_AMONG))
-_DELETE_PAYLOADS = sa.delete(payloads).where(payloads.c.rollout_id.in_(_AMONG))
+_DELETE: Final = sa.delete(rollouts).where(rollouts.c.id.in_(_AMONG))
+_DELETE_PAYLOADS: Final = sa.delete(payloads).where(payloads.c.rollout_id.in_(_AMONG))
 
 
 def remove(tx: Transaction, job_id: int, limit: int) -> int:
     """Remove up to `limit` rollouts of a deleted job, and return their number."""
     ids = list(tx.conn.scalars(sa.select(rollouts.c.id).where(rollouts.c.job_id == job_id).limit(limit)))
     drop(tx, ids)
-    for some in chunks(ids):
-        tx.conn.execute(_DELETE, {"b_ids": some})
+    for batch in chunks(ids):
+        tx.conn.execute(_DELETE, {"b_ids": batch})
     return len(ids)
 
 
 # What one stage leaves for the next.
 
-_PAYLOADS = sa.select(
+_PAYLOADS: Final = sa.select(
     payloads.c.rollout_id, payloads.c.carry, payloads.c.trajectory, _SEGMENTS_IN_EVAL
 ).where(payloads.c.rollout_id.in_(_AMONG))
 
@@ -343,10 +343,10 @@ def payloads_of(conn: Connection, ids: Sequence[str]) -> dict[str, Payload]:
     return {row[0]: Payload(*row) for row in rows_of(conn, _PAYLOADS, {"b_ids": list(ids)})}
 
 
-def keep(tx: Transaction, kept: Iterable[Mapping[str, Any]]) -> None:
+def keep(tx: Transaction, rows: Iterable[Mapping[str, Any]]) -> None:
     """Store what stages leave; each mapping has a "rollout_id" and the columns that are set or replaced."""
-    for names, some in _alike(kept).items():
-        run(tx, _upsert(names)[tx.sqlite], some)
+    for names, batch in _alike(rows).items():
+        run(tx, _upsert(names)[tx.sqlite], batch)
 
 
 @lru_cache
@@ -361,14 +361,14 @@ def _upsert(names: tuple[str, ...]) -> dict[bool, Any]:
 
 def drop(tx: Transaction, ids: Sequence[str]) -> None:
     """Remove the payloads of rollouts that start again at Init, or whose records are stored."""
-    for some in chunks(ids):
-        tx.conn.execute(_DELETE_PAYLOADS, {"b_ids": some})
+    for batch in chunks(ids):
+        tx.conn.execute(_DELETE_PAYLOADS, {"b_ids": batch})
 
 
 # Ended rollouts move into the parts of the trajectory store.
 
-_PENDING = rollouts.c.pending.is_not(None)
-_PLACE = _UPDATE.where(_PENDING).values(
+_PENDING: Final = rollouts.c.pending.is_not(None)
+_PLACE: Final = _UPDATE.where(_PENDING).values(
     pending=None,
     part_offset=bindparam("b_offset"),
     part_length=bindparam("b_length"),

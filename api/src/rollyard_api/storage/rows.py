@@ -38,16 +38,16 @@ def columns(kind: Callable[..., Any], *tables: sa.Table) -> list[sa.Column[Any]]
     return [next(table.c[name] for table in tables if name in table.c) for name in signature(kind).parameters]
 
 
-def read_all(kind: Callable[..., R], found: Iterable[sa.Row[Any]]) -> list[R]:
+def read_all(kind: Callable[..., R], result: Iterable[sa.Row[Any]]) -> list[R]:
     """Return all rows of a query that selects the columns of `kind`."""
     # A result that is iterated asks the database's cursor row by row, which takes several times as long.
-    rows = found.all() if isinstance(found, sa.Result) else found
+    rows = result.all() if isinstance(result, sa.Result) else result
     return [kind(*row) for row in rows]
 
 
-def read_one(kind: Callable[..., R], found: sa.Row[Any] | None) -> R | None:
+def read_one(kind: Callable[..., R], row: sa.Row[Any] | None) -> R | None:
     """Return a row of such a query, or None if there is none."""
-    return None if found is None else kind(*found)
+    return None if row is None else kind(*row)
 
 
 @dataclass(frozen=True, slots=True)

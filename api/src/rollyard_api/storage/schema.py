@@ -82,7 +82,7 @@ def _table(name: str, kind: type[Any], *constraints: sa.Constraint | sa.Index) -
     defaults = {field.name: field.default for field in fields(kind) if field.default is not MISSING}
     for field, hint in get_type_hints(kind, include_extras=True).items():
         kinds = get_args(hint) if NoneType in get_args(hint) else (hint,)
-        stored = next(one for one in kinds if one is not NoneType)
+        stored = next(part for part in kinds if part is not NoneType)
         if get_origin(stored) is Annotated:
             stored = stored.__metadata__[0]
         else:

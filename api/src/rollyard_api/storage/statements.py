@@ -48,8 +48,8 @@ class _Plan(NamedTuple):
             constant if name is None else next(lists[name]) if name in lists else values[name]
             for name, constant in zip(self.names, self.constants, strict=True)
         ]
-        for place, convert in self.bound:
-            parameters[place] = convert(parameters[place])
+        for index, convert in self.bound:
+            parameters[index] = convert(parameters[index])
         return parameters
 
 
@@ -77,8 +77,8 @@ def rows_of(conn: Connection, query: sa.Select[Any], values: Mapping[str, Any]) 
         return rows
     converted = [list(row) for row in rows]
     for row in converted:
-        for place, convert in plan.read:
-            row[place] = convert(row[place])
+        for index, convert in plan.read:
+            row[index] = convert(row[index])
     return converted
 
 
@@ -103,7 +103,7 @@ def _plan(statement: Any, dialect: Dialect, shape: tuple[tuple[str, int | None],
     state = compiled.construct_expanded_state(values)
     owners = {member: name for name, members in state.parameter_expansion.items() for member in members}
     names, constants, bound = [], [], []
-    for place, name in enumerate(state.positiontup):
+    for index, name in enumerate(state.positiontup):
         owner = owners.get(name, name)
         convert = compiled.binds[owner].type.dialect_impl(dialect).bind_processor(dialect)
         is_value = owner in values
@@ -111,10 +111,10 @@ def _plan(statement: Any, dialect: Dialect, shape: tuple[tuple[str, int | None],
         constant = None if is_value else state.parameters[name]
         constants.append(constant if convert is None or is_value else convert(constant))
         if is_value and convert is not None:
-            bound.append((place, convert))
+            bound.append((index, convert))
     columns = statement.selected_columns if isinstance(statement, sa.Select) else ()
     converts = [column.type.dialect_impl(dialect).result_processor(dialect, None) for column in columns]
-    read = [(place, convert) for place, convert in enumerate(converts) if convert is not None]
+    read = [(index, convert) for index, convert in enumerate(converts) if convert is not None]
     return _Plan(state.statement, tuple(names), tuple(constants), tuple(bound), tuple(read))
 
 

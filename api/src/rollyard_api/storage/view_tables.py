@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 import sqlalchemy as sa
 from sqlalchemy.engine import Connection
 
@@ -101,8 +103,8 @@ rollout_words = sa.Table(
     sa.Column("words", sa.LargeBinary, nullable=False),
 )
 
-_LARGE = (ended_rollouts, rollout_words)
-_SMALL = (ended_groups, job_statistics, seen_workers, watched_rollouts)
+_LARGE: Final = (ended_rollouts, rollout_words)
+_SMALL: Final = (ended_groups, job_statistics, seen_workers, watched_rollouts)
 
 
 def forget(conn: Connection, job_id: int, most: int) -> bool:
@@ -112,10 +114,10 @@ def forget(conn: Connection, job_id: int, most: int) -> bool:
         places = (
             sa.select(table.c.end_seq).where(table.c.job_id == job_id).order_by(table.c.end_seq).limit(most)
         )
-        found = list(conn.scalars(places))
-        if found:
-            conn.execute(sa.delete(table).where(table.c.job_id == job_id, table.c.end_seq <= found[-1]))
-        left = left or len(found) == most
+        ends = list(conn.scalars(places))
+        if ends:
+            conn.execute(sa.delete(table).where(table.c.job_id == job_id, table.c.end_seq <= ends[-1]))
+        left = left or len(ends) == most
     if left:
         return False
     for table in _SMALL:

@@ -27,8 +27,10 @@ from rollyard_api.storage.schema import cursors
 KINDS: Final[tuple[texts.Kind, ...]] = ("trajectories", "groups")
 MAX_CURSORS: Final = 64
 """The most cursors that are kept for one job."""
-_ONE = sa.select(cursors).where(cursors.c.job_id == bindparam("b_job"), cursors.c.name == bindparam("b_name"))
-_COUNT = sa.select(sa.func.count()).where(cursors.c.job_id == bindparam("b_job"))
+_ONE: Final = sa.select(cursors).where(
+    cursors.c.job_id == bindparam("b_job"), cursors.c.name == bindparam("b_name")
+)
+_COUNT: Final = sa.select(sa.func.count()).where(cursors.c.job_id == bindparam("b_job"))
 
 
 def listed(conn: Connection, namespace: str, job_name: str) -> list[dict[str, Any]]:
@@ -84,19 +86,19 @@ def acknowledge(
     """
     job = job_rows.find_locked(tx, namespace, job_name)
     kind, position = _parsed(job, cursor, "cursor")
-    found = tx.conn.execute(_ONE, {"b_job": job.id, "b_name": name}).one_or_none()
-    if found is not None:
-        if found.kind != kind:
+    row = tx.conn.execute(_ONE, {"b_job": job.id, "b_name": name}).one_or_none()
+    if row is not None:
+        if row.kind != kind:
             raise Conflict(
-                f"cursor: {name!r} of RolloutJob {job.name!r} is a cursor of {found.kind}, not of {kind}; "
+                f"cursor: {name!r} of RolloutJob {job.name!r} is a cursor of {row.kind}, not of {kind}; "
                 "delete it first or choose another name",
                 reason="CursorKindDiffers",
             )
-        if found.position == position:
-            return _document(job, found)
-    _check_expected(job, name, found, expected)
+        if row.position == position:
+            return _document(job, row)
+    _check_expected(job, name, row, expected)
     values = {"kind": kind, "position": position, "moved_at": tx.now}
-    if found is None:
+    if row is None:
         if tx.conn.execute(_COUNT, {"b_job": job.id}).scalar_one() >= MAX_CURSORS:
             raise Conflict(
                 f"RolloutJob {job.name!r} has {MAX_CURSORS} acknowledged cursors, which is the most; delete "
@@ -105,9 +107,9 @@ def acknowledge(
             )
         tx.conn.execute(sa.insert(cursors).values(job_id=job.id, name=name, **values))
     else:
-        if position < found.position and not rewind:
+        if position < row.position and not rewind:
             raise Conflict(
-                f"cursor: {name!r} of RolloutJob {job.name!r} has {found.position} {kind} behind it and "
+                f"cursor: {name!r} of RolloutJob {job.name!r} has {row.position} {kind} behind it and "
                 f"would move back to {position}; give rewind: true if that is meant",
                 reason="CursorBehind",
             )
@@ -134,23 +136,24 @@ def forget_all(tx: Transaction, job_id: int) -> None:
     tx.conn.execute(sa.delete(cursors).where(cursors.c.job_id == job_id))
 
 
-def _parsed(job: JobRow, given: str, parameter: str) -> tuple[texts.Kind, int]:
+def _parsed(job: JobRow, cursor: str, parameter: str) -> tuple[texts.Kind, int]:
     """Return the kind and the position of a cursor of this job's results."""
-    kind = texts.kind_of(given, KINDS, parameter)
+    kind = texts.kind_of(cursor, KINDS, parameter)
     end = end_of(job, kind)
-    return kind, texts.number(given, kind, uid=job.uid, job=job.name, end=end, parameter=parameter)
+    return kind, texts.number(cursor, kind, uid=job.uid, job=job.name, end=end, parameter=parameter)
 
 
-def _check_expected(job: JobRow, name: str, found: Any, expected: str | None) -> None:
+def _check_expected(job: JobRow, name: str, row: Any, expected: str | None) -> None:
     """Check that a cursor is still where its reader left it."""
     if expected is None:
         return
-    wanted = None if not expected else _parsed(job, expected, "expected")
-    if wanted != (None if found is None else (found.kind, found.position)):
-        kept = "none" if found is None else _document(job, found)["cursor"]
+    required = None if not expected else _parsed(job, expected, "expected")
+    if required != (None if row is None else (row.kind, row.position)):
+        current = "none" if row is None else _document(job, row)["cursor"]
         raise Conflict(
-            f"expected: the cursor {name!r} of RolloutJob {job.name!r} is {kept}, not {expected or 'none'}: "
-            "another reader has moved it; read it again, or let only one reader use this name",
+            f"expected: the cursor {name!r} of RolloutJob {job.name!r} is {current}, "
+            f"not {expected or 'none'}: another reader has moved it; read it again, or let only one reader "
+            "use this name",
             reason="CursorMoved",
         )
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, takewhile
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 import sqlalchemy as sa
 from sqlalchemy.engine import Connection
@@ -35,15 +35,15 @@ from rollyard_api.trajectories.object_store import ObjectMissing, TrajectoryStor
 
 P = TypeVar("P", bytes, Piece)
 
-PART_RECORDS = 256
-PART_BYTES = 32 << 20
+PART_RECORDS: Final = 256
+PART_BYTES: Final = 32 << 20
 """The most bytes in a part with several records. A new value changes parts that are unfinished."""
-READ_THREADS = 4
-WRITE_THREADS = 2
-BUILD_THREADS = 2
-MAX_WAITING = 1024
+READ_THREADS: Final = 4
+WRITE_THREADS: Final = 2
+BUILD_THREADS: Final = 2
+MAX_WAITING: Final = 1024
 """The number of calls that may wait for a thread of each kind."""
-BUILD_SECONDS = 60.0
+BUILD_SECONDS: Final = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,8 +84,10 @@ def unfinished_parts(tx: Transaction) -> list[Part]:
 def _content(conn: Connection, part: Part) -> tuple[JobRow | None, list[EndedRollout]]:
     """Return the job and the members of a part, as many as fit into it."""
     members = (
-        rollouts.c.job_id == part.job_id, rollouts.c.part == part.number, rollouts.c.pending.is_not(None)
-    )  # fmt: skip
+        rollouts.c.job_id == part.job_id,
+        rollouts.c.part == part.number,
+        rollouts.c.pending.is_not(None),
+    )
     rows = records.first_rows(conn, members, rollouts.c.end_seq, PART_BYTES)
     return job_rows.by_id(conn, part.job_id), rows
 
@@ -121,28 +123,28 @@ def _objects(rows: Sequence[EndedRollout], job: JobRow) -> _Objects:
 
 def _made(rows: Sequence[EndedRollout], make: Callable[[EndedRollout], bytes], max_bytes: int) -> list[bytes]:
     """Return records of the first rows, until they have more than `max_bytes` together."""
-    made: list[bytes] = []
+    outputs: list[bytes] = []
     total = 0
     for row in rows:
-        made.append(make(row))
-        total += len(made[-1])
+        outputs.append(make(row))
+        total += len(outputs[-1])
         if total > max_bytes:
             break
-    return made
+    return outputs
 
 
-_WORDS = by_dialect(lambda insert: insert(rollout_words).on_conflict_do_nothing())
+_WORDS: Final = by_dialect(lambda insert: insert(rollout_words).on_conflict_do_nothing())
 
 
-def _place(tx: Transaction, part: Part, rows: Sequence[EndedRollout], made: _Objects) -> None:
-    kept = [
+def _place(tx: Transaction, part: Part, rows: Sequence[EndedRollout], objects: _Objects) -> None:
+    word_rows = [
         {"job_id": part.job_id, "end_seq": row.end_seq, "words": hashes}
-        for row, hashes in zip(rows, made.words, strict=False)
+        for row, hashes in zip(rows, objects.words, strict=False)
         if hashes
     ]
-    if kept:
-        tx.conn.execute(_WORDS[tx.sqlite], kept)
-    lengths = [(row.id, len(line)) for row, line in zip(rows, made.lines, strict=False)]
+    if word_rows:
+        tx.conn.execute(_WORDS[tx.sqlite], word_rows)
+    lengths = [(row.id, len(line)) for row, line in zip(rows, objects.lines, strict=False)]
     rollout_rows.place(tx, part.job_id, part.number, lengths)
     tx.count("trajectories_stored", value=len(lengths))
 
@@ -217,16 +219,16 @@ class Archive:
         job, rows = await self._database.read(partial(_content, part=part))
         if job is None or not rows:
             return 0
-        made = await self.builds.run(partial(_objects, rows, job))
+        objects = await self.builds.run(partial(_objects, rows, job))
         path = part_path(job, part.number)
         try:
-            await self.writes.run(partial(self._store.write, path, b"".join(made.lines)))
-            await self.writes.run(partial(self._store.write, arrays_path(path), made.arrays))
+            await self.writes.run(partial(self._store.write, path, b"".join(objects.lines)))
+            await self.writes.run(partial(self._store.write, arrays_path(path), objects.arrays))
         except (StorageFull, TimedOut, Unavailable) as error:
             self.refused = error
             raise
-        await self._database.write(partial(_place, part=part, rows=rows, made=made))
-        return len(made.lines)
+        await self._database.write(partial(_place, part=part, rows=rows, objects=objects))
+        return len(objects.lines)
 
     async def unstored(self) -> int:
         """Return the number of ended rollouts that wait for the store."""
@@ -268,36 +270,36 @@ class Archive:
         """Return the records of rows, each made of its row while it waits for the store, or read from it."""
         waiting = [row for row in rows if row.pending is not None]
         placed = [row for row in rows if row.pending is None]
-        found: dict[str, Any] = {}
+        by_id: dict[str, Any] = {}
         if waiting:
             built = await self.builds.run(partial(_made, waiting, make, max_bytes), job.namespace)
-            found |= {row.id: record for row, record in zip(waiting, built, strict=False)}
+            by_id |= {row.id: record for row, record in zip(waiting, built, strict=False)}
         if placed:
             ranges = ranges_of(placed, job)
             stored = await self.reads.run(partial(read, ranges), job.namespace)
-            found |= {row.id: record for row, record in zip(placed, stored, strict=True)}
-        there = [found[row.id] for row in takewhile(lambda row: row.id in found, rows)]
+            by_id |= {row.id: record for row, record in zip(placed, stored, strict=True)}
+        there = [by_id[row.id] for row in takewhile(lambda row: row.id in by_id, rows)]
         return there[: records.fitting(map(len, there), max_bytes)]
 
     def _read_arrays(self, ranges: Sequence[PartRange]) -> list[Piece]:
         indexes: dict[str, dict[int, tuple[int, int]] | None] = {}
-        found: list[Piece] = []
-        for one in ranges:
-            path = arrays_path(one.path)
+        pieces: list[Piece] = []
+        for part in ranges:
+            path = arrays_path(part.path)
             if path not in indexes:
                 indexes[path] = self._index(path)
             index = indexes[path]
             if index is None:
-                found += [packed.repacked(loads(line)) for line in self._read([one])]
+                pieces += [packed.repacked(loads(line)) for line in self._read([part])]
                 continue
             try:
-                spans = [index[start] for start in accumulate(one.lengths[:-1], initial=one.start)]
+                spans = [index[start] for start in accumulate(part.lengths[:-1], initial=part.start)]
             except KeyError as error:
                 raise Unavailable(f"the trajectory store's {path} lacks a record: it was changed") from error
             begin, end = spans[0][0], spans[-1][1]
             data = memoryview(self._store.read(path, begin, end - begin))
-            found += [data[first - begin : last - begin] for first, last in spans]
-        return found
+            pieces += [data[first - begin : last - begin] for first, last in spans]
+        return pieces
 
     def _index(self, path: str) -> dict[int, tuple[int, int]] | None:
         try:
@@ -306,13 +308,13 @@ class Archive:
             return None
 
     def _read(self, ranges: Sequence[PartRange]) -> list[bytes]:
-        found = []
-        for one in ranges:
-            data = memoryview(self._store.read(one.path, one.start, sum(one.lengths)))
-            for length in one.lengths:
-                found.append(bytes(data[:length]).rstrip(b"\n"))
+        lines = []
+        for part in ranges:
+            data = memoryview(self._store.read(part.path, part.start, sum(part.lengths)))
+            for length in part.lengths:
+                lines.append(bytes(data[:length]).rstrip(b"\n"))
                 data = data[length:]
-        return found
+        return lines
 
 
 def _anything_pending(conn: Connection) -> bool:

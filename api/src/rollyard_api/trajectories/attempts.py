@@ -6,7 +6,7 @@ they are stored.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
 
 from rollyard_crds.rolloutjob import StageName
 from rollyard_crds.trajectory import MAX_ATTEMPT_MESSAGE, MAX_ATTEMPTS, Attempt
@@ -14,7 +14,7 @@ from rollyard_process.log_text import one_line
 
 from rollyard_api.core.codec import dumps, loads, pack, unpack
 
-MAX_NAME = 253
+MAX_NAME: Final = 253
 """The largest number of characters of a worker's and a node's name, and of a reason."""
 
 
@@ -50,23 +50,23 @@ def _cut(text: str, limit: int) -> str:
     return escaped if len(escaped) <= limit and len(text) <= limit else f"{escaped[: limit - 1]}…"
 
 
-def added(kept: bytes | None, one: dict[str, Any]) -> bytes:
+def added(stored: bytes | None, latest: dict[str, Any]) -> bytes:
     """Return what a row keeps after one more attempt.
 
     Beyond MAX_ATTEMPTS, the oldest one that did not count is dropped first, because the others explain why a
     rollout failed. If all of them counted, the oldest is dropped.
     """
-    listed, dropped = listing(kept)
-    listed.append(one)
+    listed, dropped = listing(stored)
+    listed.append(latest)
     while len(listed) > MAX_ATTEMPTS:
-        listed.pop(next((place for place, entry in enumerate(listed) if not entry["counted"]), 0))
+        listed.pop(next((index for index, entry in enumerate(listed) if not entry["counted"]), 0))
         dropped += 1
     return pack(dumps({"attempts": listed, "dropped": dropped}))
 
 
-def listing(kept: bytes | None) -> tuple[list[dict[str, Any]], int]:
+def listing(stored: bytes | None) -> tuple[list[dict[str, Any]], int]:
     """Return the attempts that a row keeps, oldest first, and the number of those that were dropped."""
-    if kept is None:
+    if stored is None:
         return [], 0
-    document = loads(unpack(kept))
+    document = loads(unpack(stored))
     return document["attempts"], document["dropped"]

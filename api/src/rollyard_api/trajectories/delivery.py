@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack
+from typing import Final
 
 import msgpack
 from starlette.responses import StreamingResponse
@@ -12,11 +13,11 @@ from starlette.types import Receive, Scope, Send
 from rollyard_api.core.codec import MSGPACK, loads
 from rollyard_api.trajectories.packed import ARRAYS
 
-PARQUET = "application/vnd.apache.parquet"
-NDJSON = "application/x-ndjson"
+PARQUET: Final = "application/vnd.apache.parquet"
+NDJSON: Final = "application/x-ndjson"
 Piece = bytes | memoryview
 """Bytes of an answer, or a view of them that is not copied."""
-PIECE_BYTES = 256 << 10
+PIECE_BYTES: Final = 256 << 10
 """The size of the pieces passed to the connection. Each waits until the piece before it is taken."""
 
 
@@ -61,12 +62,12 @@ class Delivery(StreamingResponse):
     """An answer that holds its place until it is sent, or until the connection is lost."""
 
     def __init__(
-        self, body: bytes | AsyncIterator[Piece], form: str, headers: Mapping[str, str], held: AsyncExitStack
+        self, body: bytes | AsyncIterator[Piece], form: str, headers: Mapping[str, str], stack: AsyncExitStack
     ) -> None:
         if isinstance(body, bytes):
             headers, body = {**headers, "Content-Length": str(len(body))}, _pieces(body)
         super().__init__(body, media_type=form, headers=headers)
-        self._held = held
+        self._held = stack
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with self._held:

@@ -64,25 +64,25 @@ def ended_after(
         query = query.where(groups.c.informative.is_(True))
     if not dropped:
         query = query.where(groups.c.delivered.is_(True))
-    found = read_all(EndedGroup, conn.execute(query.order_by(groups.c.seq).limit(limit)))
-    members: dict[int, list[RolloutSize]] = {group.no: [] for group in found}
-    if found:
-        query = records.sizes().where(*_members(job_id, found))
+    rows = read_all(EndedGroup, conn.execute(query.order_by(groups.c.seq).limit(limit)))
+    members: dict[int, list[RolloutSize]] = {group.no: [] for group in rows}
+    if rows:
+        query = records.sizes().where(*_members(job_id, rows))
         ordered = query.order_by(rollouts.c.group_no, rollouts.c.sample)
         for row in read_all(RolloutSize, conn.execute(ordered)):
             members[row.group_no].append(row)
-    sizes = [sum(row.bytes for row in members[group.no]) for group in found]
+    sizes = [sum(row.bytes for row in members[group.no]) for group in rows]
     count = records.fitting(sizes, max_bytes)
-    full = count < len(found) or len(found) == limit
-    after = found[count - 1].seq if full else max(cursor, ended)
+    full = count < len(rows) or len(rows) == limit
+    after = rows[count - 1].seq if full else max(cursor, ended)
     large = count == 1 and sizes[0] > max_bytes
-    return EndedGroups([(group, members[group.no]) for group in found[:count]], after, ended, large)
+    return EndedGroups([(group, members[group.no]) for group in rows[:count]], after, ended, large)
 
 
 def rows_of(conn: Connection, job_id: int, of: Sequence[EndedGroup]) -> dict[str, EndedRollout]:
     """Return the rows of these groups' trajectories, by rollout id."""
-    found = conn.execute(records.select().where(*_members(job_id, of)))
-    return {row.id: row for row in read_all(EndedRollout, found)}
+    rows = conn.execute(records.select().where(*_members(job_id, of)))
+    return {row.id: row for row in read_all(EndedRollout, rows)}
 
 
 def _members(job_id: int, of: Sequence[EndedGroup]) -> tuple[sa.ColumnElement[bool], ...]:
@@ -99,8 +99,8 @@ def some_members(
     conn: Connection, job_id: int, group: EndedGroup, after: int, max_bytes: int
 ) -> list[EndedRollout]:
     """Return rows of a delivered group's trajectories after sample `after`: as many as fit, at least one."""
-    wanted = (*_members(job_id, [group]), rollouts.c.sample > after)
-    return records.first_rows(conn, wanted, rollouts.c.sample, max_bytes)
+    conditions = (*_members(job_id, [group]), rollouts.c.sample > after)
+    return records.first_rows(conn, conditions, rollouts.c.sample, max_bytes)
 
 
 def beginning(group: EndedGroup, members: int, form: str) -> bytes:
@@ -134,12 +134,12 @@ def end(form: str) -> bytes:
 
 
 def whole(
-    found: Sequence[tuple[EndedGroup, Sequence[RolloutSize]]], pieces: Sequence[Piece], form: str
+    ended: Sequence[tuple[EndedGroup, Sequence[RolloutSize]]], pieces: Sequence[Piece], form: str
 ) -> list[bytes]:
     """Return the documents of the first groups, as many as have all of their members among `pieces`."""
     groups: list[bytes] = []
     at = 0
-    for group, members in found:
+    for group, members in ended:
         if at + len(members) > len(pieces):
             break
         body = separator(form).join(pieces[at : at + len(members)])

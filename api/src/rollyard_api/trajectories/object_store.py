@@ -8,7 +8,7 @@ import time
 from abc import ABC, abstractmethod
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import fsspec
 from fsspec.asyn import sync
@@ -17,7 +17,7 @@ from fsspec.core import url_to_fs
 from rollyard_api.core.problems import RETRY_AFTER, StorageFull, Unavailable
 from rollyard_api.storage.database import is_storage_full
 
-LEFT_SECONDS = 600.0
+LEFT_SECONDS: Final = 600.0
 """The age in seconds from which on a scratch file counts as abandoned."""
 
 

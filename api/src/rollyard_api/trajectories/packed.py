@@ -21,7 +21,7 @@ from rollyard_crds.token_arrays import PackedSegment
 
 from rollyard_api.core.problems import Unavailable
 
-ARRAYS = "application/vnd.rollyard.arrays+msgpack"
+ARRAYS: Final = "application/vnd.rollyard.arrays+msgpack"
 MAGIC: Final = b"rollyard arrays\x01"
 MAX_RECORDS: Final = 256
 """The most records of an object in this form. Another value needs another MAGIC."""
@@ -33,30 +33,30 @@ def of_segments(segments: Iterable[PackedSegment]) -> bytes:
     return bytes(msgpack.packb([segment.model_dump() for segment in segments]))
 
 
-def segments_of(kept: bytes | None) -> list[PackedSegment]:
+def segments_of(stored: bytes | None) -> list[PackedSegment]:
     """Return stored segments, which were checked when they came; none if there are none."""
-    return [] if kept is None else [PackedSegment.unchecked(one) for one in msgpack.unpackb(kept)]
+    return [] if stored is None else [PackedSegment.unchecked(segment) for segment in msgpack.unpackb(stored)]
 
 
-def json_of(kept: bytes) -> bytes:
+def json_of(stored: bytes) -> bytes:
     """Return stored segments as a JSON array, in the form in which workers send them and get them again."""
-    return b"[" + b",".join(segment.model_dump_json().encode() for segment in segments_of(kept)) + b"]"
+    return b"[" + b",".join(segment.model_dump_json().encode() for segment in segments_of(stored)) + b"]"
 
 
-def packed(head: dict[str, Any], kept: bytes | None) -> bytes:
+def packed(head: dict[str, Any], stored: bytes | None) -> bytes:
     """Return a record in this form.
 
     Args:
         head: The record without its segments.
-        kept: The segments as they are stored, or None if there are none.
+        stored: The segments as they are stored, or None if there are none.
     """
-    return bytes(msgpack.packb(head | {"segments": [] if kept is None else msgpack.unpackb(kept)}))
+    return bytes(msgpack.packb(head | {"segments": [] if stored is None else msgpack.unpackb(stored)}))
 
 
 def repacked(document: dict[str, Any]) -> bytes:
     """Return in this form a record that was JSON."""
-    kept = of_segments(PackedSegment.of(**segment) for segment in document["segments"])
-    return packed(document, kept)
+    segments = of_segments(PackedSegment.of(**segment) for segment in document["segments"])
+    return packed(document, segments)
 
 
 def joined(lines: Sequence[bytes], records: Sequence[bytes]) -> bytes:
@@ -91,13 +91,13 @@ def places(head: bytes, path: str) -> dict[int, tuple[int, int]]:
     index.frombytes(head[len(MAGIC) :])
     if sys.byteorder == "big":
         index.byteswap()
-    found: dict[int, tuple[int, int]] = {}
+    ranges: dict[int, tuple[int, int]] = {}
     begin = HEAD_BYTES
-    for place, end in zip(index[::2], index[1::2], strict=True):
+    for position, end in zip(index[::2], index[1::2], strict=True):
         if end == 0:
             break
-        found[place] = (begin, end)
+        ranges[position] = (begin, end)
         begin = end
-    if not head.startswith(MAGIC) or any(begin >= end for begin, end in found.values()):
+    if not head.startswith(MAGIC) or any(begin >= end for begin, end in ranges.values()):
         raise Unavailable(f"the trajectory store's {path} has no index: it was changed")
-    return found
+    return ranges

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -13,7 +13,7 @@ from rollyard_crds.trajectory import Attempt, Trajectory
 
 from rollyard_api.core.codec import dumps, loads
 
-_SEGMENT = pa.struct(
+_SEGMENT: Final = pa.struct(
     [
         ("prompt_ids", pa.list_(pa.int64())),
         ("response_ids", pa.list_(pa.int64())),
@@ -36,16 +36,16 @@ def _columns(model: type[BaseModel], lists: Mapping[str, pa.DataType]) -> list[t
     return [(name, lists.get(name) or _TYPES.get(field.annotation, pa.string())) for name, field in fields]
 
 
-_LISTS = {"segments": pa.list_(_SEGMENT), "attempts": pa.list_(pa.struct(_columns(Attempt, {})))}
-SCHEMA = pa.schema(_columns(Trajectory, _LISTS))
-_JSON = ("reward_components", "messages", "turns", "sampling", "timings", "metadata")
+_LISTS: Final = {"segments": pa.list_(_SEGMENT), "attempts": pa.list_(pa.struct(_columns(Attempt, {})))}
+SCHEMA: Final = pa.schema(_columns(Trajectory, _LISTS))
+_JSON: Final = ("reward_components", "messages", "turns", "sampling", "timings", "metadata")
 """The columns without a fixed shape, which hold JSON text."""
 _DEFAULTS: dict[str, Any] = {
     name: field.get_default(call_default_factory=True)
     for name, field in Trajectory.model_fields.items()
     if name in SCHEMA.names and not field.is_required()
 }
-GROUP_BYTES = 4 << 20
+GROUP_BYTES: Final = 4 << 20
 """The JSON bytes of a row group. As Python objects, its rows take about five times as much memory."""
 
 

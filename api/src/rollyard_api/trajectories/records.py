@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import sqlalchemy as sa
 from rollyard_crds.rolloutjob import STAGES
@@ -20,10 +20,10 @@ from rollyard_api.storage.rows import EndedRollout, JobRow, RolloutSize, columns
 from rollyard_api.storage.schema import groups, jobs, payloads, rollouts
 from rollyard_api.trajectories import attempts, packed, traces
 
-_ROW_BYTES = 1024
+_ROW_BYTES: Final = 1024
 """The approximate size in bytes of a record apart from what Run recorded."""
-_GROUP = sa.and_(groups.c.job_id == rollouts.c.job_id, groups.c.no == rollouts.c.group_no)
-_STAGE = {"queued_seconds": 0.0, "active_seconds": 0.0, "attempts": 0}
+_GROUP: Final = sa.and_(groups.c.job_id == rollouts.c.job_id, groups.c.no == rollouts.c.group_no)
+_STAGE: Final = {"queued_seconds": 0.0, "active_seconds": 0.0, "attempts": 0}
 
 
 def select() -> sa.Select[Any]:
@@ -91,7 +91,7 @@ def head_of(row: EndedRollout, job: JobRow) -> dict[str, Any]:
 def summaries(
     conn: Connection,
     job_id: int,
-    wanted: Sequence[RolloutState],
+    states: Sequence[RolloutState],
     limit: int,
     after: str,
     max_bytes: int,
@@ -112,7 +112,7 @@ def summaries(
             groups.c.task_id,
         )
         .join_from(rollouts, groups, _GROUP)
-        .where(rollouts.c.job_id == job_id, rollouts.c.state.in_(wanted), rollouts.c.id > after)
+        .where(rollouts.c.job_id == job_id, rollouts.c.state.in_(states), rollouts.c.id > after)
         .order_by(rollouts.c.id)
         .limit(limit + 1)
     )
@@ -205,26 +205,26 @@ class EndedRollouts:
         return not self.sizes
 
 
-def _chosen(job_id: int, cursor: int, wanted: Sequence[RolloutState]) -> tuple[sa.ColumnElement[bool], ...]:
-    return (rollouts.c.job_id == job_id, rollouts.c.end_seq > cursor, rollouts.c.state.in_(wanted))
+def _chosen(job_id: int, cursor: int, states: Sequence[RolloutState]) -> tuple[sa.ColumnElement[bool], ...]:
+    return (rollouts.c.job_id == job_id, rollouts.c.end_seq > cursor, rollouts.c.state.in_(states))
 
 
 def ended_after(
-    conn: Connection, job_id: int, cursor: int, limit: int, wanted: Sequence[RolloutState], max_bytes: int
+    conn: Connection, job_id: int, cursor: int, limit: int, states: Sequence[RolloutState], max_bytes: int
 ) -> EndedRollouts:
     """Return ended rollouts after a cursor: at most `limit`, with at most `max_bytes` if several."""
     ended = conn.execute(sa.select(jobs.c.ended).where(jobs.c.id == job_id)).scalar_one()
-    query = sizes().where(*_chosen(job_id, cursor, wanted)).order_by(rollouts.c.end_seq).limit(limit)
-    found = read_all(RolloutSize, conn.execute(query))
-    count = fitting((row.bytes for row in found), max_bytes)
+    query = sizes().where(*_chosen(job_id, cursor, states)).order_by(rollouts.c.end_seq).limit(limit)
+    rows = read_all(RolloutSize, conn.execute(query))
+    count = fitting((row.bytes for row in rows), max_bytes)
     # If the page is not full, all rollouts up to `ended` were read, including those of another status.
-    full = count < len(found) or len(found) == limit
-    return EndedRollouts(found[:count], found[count - 1].end_seq if full else max(cursor, ended), ended)
+    full = count < len(rows) or len(rows) == limit
+    return EndedRollouts(rows[:count], rows[count - 1].end_seq if full else max(cursor, ended), ended)
 
 
 def rows_of(
-    conn: Connection, job_id: int, cursor: int, wanted: Sequence[RolloutState], last: int
+    conn: Connection, job_id: int, cursor: int, states: Sequence[RolloutState], last: int
 ) -> list[Any]:
     """Return the rows of ended rollouts after a cursor, up to the place `last` in the order of ends."""
-    query = select().where(*_chosen(job_id, cursor, wanted), rollouts.c.end_seq <= last)
+    query = select().where(*_chosen(job_id, cursor, states), rollouts.c.end_seq <= last)
     return read_all(EndedRollout, conn.execute(query.order_by(rollouts.c.end_seq)))

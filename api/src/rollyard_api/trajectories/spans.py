@@ -34,28 +34,28 @@ def left(tx: Transaction, rollout: Rollout, *, reason: str = "") -> None:
     """
     if not _traced(tx, rollout.id):
         return
-    stage, held = rollout.stage, rollout.state.is_leased
+    stage, leased = rollout.stage, rollout.state.is_leased
     attributes: dict[str, Value] = {names.STAGE: stage}
-    if held:
+    if leased:
         attributes[names.TOKEN] = rollout.token
         if rollout.worker:
             attributes[names.WORKER] = rollout.worker
         if rollout.node:
             attributes[names.NODE] = rollout.node
     if reason:
-        attributes[names.ERROR_TYPE if held else names.REASON] = reason
+        attributes[names.ERROR_TYPE if leased else names.REASON] = reason
     tx.spans.append(
         TraceSpan(
             trace=trace_id(rollout.id),
             id=stage_span_id(rollout.id, stage, rollout.token)
-            if held
+            if leased
             else queue_span_id(rollout.id, stage, rollout.since),
             parent=root_span_id(rollout.id),
-            name=stage if held else f"{names.QUEUE_SPAN} {stage}",
+            name=stage if leased else f"{names.QUEUE_SPAN} {stage}",
             start=rollout.since,
             end=max(rollout.since, tx.now),
             attributes=attributes,
-            error=reason if held else "",
+            error=reason if leased else "",
         )
     )
 

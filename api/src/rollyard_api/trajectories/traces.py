@@ -23,8 +23,8 @@ def note(
     document: dict[str, Any], before: RolloutState, since: float, after: RolloutState, now: float
 ) -> None:
     """Add to decoded timings that a rollout, which was in one state since a time, has entered another."""
-    kept = document.setdefault(KEY, {})
-    places = kept.setdefault("at", [round(since, 3), int(before), 0])
+    trace = document.setdefault(KEY, {})
+    places = trace.setdefault("at", [round(since, 3), int(before), 0])
     places += (int(after), max(0, round((now - places[0]) * 1000)))
     if len(places) > 1 + 2 * MAX_STATES:
         del places[3:5]
@@ -32,12 +32,12 @@ def note(
 
 def count(document: dict[str, Any], counts: RunCounts) -> None:
     """Add what a Run counted to decoded timings. An earlier Run's counts are replaced."""
-    kept = document.setdefault(KEY, {})
+    trace = document.setdefault(KEY, {})
     for name, value in (("turns", counts.turns), ("calls", counts.tool_calls), ("cut", counts.cut)):
         if value or name == "turns":
-            kept[name] = value
+            trace[name] = value
         else:
-            kept.pop(name, None)
+            trace.pop(name, None)
 
 
 def spans(timings: Mapping[str, Any], end: float) -> list[tuple[str, float, float]]:
@@ -46,11 +46,11 @@ def spans(timings: Mapping[str, Any], end: float) -> list[tuple[str, float, floa
     Each has the name, the begin and the end of a state. The name is the stage, with `-queue` if the rollout
     waited for it. A rollout that has not left its first state has none yet.
     """
-    kept = timings.get(KEY, {}).get("at")
-    if not kept:
+    entries = timings.get(KEY, {}).get("at")
+    if not entries:
         return []
-    first = float(kept[0])
-    states = [BY_NUMBER[number] for number in kept[1::2]]
+    first = float(entries[0])
+    states = [BY_NUMBER[number] for number in entries[1::2]]
     names = [f"{state.stage}{'' if state.is_leased else '-queue'}" for state in states]
-    starts = [first + milliseconds / 1000 for milliseconds in kept[2::2]]
+    starts = [first + milliseconds / 1000 for milliseconds in entries[2::2]]
     return list(zip(names, starts, [*starts[1:], max(end, starts[-1])], strict=True))

@@ -24,7 +24,7 @@ _WORD: Final = re.compile(r"\w+")
 
 def words_in(text: str) -> Iterator[str]:
     """Return the words of a text in lower case."""
-    return (found.group() for found in _WORD.finditer(text.lower()))
+    return (match.group() for match in _WORD.finditer(text.lower()))
 
 
 def hash_of(word: str) -> bytes:
@@ -49,22 +49,22 @@ def texts_of(record: Mapping[str, Any]) -> Iterator[str]:
 
 def hashes(texts: Iterable[str]) -> bytes:
     """Return the sorted hashes of the different words of some texts."""
-    found: dict[bytes, None] = {}
+    digests: dict[bytes, None] = {}
     room = MAX_CHARACTERS
     for text in texts:
         for word in words_in(text[:room]):
-            found[hash_of(word)] = None
-            if len(found) >= MAX_WORDS:
-                return b"".join(sorted(found))
+            digests[hash_of(word)] = None
+            if len(digests) >= MAX_WORDS:
+                return b"".join(sorted(digests))
         room -= len(text)
         if room <= 0:
             break
-    return b"".join(sorted(found))
+    return b"".join(sorted(digests))
 
 
-def has_all(texts: Iterable[str], wanted: Iterable[str]) -> bool:
+def has_all(texts: Iterable[str], needed: Iterable[str]) -> bool:
     """Return whether the texts together have all of these words, which are in lower case."""
-    missing = set(wanted)
+    missing = set(needed)
     for text in texts:
         if not missing:
             return True

@@ -32,36 +32,36 @@ Page = tuple[list[dict[str, Any]], str | None]
 """Some rows of a list, and the `continue` of the next page, or None if there are no more."""
 
 
-def encode(asked: BaseModel, place: Sequence[Any]) -> str:
+def encode(filters: BaseModel, place: Sequence[Any]) -> str:
     """Return the `continue` of a place in the list that was asked for."""
-    data = msgspec.json.encode((_digest(asked), *place))
+    data = msgspec.json.encode((_digest(filters), *place))
     return base64.urlsafe_b64encode(data).rstrip(b"=").decode()
 
 
-def decode(given: str, asked: BaseModel, kinds: Sequence[Any]) -> list[Any]:
+def decode(cursor: str, filters: BaseModel, kinds: Sequence[Any]) -> list[Any]:
     """Return the place of a `continue`, whose values have these types.
 
     Raises:
         QueryRefused: It is not one, or it is one of another sort order or other filters.
     """
     try:
-        data = base64.b64decode(given + "=" * (-len(given) % 4), altchars=b"-_", validate=True)
+        data = base64.b64decode(cursor + "=" * (-len(cursor) % 4), altchars=b"-_", validate=True)
         bound, *values = msgspec.json.decode(data, type=list[Any])
         place = [msgspec.convert(value, kind) for value, kind in zip(values, kinds, strict=True)]
     except ValueError as error:
-        raise cursors.garbage(_PARAMETER, given, "this list") from error
-    if bound != _digest(asked):
-        raise cursors.garbage(_PARAMETER, given, "this list with these filters and this order")
+        raise cursors.garbage(_PARAMETER, cursor, "this list") from error
+    if bound != _digest(filters):
+        raise cursors.garbage(_PARAMETER, cursor, "this list with these filters and this order")
     return place
 
 
-def _digest(asked: BaseModel) -> str:
-    return hashlib.blake2b(asked.model_dump_json().encode(), digest_size=_DIGEST_BYTES).hexdigest()
+def _digest(filters: BaseModel) -> str:
+    return hashlib.blake2b(filters.model_dump_json().encode(), digest_size=_DIGEST_BYTES).hexdigest()
 
 
-def text(job: JobRow, asked: BaseModel, place: Place | None) -> str | None:
+def text(job: JobRow, filters: BaseModel, place: Place | None) -> str | None:
     """Return the `continue` of a place in a job's list, or None for none."""
-    return None if place is None else cursors.text("views", job.uid, encode(asked, place))
+    return None if place is None else cursors.text("views", job.uid, encode(filters, place))
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,17 +75,17 @@ class Order:
     falls: bool = False
     """Whether the largest key comes first, and the largest number among rows with the same key."""
 
-    def place(self, given: str, job: JobRow, asked: BaseModel) -> Place | None:
+    def place(self, cursor: str, job: JobRow, filters: BaseModel) -> Place | None:
         """Return the place of a `continue` of a job's list, or None for an empty one.
 
         Raises:
             QueryRefused: It is not one, or it is one of another sort order or other filters.
             Gone: It belongs to another job.
         """
-        if not given:
+        if not cursor:
             return None
-        word = cursors.word(given, "views", uid=job.uid, job=job.name, parameter=_PARAMETER)
-        key, number = decode(word, asked, (_kind(self.key) | None, _kind(self.number)))
+        word = cursors.word(cursor, "views", uid=job.uid, job=job.name, parameter=_PARAMETER)
+        key, number = decode(word, filters, (_kind(self.key) | None, _kind(self.number)))
         return key, number
 
     def rows(

@@ -33,10 +33,10 @@ FORWARD_SECONDS: Final = 900.0
 """The limit for a forward pass, in seconds."""
 _CACHED: Final = 8
 _MAX_CONFIG: Final = 16 << 20
-_INDEX = "model.safetensors.index.json"
-_MAX_HEADER = 100 << 20
+_INDEX: Final = "model.safetensors.index.json"
+_MAX_HEADER: Final = 100 << 20
 """The largest safetensors header in bytes, which is the limit of the safetensors library itself."""
-_LOCAL = frozenset({"localhost", "127.0.0.1", "::1"})
+_LOCAL: Final = frozenset({"localhost", "127.0.0.1", "::1"})
 
 
 def check(source: WeightSource, urls: Iterable[str], engine: str) -> str:
@@ -75,8 +75,8 @@ def check(source: WeightSource, urls: Iterable[str], engine: str) -> str:
     return ""
 
 
-def _wrong(field: str, what: str) -> Invalid:
-    return Invalid(f"{field}: {what}", errors=[f"{field}: {what}"], reason="CheckpointInvalid")
+def _wrong(field: str, problem: str) -> Invalid:
+    return Invalid(f"{field}: {problem}", errors=[f"{field}: {problem}"], reason="CheckpointInvalid")
 
 
 def _require(field: str, folder: Path, name: str) -> str:
@@ -249,5 +249,5 @@ def _identity_and_prompt(folder: Path) -> tuple[tuple[Any, ...], list[int]]:
         ids = fixed_prompt(int(text["vocab_size"]), room)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise Unverifiable(f"{file} has no vocab_size: {error!r}") from error
-    stats = ((one.name, one.stat()) for one in (file, *weights))
+    stats = ((path.name, path.stat()) for path in (file, *weights))
     return (str(folder), *((name, stat.st_mtime_ns, stat.st_size) for name, stat in stats)), ids

@@ -116,15 +116,15 @@ class Coordinator:
         await asyncio.gather(*self._tasks.values(), return_exceptions=True)
 
     def _due(self, target: BackendTarget, now: float) -> bool:
-        what = target.need
-        if what == "stale":
+        need = target.need
+        if need == "stale":
             return target.row.weights == "Current"
         pace = self._pace(target)
-        if now < pace.again_at or (what == "look" and target.pool.policy_index == 0):
+        if now < pace.again_at or (need == "look" and target.pool.policy_index == 0):
             return False
-        if what in _LOOKS:
+        if need in _LOOKS:
             pace.again_at = now + self.limits.look
-            return target.row.ready or what == "watch"
+            return target.row.ready or need == "watch"
         return True
 
     def _pace(self, target: BackendTarget) -> _Pace:
@@ -218,48 +218,53 @@ class Coordinator:
             LoadFailed: The server could not load the weights.
             BackendError: The server failed in another step. Another attempt may succeed.
         """
-        seen = Observation()
-        while seen.last is None or seen.last not in steps.LAST:
-            step, message = steps.following(target, seen)
+        observation = Observation()
+        while observation.last is None or observation.last not in steps.LAST:
+            step, message = steps.following(target, observation)
             if step in steps.RECORDED:
                 await self._record(records.advance, target, step=steps.RECORDED[step])
             try:
-                seen = await self._carry_out(step, message, target, server, seen)
+                observation = await self._carry_out(step, message, target, server, observation)
             except (LoadFailed, ServerFailed, BackendRefused, BackendMismatch, NoSuchCall) as error:
                 if target.update is not None or step not in (WeightStep.PAUSE, WeightStep.LOAD):
                     raise
-                seen = replace(seen, problem=str(error))
-            seen = replace(seen, last=step)
-        return seen.last
+                observation = replace(observation, problem=str(error))
+            observation = replace(observation, last=step)
+        return observation.last
 
     async def _carry_out(
-        self, step: WeightStep, message: str, target: BackendTarget, server: WeightControl, seen: Observation
+        self,
+        step: WeightStep,
+        message: str,
+        target: BackendTarget,
+        server: WeightControl,
+        observation: Observation,
     ) -> Observation:
         """Carry out a step, and return what is known after it."""
-        version = steps.version_of(target, seen)
+        version = steps.version_of(target, observation)
         # No rollout continues over such an update, so the server may lack calls.
         may_lack = suppress(NoSuchCall) if target.lenient else nullcontext()
         match step:
             case WeightStep.LOOK:
-                return replace(seen, label=await _label(server))
+                return replace(observation, label=await _label(server))
             case WeightStep.REFER:
-                return await self._refer(target, server, seen)
+                return await self._refer(target, server, observation)
             case WeightStep.MEASURE:
-                return replace(seen, before=await self._measure(target, server, seen.reference))
+                return replace(observation, before=await self._measure(target, server, observation.reference))
             case WeightStep.BEGIN:
-                await self._record(records.begin, target, seen=seen)
+                await self._record(records.begin, target, observation=observation)
             case WeightStep.PAUSE:
-                seen = replace(seen, paused_at=time.monotonic())
+                observation = replace(observation, paused_at=time.monotonic())
                 with may_lack:
                     await server.pause("abort" if target.request is None else target.request.mode)
             case WeightStep.LOAD:
                 try:
-                    for source in steps.lacking(target, seen)[0]:
+                    for source in steps.lacking(target, observation)[0]:
                         await server.load(source)
                 except (ServerFailed, BackendRefused, BackendMismatch) as error:
                     raise LoadFailed(str(error)) from error
             case WeightStep.LABEL:
-                label = version if seen.reference is None else UNVERIFIED + version
+                label = version if observation.reference is None else UNVERIFIED + version
                 with may_lack:
                     await server.set_label(label)
             case WeightStep.FLUSH:
@@ -268,35 +273,35 @@ class Coordinator:
             case WeightStep.RESUME:
                 with may_lack:
                     await server.resume()
-                seconds = time.monotonic() - seen.paused_at
+                seconds = time.monotonic() - observation.paused_at
                 await self._record(records.advance, target, paused_seconds=round(seconds, 4))
-                return replace(seen, paused=seconds)
+                return replace(observation, paused=seconds)
             case WeightStep.VERIFY:
-                assert seen.reference is not None
+                assert observation.reference is not None
                 try:
-                    measured = await server.prompt_logprobs(target.model, seen.reference.ids)
+                    measured = await server.prompt_logprobs(target.model, observation.reference.ids)
                 except (NoSuchCall, BackendRefused, BackendMismatch) as error:
-                    return replace(seen, problem=str(error))
-                return replace(seen, comparison=verification.compare(seen.reference, measured))
+                    return replace(observation, problem=str(error))
+                return replace(observation, comparison=verification.compare(observation.reference, measured))
             case WeightStep.ACCEPT | WeightStep.KEEP:
                 # Only the owner of the update may change the server now.
                 await self._record(records.advance, target)
                 if step is WeightStep.KEEP:
                     with suppress(NoSuchCall):
                         await server.resume()
-                elif seen.reference is not None:
+                elif observation.reference is not None:
                     with may_lack:
                         await server.set_label(version)
-                await self._record(records.done, target, seen=seen, message=message)
+                await self._record(records.done, target, observation=observation, message=message)
             case WeightStep.WAIT:
                 if target.row.weights_message != message:
                     await self._mark(target, weights="Stale", weights_message=message)
             case WeightStep.REFUSE:
-                if seen.last is WeightStep.VERIFY:
+                if observation.last is WeightStep.VERIFY:
                     # It has other weights than it should, so it must not sample with them any more.
                     with suppress(BackendError):
                         await server.pause("abort")
-                    part = {"step": "Failed", "message": message, "max_difference": seen.difference}
+                    part = {"step": "Failed", "message": message, "max_difference": observation.difference}
                     await self._record(records.advance, target, **part)
                     message = f"{target.row.url}: {message}"
                 await self._record(records.refuse, target, message=message)
@@ -306,9 +311,11 @@ class Coordinator:
                 with suppress(BackendError):
                     await server.set_label(f"{UNVERIFIED}refused")
                 await self._record(records.restart, target, message=message)
-        return seen
+        return observation
 
-    async def _refer(self, target: BackendTarget, server: WeightControl, seen: Observation) -> Observation:
+    async def _refer(
+        self, target: BackendTarget, server: WeightControl, observation: Observation
+    ) -> Observation:
         """Find the reference of the wanted weights, and of the first weights also their folder and label.
 
         A server that may hold refused weights is compared with what it gave itself before the update, since a
@@ -322,7 +329,7 @@ class Coordinator:
         if request is None:
             folder = await server.folder() if earlier is None else earlier.folder
             label = FIRST_LABEL if earlier is None else earlier.label
-            seen = replace(seen, folder=folder, first_label=label)
+            observation = replace(observation, folder=folder, first_label=label)
         elif request.source.checkpoint is not None:
             folder = request.source.checkpoint.path
         path = None if folder is None else Path(folder)
@@ -334,15 +341,15 @@ class Coordinator:
             if earlier is not None:
                 reference = Reference(earlier.prompt_ids, earlier.logprobs, tolerance, "earlier")
             elif stated is not None:
-                given = (tuple(stated.prompt_ids), tuple(stated.logprobs))
-                reference = Reference(*given, tolerance, "reference")
+                prompt = (tuple(stated.prompt_ids), tuple(stated.logprobs))
+                reference = Reference(*prompt, tolerance, "reference")
             elif path is None:
                 raise Unverifiable("no reference was given, and only a checkpoint can be computed with")
             else:
                 reference = await self.forward.reference(path, tolerance)
         except Unverifiable as error:
-            return replace(seen, problem=str(error))
-        return replace(seen, reference=reference)
+            return replace(observation, problem=str(error))
+        return replace(observation, reference=reference)
 
     async def _tolerance(self, target: BackendTarget, server: WeightControl, folder: Path | None) -> float:
         """Return the tolerance of the data type in which the server computes.
@@ -353,10 +360,10 @@ class Coordinator:
         spec = BackendPoolSpec.model_validate(loads(target.pool.spec))
         dtype = verification.asked_dtype(spec.engine)
         if not dtype:
-            place = folder or Path(spec.model)
-            if place.is_absolute():
+            path = folder or Path(spec.model)
+            if path.is_absolute():
                 with suppress(Unverifiable):
-                    dtype = await self.forward.look(partial(checkpoints.checkpoint_dtype, place))
+                    dtype = await self.forward.look(partial(checkpoints.checkpoint_dtype, path))
             if verification.is_full(dtype):
                 dtype = await server.dtype() or dtype
         return verification.tolerance(dtype)

@@ -22,10 +22,10 @@ def logprobs(folder: str, ids: list[int]) -> list[float]:
     with torch.inference_mode():
         logits = model(torch.tensor([ids])).logits[0, :-1].float()
     scores = torch.log_softmax(logits, dim=-1)
-    found: list[float] = scores.gather(1, torch.tensor(ids[1:])[:, None])[:, 0].tolist()
-    return found
+    result: list[float] = scores.gather(1, torch.tensor(ids[1:])[:, None])[:, 0].tolist()
+    return result
 
 
 if __name__ == "__main__":
-    asked = json.load(sys.stdin)
-    print(json.dumps({"logprobs": logprobs(sys.argv[1], asked["ids"])}))
+    request = json.load(sys.stdin)
+    print(json.dumps({"logprobs": logprobs(sys.argv[1], request["ids"])}))

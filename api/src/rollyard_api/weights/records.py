@@ -46,8 +46,8 @@ Where several control planes share a database, one of them carries out an update
 _MAX_MESSAGE: Final = 1000
 _TOUCHED: Final = frozenset({"Loading", "Verifying", "Done", "Failed"})
 """The steps of a backend whose server may have the weights of the update."""
-_STANDS = weight_updates.c.state.in_(("Running", "Succeeded"))
-_OF_POOL = (
+_STANDS: Final = weight_updates.c.state.in_(("Running", "Succeeded"))
+_OF_POOL: Final = (
     sa.select(weight_updates)
     .where(weight_updates.c.pool_id == sa.bindparam("b_pool"))
     .order_by(weight_updates.c.id.desc())
@@ -86,8 +86,8 @@ def _one(
 ) -> WeightUpdateRow | None:
     """Return the newest such update of a pool, whose row is locked until the commit if `lock`, or None."""
     query = _OF_POOL.where(*where).limit(1)
-    found = conn.execute(query.with_for_update() if lock else query, {"b_pool": pool_id})
-    return read_one(WeightUpdateRow, found.one_or_none())
+    rows = conn.execute(query.with_for_update() if lock else query, {"b_pool": pool_id})
+    return read_one(WeightUpdateRow, rows.one_or_none())
 
 
 def _desired(conn: Connection, pool: PoolRow, *, lock: bool = False) -> WeightUpdateRow | None:
@@ -238,8 +238,8 @@ def add(
         )
         .returning(weight_updates)
     ).one()
-    wanted = {"policy_version": row.policy_version, "policy_index": row.policy_index}
-    _change_pool(tx, pool.id, **wanted, served_model=served)
+    labels = {"policy_version": row.policy_version, "policy_index": row.policy_index}
+    _change_pool(tx, pool.id, **labels, served_model=served)
     return WeightUpdateRow(*row), True
 
 
@@ -316,7 +316,9 @@ def as_owner(
     operation(tx, target, None if update is None else row, **values)
 
 
-def begin(tx: Transaction, target: BackendTarget, row: WeightUpdateRow | None, seen: Observation) -> None:
+def begin(
+    tx: Transaction, target: BackendTarget, row: WeightUpdateRow | None, observation: Observation
+) -> None:
     """Record that the backend gets no more rollouts and that this process may have paused its server.
 
     Rollouts that do not continue over the update, or that refused weights may have served, return to Init.
@@ -330,10 +332,10 @@ def begin(tx: Transaction, target: BackendTarget, row: WeightUpdateRow | None, s
         if tried or target.row.policy_index == row.policy_index or target.row.weights in ("Stale", "Failed"):
             values["policy_index"] = BEHIND
         _change_backend(tx, target.pool.id, target.row.url, **values)
-        measured = {} if seen.before is None else {"before": seen.before}
+        measured = {} if observation.before is None else {"before": observation.before}
         row = note(tx, row, target.row.url, step="Pausing", message="", **measured)
-        if seen.reference is not None and target.begun and row.state == "Running":
-            _change(tx, row, verified_by=seen.reference.source)
+        if observation.reference is not None and target.begun and row.state == "Running":
+            _change(tx, row, verified_by=observation.reference.source)
     if row is None or target.lenient or target.restored:
         staleness.fence(tx, target.pool.namespace, target.pool.name, target.row.url)
 
@@ -350,26 +352,32 @@ def mark(tx: Transaction, target: BackendTarget, values: dict[str, Any]) -> None
     Raises:
         Superseded: The backend's weights have been changed since they were read.
     """
-    seen = target.row
-    row = pool_rows.locked_backend(tx, target.pool.id, seen.url)
-    if row is None or (row.weights, row.policy_index) != (seen.weights, seen.policy_index):
+    known = target.row
+    row = pool_rows.locked_backend(tx, target.pool.id, known.url)
+    if row is None or (row.weights, row.policy_index) != (known.weights, known.policy_index):
         raise Superseded
-    _change_backend(tx, target.pool.id, seen.url, **values)
+    _change_backend(tx, target.pool.id, known.url, **values)
 
 
 def done(
-    tx: Transaction, target: BackendTarget, row: WeightUpdateRow | None, seen: Observation, message: str = ""
+    tx: Transaction,
+    target: BackendTarget,
+    row: WeightUpdateRow | None,
+    observation: Observation,
+    message: str = "",
 ) -> None:
     """Record that the backend has the wanted weights.
 
     Args:
-        seen: What the steps have shown. If nothing was loaded, the earlier verification stays.
+        observation: What the steps have shown. If nothing was loaded, the earlier verification stays.
         message: The reason why the weights were not verified.
     """
     pool, url = target.pool, target.row.url
-    loaded = seen.last is not WeightStep.LOOK
+    loaded = observation.last is not WeightStep.LOOK
     current: dict[str, Any] = {"weights": "Current", "weights_message": "", "restart_requested": False}
-    version = row.policy_version if row is not None else seen.first_label if loaded else seen.label
+    version = (
+        row.policy_version if row is not None else observation.first_label if loaded else observation.label
+    )
     if version is not None:
         current["policy_version"] = version[:128]
     _change_backend(tx, pool.id, url, policy_index=pool.policy_index, **current)
@@ -377,10 +385,10 @@ def done(
         return
     part: dict[str, Any] = {"step": "Done", "message": message}
     if loaded:
-        part |= {"verified": seen.comparison is not None, "max_difference": seen.difference}
+        part |= {"verified": observation.comparison is not None, "max_difference": observation.difference}
     note(tx, row, url, **part)
-    if seen.paused is not None:
-        tx.count("weight_update_paused_seconds", value=seen.paused)
+    if observation.paused is not None:
+        tx.count("weight_update_paused_seconds", value=observation.paused)
     if row.state == "Running" and request_of(row).source.pushed:
         _change_pool(tx, pool.id, paused=False, pause_mode=None)
     settle(tx, pool.id)
@@ -476,8 +484,8 @@ def refuse(
     chain = _succeeded(tx.conn, pool_id, before=row.id)
     unknown = {"weights": "Failed", "policy_index": BEHIND, "restart_requested": False}
     unknown["weights_message"] = f"it may have refused weights ({row.policy_version})"
-    for one in (_touched([row]) - ({url} if keeps else set())) | _interrupted(tx.conn, pool_id, chain):
-        _change_backend(tx, pool_id, one, **unknown)
+    for backend in (_touched([row]) - ({url} if keeps else set())) | _interrupted(tx.conn, pool_id, chain):
+        _change_backend(tx, pool_id, backend, **unknown)
     version, index = (chain[0].policy_version, chain[0].policy_index) if chain else ("", 0)
     _change_pool(tx, pool_id, policy_version=version, policy_index=index, served_model=serves(chain))
 

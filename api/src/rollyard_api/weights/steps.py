@@ -183,24 +183,28 @@ class Observation:
         return (self.label or "").startswith(UNVERIFIED)
 
 
-def version_of(target: BackendTarget, seen: Observation) -> str:
+def version_of(target: BackendTarget, observation: Observation) -> str:
     """Return the final label of the wanted weights."""
-    return seen.first_label if target.update is None else target.update.policy_version
+    return observation.first_label if target.update is None else target.update.policy_version
 
 
-def lacking(target: BackendTarget, seen: Observation) -> tuple[tuple[WeightSource, ...], str]:
+def lacking(target: BackendTarget, observation: Observation) -> tuple[tuple[WeightSource, ...], str]:
     """Return what a server has to load, in this order, to get to the wanted weights, and what prevents it."""
     if target.update is None:
-        first = None if seen.folder is None else WeightSource(checkpoint=CheckpointSource(path=seen.folder))
+        first = (
+            None
+            if observation.folder is None
+            else WeightSource(checkpoint=CheckpointSource(path=observation.folder))
+        )
         return () if first is None else (first,), ""
     sources: list[WeightSource] = []
     for update in (target.update, *target.chain):
-        wanted = update.id == target.update.id
-        if seen.label is not None and update.policy_version == seen.label and not wanted:
+        current = update.id == target.update.id
+        if observation.label is not None and update.policy_version == observation.label and not current:
             break
         source = request_of(update).source
         if source.pushed:
-            if wanted and target.begun:
+            if current and target.begun:
                 # Pushed weights are in the server, are complete and need no earlier ones.
                 break
             return (), f"weights {update.policy_version!r} were pushed by the trainer: push them again"
@@ -220,73 +224,75 @@ def _restarted(target: BackendTarget) -> bool:
     return target.row.weights == "Failed" and not target.restored
 
 
-def following(target: BackendTarget, seen: Observation) -> tuple[WeightStep, str]:
+def following(target: BackendTarget, observation: Observation) -> tuple[WeightStep, str]:
     """Return the step that comes after `seen.last`, and where it is the last one, the reason.
 
     The weights that a server was started with are loaded and compared as those of an update are. Where this
     fails, nobody knows what the server has, so it must be restarted.
     """
-    match seen.last:
+    match observation.last:
         case None if _trusts_label(target):
             return WeightStep.LOOK, ""
         case None | WeightStep.LOOK:
-            return _after_look(target, seen)
+            return _after_look(target, observation)
         case WeightStep.REFER:
-            return _after_refer(target, seen)
-        case WeightStep.PAUSE | WeightStep.LOAD if target.update is None and seen.problem:
+            return _after_refer(target, observation)
+        case WeightStep.PAUSE | WeightStep.LOAD if target.update is None and observation.problem:
             return WeightStep.GIVE_UP, _of_first(
-                target, f"it does not load what it had before: {seen.problem}"
+                target, f"it does not load what it had before: {observation.problem}"
             )
-        case WeightStep.RESUME if seen.reference is None:
-            return WeightStep.ACCEPT, f"not verified: {seen.problem}"
+        case WeightStep.RESUME if observation.reference is None:
+            return WeightStep.ACCEPT, f"not verified: {observation.problem}"
         case WeightStep.VERIFY:
-            return _after_verify(target, seen)
+            return _after_verify(target, observation)
         case last:
             return _ORDER[_ORDER.index(last) + 1], ""
 
 
-def _after_look(target: BackendTarget, seen: Observation) -> tuple[WeightStep, str]:
+def _after_look(target: BackendTarget, observation: Observation) -> tuple[WeightStep, str]:
     """Return whether the server has the weights already, can get them, or has not been restarted."""
     update, row = target.update, target.row
     if update is None:
-        return (WeightStep.REFER if row.policy_index == BEHIND or seen.marked else WeightStep.KEEP), ""
-    if _restarted(target) and seen.marked:
+        return (WeightStep.REFER if row.policy_index == BEHIND or observation.marked else WeightStep.KEEP), ""
+    if _restarted(target) and observation.marked:
         return WeightStep.GIVE_UP, "it was not restarted"
-    if seen.label == update.policy_version and not target.begun and row.weights == "Stale":
+    if observation.label == update.policy_version and not target.begun and row.weights == "Stale":
         # Nothing was lost: our label is on weights that were loaded, and verified, before.
         return WeightStep.KEEP, ""
-    _, problem = lacking(target, seen)
+    _, problem = lacking(target, observation)
     return (WeightStep.WAIT, problem) if problem else (WeightStep.REFER, "")
 
 
-def _after_refer(target: BackendTarget, seen: Observation) -> tuple[WeightStep, str]:
+def _after_refer(target: BackendTarget, observation: Observation) -> tuple[WeightStep, str]:
     """Return what becomes of weights that cannot be compared with anything: most may be used nevertheless."""
     request = target.request
-    if request is None and seen.folder is None:
+    if request is None and observation.folder is None:
         return WeightStep.GIVE_UP, _of_first(target, "it does not say which folder it was started on")
-    if seen.reference is not None:
+    if observation.reference is not None:
         return WeightStep.MEASURE, ""
     if request is None:
-        return WeightStep.GIVE_UP, _of_first(target, f"what it had before cannot be verified: {seen.problem}")
+        return WeightStep.GIVE_UP, _of_first(
+            target, f"what it had before cannot be verified: {observation.problem}"
+        )
     if request.require_verified and target.begun:
-        return WeightStep.REFUSE, f"cannot be verified: {seen.problem}"
+        return WeightStep.REFUSE, f"cannot be verified: {observation.problem}"
     if target.restored:
-        return WeightStep.GIVE_UP, f"what it had before cannot be verified: {seen.problem}"
+        return WeightStep.GIVE_UP, f"what it had before cannot be verified: {observation.problem}"
     if request.require_verified:
         # A restart of the server would not make its weights verifiable.
-        return WeightStep.WAIT, f"its weights cannot be verified: {seen.problem}"
+        return WeightStep.WAIT, f"its weights cannot be verified: {observation.problem}"
     return WeightStep.MEASURE, ""
 
 
-def _after_verify(target: BackendTarget, seen: Observation) -> tuple[WeightStep, str]:
+def _after_verify(target: BackendTarget, observation: Observation) -> tuple[WeightStep, str]:
     """Return whether the weights are the wanted ones."""
-    request, comparison = target.request, seen.comparison
+    request, comparison = target.request, observation.comparison
     if comparison is not None and comparison.agrees:
         return WeightStep.ACCEPT, ""
     required = request is None or request.require_verified or target.restored
     if comparison is None and not required:
-        return WeightStep.ACCEPT, f"not verified: {seen.problem}"
-    problem = seen.problem if comparison is None else str(comparison)
+        return WeightStep.ACCEPT, f"not verified: {observation.problem}"
+    problem = observation.problem if comparison is None else str(comparison)
     if request is None:
         problem = _of_first(target, f"loaded again, what it had before is wrong too: {problem}")
     return (WeightStep.REFUSE if target.begun else WeightStep.GIVE_UP), problem

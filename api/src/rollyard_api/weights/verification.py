@@ -85,14 +85,14 @@ def fixed_prompt(vocabulary: int, room: int = PROMPT_TOKENS) -> list[int]:
 
 def compare(reference: Reference, measured: Sequence[float]) -> Comparison:
     """Return the largest difference. A value that is not a number counts as infinitely different."""
-    worst, place = 0.0, 1
-    for number, (expected, found) in enumerate(zip(reference.logprobs, measured, strict=True), 1):
-        difference = abs(expected - found)
+    worst, position = 0.0, 1
+    for number, (expected, actual) in enumerate(zip(reference.logprobs, measured, strict=True), 1):
+        difference = abs(expected - actual)
         if math.isnan(difference):
             difference = math.inf
         if difference > worst:
-            worst, place = difference, number
-    return Comparison(worst, place, reference.tolerance, reference.source)
+            worst, position = difference, number
+    return Comparison(worst, position, reference.tolerance, reference.source)
 
 
 def tolerance(dtype: str) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from contextlib import AsyncExitStack
-from typing import Annotated, Any
+from typing import Annotated, Any, Final
 
 from fastapi import APIRouter, Query
 from sqlalchemy.engine import Connection
@@ -21,7 +21,7 @@ from rollyard_api.views.job import rollout_list
 
 router = APIRouter(prefix="/v1", tags=["views"], route_class=StrictRoute)
 
-MAX_ROWS = 200
+MAX_ROWS: Final = 200
 """The largest number of slim rows in an answer."""
 _Namespace = Annotated[str | None, Query(max_length=63)]
 
@@ -38,13 +38,13 @@ async def overview(plane: Plane) -> Response:
 @router.get("/jobs")
 async def list_slim_jobs(
     plane: Plane,
-    asked: Annotated[JobFilter, from_query(JobFilter)],
+    filters: Annotated[JobFilter, from_query(JobFilter)],
     limit: Annotated[int, Query(ge=1, le=MAX_ROWS)] = 100,
     after: Annotated[str, Query(alias="continue", max_length=512)] = "",
 ) -> Response:
     """List jobs as slim rows, those that are late first; `metadata.continue` begins the next page."""
     fleet = await plane.views.fleet.look()
-    return page_answer(*slim_jobs.page(fleet.jobs, asked, limit, after))
+    return page_answer(*slim_jobs.page(fleet.jobs, filters, limit, after))
 
 
 @router.get("/workers/{name}/rollouts")
@@ -55,19 +55,19 @@ async def worker_rollouts(plane: Plane, name: str, namespace: _Namespace = None)
     """
 
     def query(conn: Connection) -> list[dict[str, Any]]:
-        found = rollout_list.held_by(conn, name, MAX_ROWS)
+        leased = rollout_list.held_by(conn, name, MAX_ROWS)
         items = []
-        for job_id in dict.fromkeys(row.job_id for row in found):
+        for job_id in dict.fromkeys(row.job_id for row in leased):
             job = job_rows.by_id(conn, job_id)
             if job is not None and namespace in (None, job.namespace):
-                rows = rollout_list.slim(conn, job, [row for row in found if row.job_id == job_id])
+                rows = rollout_list.slim(conn, job, [row for row in leased if row.job_id == job_id])
                 items += [row | {"namespace": job.namespace, "job": job.name} for row in rows]
         return sorted(items, key=lambda row: row["since"])
 
     return page_answer(await plane.look(namespace or "", query), None)
 
 
-_JOB = re.compile(r"[a-z0-9][a-z0-9.-]{0,62}/[a-z0-9][a-z0-9.-]{0,62}")
+_JOB: Final = re.compile(r"[a-z0-9][a-z0-9.-]{0,62}/[a-z0-9][a-z0-9.-]{0,62}")
 
 
 @router.get("/events")
@@ -84,7 +84,7 @@ async def fleet_events(plane: Plane, job: Annotated[str, Query(max_length=127)] 
         namespace, _, name = job.partition("/")
         only = (namespace, name)
     await plane.views.fleet.look()  # An error of the database is answered before the stream begins.
-    async with AsyncExitStack() as held:
-        held.enter_context(plane.streams.held("" if only is None else only[0]))
+    async with AsyncExitStack() as stack:
+        stack.enter_context(plane.streams.held("" if only is None else only[0]))
         body = plane.views.feed.follow(only, lambda: plane.bus.closing)
-        return Delivery(body, "text/event-stream", {"Cache-Control": "no-store"}, held.pop_all())
+        return Delivery(body, "text/event-stream", {"Cache-Control": "no-store"}, stack.pop_all())

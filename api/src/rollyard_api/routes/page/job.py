@@ -34,7 +34,7 @@ from rollyard_api.views.keyset import Page, Place
 
 router = APIRouter(prefix="/v1/rolloutjobs", tags=["views"], route_class=StrictRoute)
 
-FOLDS = 20
+FOLDS: Final = 20
 """The number of transactions with which a request folds what has just ended, before it answers."""
 CHUNK: Final = 2000
 """The number of rollouts whose hashes one query looks at."""
@@ -66,7 +66,7 @@ async def folded(call: NamedCall) -> JobRow:
 @router.get("/{name}/grid")
 async def grid(
     call: Named,
-    asked: Annotated[GroupFilter, from_query(GroupFilter)],
+    filters: Annotated[GroupFilter, from_query(GroupFilter)],
     limit: Annotated[int, Query(ge=1, le=grid_rows.MAX_GROUPS)] = 100,
     after: Annotated[str, Query(alias="continue", max_length=256)] = "",
 ) -> Response:
@@ -75,7 +75,7 @@ async def grid(
     Any order but `no` lists the groups that have ended. `status` selects groups of which a sample has it.
     """
     job = await folded(call)
-    look = partial(grid_rows.page, job=job, asked=asked, limit=limit, given=after)
+    look = partial(grid_rows.page, job=job, filters=filters, limit=limit, cursor=after)
     items, more = await call.plane.look(job.namespace, look)
     return page_answer(items, more, prefix=f"{prefix_of(job.name, job.uid)}-")
 
@@ -111,7 +111,7 @@ async def gantt(
     return answer({"time": now, "items": items, "metadata": {}})
 
 
-async def slim_page(call: NamedCall, asked: RolloutFilter, limit: int, after: str) -> Response:
+async def slim_page(call: NamedCall, filters: RolloutFilter, limit: int, after: str) -> Response:
     """Return a page of slim rows.
 
     Raises:
@@ -119,45 +119,45 @@ async def slim_page(call: NamedCall, asked: RolloutFilter, limit: int, after: st
         QueryRefused: `after` is not the `continue` of this list.
     """
     job = await folded(call)
-    if asked.search:
-        return page_answer(*await _searched(call.plane, job, asked, limit, after))
-    look = partial(rollout_list.page, job=job, asked=asked, limit=limit, given=after)
+    if filters.search:
+        return page_answer(*await _searched(call.plane, job, filters, limit, after))
+    look = partial(rollout_list.page, job=job, filters=filters, limit=limit, cursor=after)
     return page_answer(*await call.plane.look(job.namespace, look))
 
 
-async def _searched(plane: ControlPlane, job: JobRow, asked: RolloutFilter, limit: int, after: str) -> Page:
+async def _searched(plane: ControlPlane, job: JobRow, filters: RolloutFilter, limit: int, after: str) -> Page:
     """Return the rollouts after a place whose conversations have all words of the search.
 
     The rows of the list are taken in its order, CHUNK at a time. Those whose hashes have all words are read
     to find out whether they really do. When the time of a request is over, it answers with what it has found,
     and its `continue` begins there, so that a page may be empty and not the last.
     """
-    wanted = _words(asked.search)
-    query, order = rollout_list.ended(job.id, asked)
-    place = order.place(after, job, asked)
-    if not asked.states:
+    search_words = _words(filters.search)
+    query, order = rollout_list.ended(job.id, filters)
+    position = order.place(after, job, filters)
+    if not filters.states:
         return [], None
     end = time.monotonic() + SECONDS
-    found: list[Any] = []
+    matches: list[Any] = []
     async with plane.searches.turn(job.namespace):
         while True:
-            page = partial(order.rows, query=query, limit=CHUNK, place=place)
-            look = partial(_candidates, job_id=job.id, page=page, wanted=wanted)
-            chosen, place = await plane.look(job.namespace, look)
+            page = partial(order.rows, query=query, limit=CHUNK, place=position)
+            look = partial(_candidates, job_id=job.id, page=page, search_words=search_words)
+            chosen, position = await plane.look(job.namespace, look)
             for at in range(0, len(chosen), READ_AT_ONCE):
-                some = chosen[at : at + READ_AT_ONCE]
-                found += await _confirmed(plane, job, some, wanted)
-                if len(found) >= limit:
-                    del found[limit:]
-                    place = keyset.place_of(found[-1])
+                chunk = chosen[at : at + READ_AT_ONCE]
+                matches += await _confirmed(plane, job, chunk, search_words)
+                if len(matches) >= limit:
+                    del matches[limit:]
+                    position = keyset.place_of(matches[-1])
                     break
                 if time.monotonic() > end:
-                    place = keyset.place_of(some[-1])
+                    position = keyset.place_of(chunk[-1])
                     break
-            if len(found) == limit or place is None or time.monotonic() > end:
+            if len(matches) == limit or position is None or time.monotonic() > end:
                 break
-    rows = await plane.database.read(partial(rollout_list.slim, job=job, rows=found))
-    return rows, keyset.text(job, asked, place)
+    rows = await plane.database.read(partial(rollout_list.slim, job=job, rows=matches))
+    return rows, keyset.text(job, filters, position)
 
 
 def _words(search: str) -> list[str]:
@@ -166,32 +166,32 @@ def _words(search: str) -> list[str]:
     Raises:
         QueryRefused: It has none, or too many.
     """
-    found = list(dict.fromkeys(words.words_in(search)))
-    if not 1 <= len(found) <= MAX_WORDS:
+    distinct = list(dict.fromkeys(words.words_in(search)))
+    if not 1 <= len(distinct) <= MAX_WORDS:
         raise QueryRefused.of(
-            f"search: must have 1 to {MAX_WORDS} words of letters and digits (got {len(found)})"
+            f"search: must have 1 to {MAX_WORDS} words of letters and digits (got {len(distinct)})"
         )
-    return found
+    return distinct
 
 
 def _candidates(
     conn: Connection,
     job_id: int,
     page: Callable[[Connection], tuple[list[Any], Place | None]],
-    wanted: Sequence[str],
+    search_words: Sequence[str],
 ) -> tuple[list[Any], Place | None]:
     """Return those rows of a page of the list whose hashes match, and the place after the page."""
     rows, last = page(conn)
     t = rollout_words.c
     query = sa.select(t.end_seq).where(t.job_id == job_id, t.end_seq.in_([row.end_seq for row in rows]))
-    for word in wanted:
+    for word in search_words:
         query = query.where(PlaceIn(t.words, sa.literal(words.hash_of(word), sa.LargeBinary)) > 0)
     hits = set(conn.scalars(query)) if rows else set()
     return [row for row in rows if row.end_seq in hits], last
 
 
 async def _confirmed(
-    plane: ControlPlane, job: JobRow, rows: Sequence[Any], wanted: Sequence[str]
+    plane: ControlPlane, job: JobRow, rows: Sequence[Any], search_words: Sequence[str]
 ) -> list[Any]:
     """Return those of some rows whose records really have the words."""
     places = [row.end_seq for row in rows]
@@ -202,12 +202,12 @@ async def _confirmed(
     while left:
         # The store is read for a few records at a time, with the bound of a page.
         lines = await plane.archive.lines(left, job, plane.settings.page_bytes)
-        has = await plane.views.record_threads.run(partial(_having, lines, wanted), job.namespace)
-        true |= {row.end_seq for row, one in zip(left, has, strict=False) if one}
+        has = await plane.views.record_threads.run(partial(_having, lines, search_words), job.namespace)
+        true |= {row.end_seq for row, matches in zip(left, has, strict=False) if matches}
         left = left[len(lines) :]
     return [row for row in rows if row.end_seq in true]
 
 
-def _having(lines: Sequence[bytes], wanted: Sequence[str]) -> list[bool]:
+def _having(lines: Sequence[bytes], search_words: Sequence[str]) -> list[bool]:
     """Return which of some records have all of these words."""
-    return [words.has_all(words.texts_of(loads(line)), wanted) for line in lines]
+    return [words.has_all(words.texts_of(loads(line)), search_words) for line in lines]

@@ -52,9 +52,9 @@ def _find_ended(conn: Connection, namespace: str, name: str, rollout: str) -> tu
 
 
 async def record_line(
-    plane: ControlPlane, held: AsyncExitStack, namespace: str, name: str, rollout: str
+    plane: ControlPlane, stack: AsyncExitStack, namespace: str, name: str, rollout: str
 ) -> bytes:
-    """Return the record of a rollout of a job, as JSON. A place for it is held by `held`.
+    """Return the record of a rollout of a job, as JSON. A place for it is held by `stack`.
 
     Raises:
         NotFound: There is no such job or rollout.
@@ -63,18 +63,18 @@ async def record_line(
     """
     find = partial(_find_ended, namespace=namespace, name=name, rollout=rollout)
     job, short = await plane.database.read(find)
-    rows = await _rows(plane, held, job, short)
+    rows = await _rows(plane, stack, job, short)
     (line,) = await plane.archive.lines(rows, job, plane.settings.page_bytes)
     return line
 
 
 async def _rows(
-    plane: ControlPlane, held: AsyncExitStack, job: JobRow, short: RolloutSize
+    plane: ControlPlane, stack: AsyncExitStack, job: JobRow, short: RolloutSize
 ) -> list[EndedRollout]:
-    await held.enter_async_context(plane.pages_of([short]).turn(job.namespace))
+    await stack.enter_async_context(plane.pages_of([short]).turn(job.namespace))
     at = short.end_seq
     rows = await plane.database.read(
-        partial(records.rows_of, job_id=job.id, cursor=at - 1, wanted=ENDED, last=at)
+        partial(records.rows_of, job_id=job.id, cursor=at - 1, states=ENDED, last=at)
     )
     if not rows:
         raise NotFound(f"no RolloutJob {job.name!r} in namespace {job.namespace!r}", reason="JobNotFound")
@@ -91,11 +91,11 @@ async def _compact_record(call: NamedCall, rollout: str) -> tuple[JobRow, Compac
     """
     plane = call.plane
     job, short = await call.look(_find_ended, rollout)
-    kept = plane.views.kept_records.get(job.uid, short.id)
-    if kept is not None:
-        return job, kept
-    async with AsyncExitStack() as held:
-        rows = await _rows(plane, held, job, short)
+    known = plane.views.kept_records.get(job.uid, short.id)
+    if known is not None:
+        return job, known
+    async with AsyncExitStack() as stack:
+        rows = await _rows(plane, stack, job, short)
         (data,) = await plane.archive.arrays(rows, job, plane.settings.page_bytes)
         record = await plane.views.record_threads.run(partial(compact, data), job.namespace)
     plane.views.kept_records.put(job.uid, short.id, record)
@@ -207,5 +207,9 @@ async def _vocabulary(plane: ControlPlane, job: JobRow) -> Pieces | str:
     pool = await plane.database.read(partial(pool_rows.named, namespace=job.namespace, name=job.pool))
     if pool is None:
         return f"the pool {job.pool!r} of the job is gone"
-    found = await plane.views.token_texts.of(pool.tokenizer, job.namespace)
-    return f"no texts for the tokenizer {pool.tokenizer!r}: {found}" if isinstance(found, str) else found
+    vocabulary = await plane.views.token_texts.of(pool.tokenizer, job.namespace)
+    return (
+        f"no texts for the tokenizer {pool.tokenizer!r}: {vocabulary}"
+        if isinstance(vocabulary, str)
+        else vocabulary
+    )

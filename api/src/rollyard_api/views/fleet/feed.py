@@ -83,17 +83,17 @@ class FleetFeed:
 
     async def _tell_ended(self, fleet: FleetSnapshot) -> None:
         folded, self._folded = self._folded, await self._database.read(_folded)
-        wanted = set(self._followers.values())
+        followed = set(self._followers.values())
         due = [
             (number, folded.get(number, 0), self._folded[number])
             for number, job in fleet.jobs.items()
             if self._folded.get(number, 0) > folded.get(number, 0)
-            and (None in wanted or (job["namespace"], job["name"]) in wanted)
+            and (None in followed or (job["namespace"], job["name"]) in followed)
         ]
         if not due:
             return
-        for number, found in await self._database.read(partial(_ended, due=due)):
-            self._tell("ended", _named(fleet.jobs[number]) | found, of=fleet.jobs[number])
+        for number, rows in await self._database.read(partial(_ended, due=due)):
+            self._tell("ended", _named(fleet.jobs[number]) | rows, of=fleet.jobs[number])
 
     def _tell(self, name: str, document: Any, of: Mapping[str, Any] | None = None) -> None:
         """Send an event to all followers, or only to those of the job with this slim row."""
@@ -151,7 +151,7 @@ def _folded(conn: Connection) -> dict[int, int]:
 
 def _ended(conn: Connection, due: Iterable[tuple[int, int, int]]) -> list[tuple[int, dict[str, Any]]]:
     """Return {rollouts, more} of each job: the newest slim rows, and the number of those without room."""
-    found = []
+    results = []
     room = MAX_ENDED_ALL
     for number, after, upto in due:
         job = job_rows.by_id(conn, number)
@@ -163,5 +163,5 @@ def _ended(conn: Connection, due: Iterable[tuple[int, int, int]]) -> list[tuple[
         rows = conn.execute(query.order_by(t.end_seq.desc()).limit(most)).all() if most else []
         room -= len(rows)
         more = upto - after - len(rows)
-        found.append((number, {"rollouts": slim(conn, job, rows), "more": more}))
-    return found
+        results.append((number, {"rollouts": slim(conn, job, rows), "more": more}))
+    return results

@@ -23,19 +23,19 @@ FINAL: Final = ("Succeeded", "Failed", "Cancelled")
 STUCK_SECONDS: Final = 300.0
 """The seconds without an end of a rollout after which a job that has begun counts as late."""
 
-COLUMNS = (
+COLUMNS: Final = (
     *jobs.c["id", "uid", "namespace", "name", "status", "pool", "suspended", "closed", "cancel_reason"],
     *jobs.c["created_at", "started_at", "deadline_at", "finished_at", "outage_began"],
     *jobs.c["total", "ended", "succeeded", "failed", "cancelled", "reward_sum"],
 )
-_UNFINISHED = sa.select(jobs.c.id).where(jobs.c.finished_at.is_(None), jobs.c.deleted_at.is_(None))
-_WAITING = [state for state in UNFINISHED if state != RolloutState.QUEUED_INIT]
-_COUNTS = (
+_UNFINISHED: Final = sa.select(jobs.c.id).where(jobs.c.finished_at.is_(None), jobs.c.deleted_at.is_(None))
+_WAITING: Final = [state for state in UNFINISHED if state != RolloutState.QUEUED_INIT]
+_COUNTS: Final = (
     sa.select(rollouts.c.job_id, rollouts.c.state, sa.func.count().label("n"))
     .where(rollouts.c.job_id.in_(_UNFINISHED), rollouts.c.state.in_(_WAITING))
     .group_by(rollouts.c.job_id, rollouts.c.state)
 )
-_LAST_ENDS = sa.select(ended_rollouts.c.job_id, ended_rollouts.c.ended_at).join(
+_LAST_ENDS: Final = sa.select(ended_rollouts.c.job_id, ended_rollouts.c.ended_at).join(
     job_statistics,
     sa.and_(
         job_statistics.c.job_id == ended_rollouts.c.job_id,
@@ -68,7 +68,7 @@ def slim(
 
 
 def _slim(
-    row: Any, states: Mapping[RolloutState, int], last_end: float | None, held: bool, now: float
+    row: Any, states: Mapping[RolloutState, int], last_end: float | None, heard: bool, now: float
 ) -> dict[str, Any]:
     status = loads(row.status)
     stages = {
@@ -80,7 +80,7 @@ def _slim(
     }
     # Those that wait for Init, who may be a million, are not counted: they are what remains of the total.
     stages["init"]["queued"] = max(0, row.total - row.ended - sum(states.values()))
-    active = sum(one["active"] for one in stages.values())
+    active = sum(counts["active"] for counts in stages.values())
     return {
         "namespace": row.namespace,
         "name": row.name,
@@ -99,7 +99,7 @@ def _slim(
         "stages": stages,
         "reward_mean": row.reward_sum / row.succeeded if row.succeeded else None,
         "late": late(row, last_end, now),
-        "waits_for": waits_for(row, status, stages, active, held),
+        "waits_for": waits_for(row, status, stages, active, heard),
     }
 
 
@@ -144,18 +144,18 @@ def waits_for(
     status: Mapping[str, Any],
     stages: Mapping[StageName, Mapping[str, int]],
     active: int,
-    held: bool,
+    heard: bool,
 ) -> dict[str, str] | None:
     """Return {reason, message} of what keeps an unfinished job from working, or None if it works."""
     if row.finished_at is not None or row.cancel_reason is not None:
         return None
-    conditions = {one.get("type"): one for one in status.get("conditions") or ()}
+    conditions = {condition.get("type"): condition for condition in status.get("conditions") or ()}
     if row.suspended:
         return {"reason": "Suspended", "message": "the job is suspended; resume it to go on"}
     admitted = conditions.get("Admitted")
     if admitted is not None and admitted.get("status") != "True":
         return {"reason": admitted.get("reason") or "NotAdmitted", "message": admitted.get("message") or ""}
-    queued = sum(one["queued"] for one in stages.values())
+    queued = sum(counts["queued"] for counts in stages.values())
     if row.outage_began is not None and stages["run"]["queued"]:
         message = f"no backend of pool {row.pool!r} is ready"
         return {"reason": "NoBackendReady", "message": message}
@@ -171,7 +171,7 @@ def waits_for(
         return {"reason": running["reason"], "message": running.get("message") or ""}
     if admitted is None:
         return {"reason": "NoDriver", "message": "no driver has looked at the job yet"}
-    if not held:
+    if not heard:
         return {"reason": "NoWorker", "message": "no worker of the job was heard lately"}
     return None
 
@@ -194,27 +194,27 @@ class JobFilter(BaseModel):
     first, and last those that have finished, the newest first."""
 
 
-def page(jobs: Mapping[int, dict[str, Any]], asked: JobFilter, limit: int, given: str) -> Page:
-    """Return a page of the slim rows of jobs, by their numbers; `given` is the `continue` of the page before.
+def page(jobs: Mapping[int, dict[str, Any]], filters: JobFilter, limit: int, cursor: str) -> Page:
+    """Return a page of the slim rows of jobs, by their numbers; `cursor` is the last page's `continue`.
 
     Raises:
-        QueryRefused: `given` is not one of this list.
+        QueryRefused: `cursor` is not one of this list.
     """
-    part = asked.search.lower()
+    part = filters.search.lower()
     chosen = [
-        (_key(asked.sort, number, job), job)
+        (_key(filters.sort, number, job), job)
         for number, job in jobs.items()
-        if asked.namespace in (None, job["namespace"])
-        and (asked.state is None or _is(job, asked.state))
+        if filters.namespace in (None, job["namespace"])
+        and (filters.state is None or _is(job, filters.state))
         and (not part or part in f"{job['namespace']}/{job['name']}".lower())
     ]
     chosen.sort(key=lambda item: item[0])
-    if given:
-        key = str if asked.sort == "name" else float
-        after = tuple(keyset.decode(given, asked, (int, key, int)))
+    if cursor:
+        key = str if filters.sort == "name" else float
+        after = tuple(keyset.decode(cursor, filters, (int, key, int)))
         chosen = [item for item in chosen if item[0] > after]
     rows = [job for _, job in chosen[:limit]]
-    return rows, None if len(chosen) <= limit else keyset.encode(asked, chosen[limit - 1][0])
+    return rows, None if len(chosen) <= limit else keyset.encode(filters, chosen[limit - 1][0])
 
 
 def _is(job: Mapping[str, Any], state: JobState) -> bool:

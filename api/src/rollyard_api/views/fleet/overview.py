@@ -30,21 +30,21 @@ from rollyard_api.views.fleet import workers
 from rollyard_api.views.job.folding import RATE_KEPT, RATE_SECONDS
 
 MAX_POOLS: Final = 500
-_POOLS = sa.select(*columns(PoolRow, pools)).order_by(pools.c.namespace, pools.c.name).limit(MAX_POOLS)
-_BACKENDS = sa.select(*columns(BackendRow, backends)).order_by(backends.c.pool_id, backends.c.position)
+_POOLS: Final = sa.select(*columns(PoolRow, pools)).order_by(pools.c.namespace, pools.c.name).limit(MAX_POOLS)
+_BACKENDS: Final = sa.select(*columns(BackendRow, backends)).order_by(backends.c.pool_id, backends.c.position)
 
 
 def rates_view(conn: Connection, now: float) -> dict[str, Any]:
     """Return the rollouts that ended and their tokens in each bucket of the last minutes, oldest first."""
     buckets = RATE_KEPT // RATE_SECONDS
     start = (int(now) // RATE_SECONDS - buckets + 1) * RATE_SECONDS
-    found = {row.start: row for row in conn.execute(sa.select(rates).where(rates.c.start >= start))}
-    starts = [start + place * RATE_SECONDS for place in range(buckets)]
+    rows = {row.start: row for row in conn.execute(sa.select(rates).where(rates.c.start >= start))}
+    starts = [start + bucket * RATE_SECONDS for bucket in range(buckets)]
     return {
         "bucket_seconds": RATE_SECONDS,
         "start": start,
-        "rollouts": [found[at].rollouts if at in found else 0 for at in starts],
-        "tokens": [found[at].tokens if at in found else 0 for at in starts],
+        "rollouts": [rows[at].rollouts if at in rows else 0 for at in starts],
+        "tokens": [rows[at].tokens if at in rows else 0 for at in starts],
     }
 
 
@@ -72,10 +72,10 @@ def _phase(pool: PoolRow, rows: Iterable[BackendRow]) -> str:
     """Return Paused, Ready, Updating or NotReady."""
     if pool.paused:
         return "Paused"
-    given = list(rows)
-    if any(row.ready and row.weights == "Current" and row.circuit == "Closed" for row in given):
+    serving = list(rows)
+    if any(row.ready and row.weights == "Current" and row.circuit == "Closed" for row in serving):
         return "Ready"
-    return "Updating" if any(row.weights == "Updating" for row in given) else "NotReady"
+    return "Updating" if any(row.weights == "Updating" for row in serving) else "NotReady"
 
 
 def _backend(pool: PoolRow, row: BackendRow, active: int) -> dict[str, Any]:
@@ -102,16 +102,16 @@ def queues(
     rows: Iterable[Mapping[str, Any]], slots: Mapping[StageName, int]
 ) -> dict[StageName, dict[str, int]]:
     """Return the rollouts that wait for and are in each stage, and the places of all workers."""
-    found: dict[StageName, dict[str, int]]
-    found = {stage: {"queued": 0, "active": 0, "slots": slots.get(stage, 0)} for stage in STAGES}
+    totals: dict[StageName, dict[str, int]]
+    totals = {stage: {"queued": 0, "active": 0, "slots": slots.get(stage, 0)} for stage in STAGES}
     for job in rows:
         if job["finished_at"] is None:
             for stage in STAGES:
                 for name in ("queued", "active"):
-                    found[stage][name] += job["stages"][stage][name]
-    for one in found.values():
-        one["slots"] = max(one["slots"], one["active"])
-    return found
+                    totals[stage][name] += job["stages"][stage][name]
+    for counts in totals.values():
+        counts["slots"] = max(counts["slots"], counts["active"])
+    return totals
 
 
 MAX_JOBS: Final = 20_000
@@ -153,10 +153,10 @@ class FleetReader:
         Raises:
             Unavailable: The database cannot be used.
         """
-        asked = time.monotonic()
+        started = time.monotonic()
         async with self._lock:
             # A read that began after this call asked is new enough, whatever `seconds` says.
-            if self._last is not None and self._read > min(asked, time.monotonic() - self._seconds):
+            if self._last is not None and self._read > min(started, time.monotonic() - self._seconds):
                 return self._last
             began = time.monotonic()
             known = {} if self._last is None else self._last.jobs
@@ -172,22 +172,22 @@ def _look(conn: Connection, known: Mapping[int, dict[str, Any]]) -> FleetSnapsho
     alive = jobs.c.deleted_at.is_(None)
     newest = sa.select(jobs.c.id).where(alive).order_by(jobs.c.id.desc()).limit(MAX_JOBS)
     ids = sorted(conn.scalars(newest))
-    kept = {number: known[number] for number in ids if number in known and job_rows.is_final(known[number])}
+    final = {number: known[number] for number in ids if number in known and job_rows.is_final(known[number])}
     rows = list(conn.execute(sa.select(*job_rows.COLUMNS).where(alive, jobs.c.finished_at.is_(None))))
-    missing = set(ids) - kept.keys() - {row.id for row in rows}
-    for some in chunks(sorted(missing)):
-        rows += conn.execute(sa.select(*job_rows.COLUMNS).where(jobs.c.id.in_(some)))
-    seen = workers.view(conn, now)
-    listed = dict(sorted((kept | job_rows.slim(conn, rows, seen.jobs, now)).items()))
+    missing = set(ids) - final.keys() - {row.id for row in rows}
+    for batch in chunks(sorted(missing)):
+        rows += conn.execute(sa.select(*job_rows.COLUMNS).where(jobs.c.id.in_(batch)))
+    fleet = workers.view(conn, now)
+    listed = dict(sorted((final | job_rows.slim(conn, rows, fleet.jobs, now)).items()))
     phases = Counter(job["phase"] for job in listed.values())
     document = {
         "time": now,
         "phases": {phase: phases[phase] for phase in get_args(Phase)},
-        "queues": queues(listed.values(), seen.slots),
+        "queues": queues(listed.values(), fleet.slots),
         "rates": rates_view(conn, now),
         "pools": pools_view(conn),
-        "nodes": seen.nodes,
-        "workers": seen.workers,
-        "more": seen.more,
+        "nodes": fleet.nodes,
+        "workers": fleet.workers,
+        "more": fleet.more,
     }
     return FleetSnapshot(now, listed, document)

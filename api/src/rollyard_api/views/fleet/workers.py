@@ -17,7 +17,7 @@ from rollyard_process.log_text import one_line
 from sqlalchemy import bindparam
 from sqlalchemy.engine import Connection
 
-from rollyard_api.storage.database import Database, Transaction, Trouble
+from rollyard_api.storage.database import Database, StageTrouble, Transaction
 from rollyard_api.storage.schema import jobs, rollouts
 from rollyard_api.storage.statements import by_dialect
 from rollyard_api.storage.view_tables import seen_workers
@@ -44,13 +44,13 @@ class _Noted:
     written: float = 0.0
 
 
-_HEARD = by_dialect(
-    lambda insert: (made := insert(seen_workers)).on_conflict_do_update(
+_HEARD: Final = by_dialect(
+    lambda insert: (insertion := insert(seen_workers)).on_conflict_do_update(
         index_elements=[seen_workers.c.job_id, seen_workers.c.name],
-        set_={name: made.excluded[name] for name in ("node", "stages", "heard_at")},
+        set_={name: insertion.excluded[name] for name in ("node", "stages", "heard_at")},
     )
 )
-_TROUBLE = (
+_TROUBLE: Final = (
     sa.update(seen_workers)
     .where(seen_workers.c.job_id.in_((0, bindparam("b_job"))), seen_workers.c.name == bindparam("b_name"))
     .values(
@@ -74,7 +74,7 @@ class SeenWorkers:
         self._database = database
         self._seconds = seconds
         self._noted: dict[tuple[int, str], _Noted] = {}
-        self._troubles: dict[tuple[int, str], tuple[Trouble, float]] = {}
+        self._troubles: dict[tuple[int, str], tuple[StageTrouble, float]] = {}
 
     def heard(
         self,
@@ -105,12 +105,12 @@ class SeenWorkers:
                 noted.places[stage] = places
                 noted.written = 0.0
 
-    def troubled(self, troubles: Sequence[Trouble], now: float) -> None:
+    def troubled(self, troubles: Sequence[StageTrouble], now: float) -> None:
         """Note stages that did not end well. Only the last one of a worker is kept."""
-        for one in troubles:
-            key = one[:2]
+        for trouble in troubles:
+            key = trouble.job_id, trouble.worker
             if key in self._troubles or len(self._troubles) < MAX_TROUBLES:
-                self._troubles[key] = (one, now)
+                self._troubles[key] = (trouble, now)
 
     async def write(self) -> None:
         """Write what was noted."""
@@ -133,14 +133,14 @@ class SeenWorkers:
             ]
             changes = [
                 {
-                    "b_job": one[0],
-                    "b_name": one[1],
-                    "b_rollout": one[2],
-                    "b_reason": one_line(one[3])[:128],
-                    "b_message": one_line(one[4][:_MAX_MESSAGE])[:_MAX_MESSAGE],
+                    "b_job": trouble.job_id,
+                    "b_name": trouble.worker,
+                    "b_rollout": trouble.rollout,
+                    "b_reason": one_line(trouble.reason)[:128],
+                    "b_message": one_line(trouble.message[:_MAX_MESSAGE])[:_MAX_MESSAGE],
                     "b_at": at,
                 }
-                for _, (one, at) in sorted(troubles.items())
+                for _, (trouble, at) in sorted(troubles.items())
             ]
 
             def op(tx: Transaction) -> None:
@@ -160,10 +160,10 @@ class SeenWorkers:
                 del self._noted[key]
 
 
-_SEEN = sa.select(seen_workers, jobs.c.namespace, jobs.c.name.label("job")).outerjoin(
+_SEEN: Final = sa.select(seen_workers, jobs.c.namespace, jobs.c.name.label("job")).outerjoin(
     jobs, jobs.c.id == seen_workers.c.job_id
 )
-_ACTIVE = (
+_ACTIVE: Final = (
     sa.select(*rollouts.c["job_id", "worker", "node", "state"], sa.func.count().label("n"))
     # The comparison selects all leases, and lets the planner find their small index.
     .where(rollouts.c.lease_expires > 0)
@@ -203,14 +203,14 @@ def view(conn: Connection, now: float) -> WorkersView:
     workers = []
     alive = set()
     for row in rows:
-        held = active[row.job_id, row.name]
+        leased = active[row.job_id, row.name]
         is_alive = row.heard_at > now - ALIVE_SECONDS
         pairs = (part.partition("=") for part in row.stages.split(",") if part)
         places = {stage: int(number) for stage, _, number in pairs}
         if is_alive:
             alive.add(row.job_id)
             for stage in STAGES:
-                slots[stage] += max(places.get(stage, 0), held[stage])
+                slots[stage] += max(places.get(stage, 0), leased[stage])
             node = nodes.setdefault(
                 row.node, {"name": row.node, "heard_at": 0.0, "workers": 0, "active": of_node[row.node]}
             )
@@ -222,8 +222,8 @@ def view(conn: Connection, now: float) -> WorkersView:
                 "node": row.node,
                 "namespace": row.namespace,
                 "job": row.job,
-                "stages": [stage for stage in STAGES if stage in places or stage in held],
-                "active": held.total(),
+                "stages": [stage for stage in STAGES if stage in places or stage in leased],
+                "active": leased.total(),
                 "heard_at": row.heard_at,
                 "last_error": None
                 if row.error_at is None
@@ -235,8 +235,10 @@ def view(conn: Connection, now: float) -> WorkersView:
                 },
             }
         )
-    workers.sort(key=lambda one: (-(one["last_error"] or {}).get("time", 0.0), -one["active"], one["name"]))
-    found = sorted(nodes.values(), key=lambda one: one["name"])
+    workers.sort(
+        key=lambda entry: (-(entry["last_error"] or {}).get("time", 0.0), -entry["active"], entry["name"])
+    )
+    listed = sorted(nodes.values(), key=lambda entry: entry["name"])
     return WorkersView(
-        found[:MAX_SHOWN], workers[:MAX_SHOWN], max(0, len(workers) - MAX_SHOWN), slots, frozenset(alive)
+        listed[:MAX_SHOWN], workers[:MAX_SHOWN], max(0, len(workers) - MAX_SHOWN), slots, frozenset(alive)
     )

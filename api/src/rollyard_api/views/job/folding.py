@@ -34,14 +34,16 @@ RATE_SECONDS: Final = 10
 RATE_KEPT: Final = 900
 """The seconds for which rates are kept."""
 
-ATTEMPTS = (rollouts.c.failures_init + rollouts.c.failures_run + rollouts.c.failures_eval).label("attempts")
+ATTEMPTS: Final = (rollouts.c.failures_init + rollouts.c.failures_run + rollouts.c.failures_eval).label(
+    "attempts"
+)
 """The attempts of a rollout that did not end well, in all of its stages."""
 
-_STATISTICS = sa.select(job_statistics).where(job_statistics.c.job_id == bindparam("b_job"))
-_JOB = sa.select(jobs.c.ended, jobs.c.groups_ended).where(
+_STATISTICS: Final = sa.select(job_statistics).where(job_statistics.c.job_id == bindparam("b_job"))
+_JOB: Final = sa.select(jobs.c.ended, jobs.c.groups_ended).where(
     jobs.c.id == bindparam("b_job"), jobs.c.deleted_at.is_(None)
 )
-_ENDED = (
+_ENDED: Final = (
     sa.select(
         *rollouts.c["id", "group_no", "sample", "state", "end_seq", "reward", "reason", "message"],
         *rollouts.c["policy_index", "worker", "timings"],
@@ -53,26 +55,26 @@ _ENDED = (
     .order_by(rollouts.c.end_seq)
     .limit(BATCH)
 )
-_GROUPS = (
+_GROUPS: Final = (
     sa.select(*groups.c["no", "seq"])
     .where(groups.c.job_id == bindparam("b_job"), groups.c.seq > bindparam("b_after"))
     .order_by(groups.c.seq)
     .limit(BATCH)
 )
-_MEMBERS = sa.select(rollouts.c.group_no, rollouts.c.reward).where(
+_MEMBERS: Final = sa.select(rollouts.c.group_no, rollouts.c.reward).where(
     rollouts.c.job_id == bindparam("b_job"),
     rollouts.c.group_no.in_(bindparam("b_nos", expanding=True)),
     rollouts.c.reward.is_not(None),
 )
 
-_FIRST = by_dialect(lambda insert: insert(job_statistics).on_conflict_do_nothing())
+_FIRST: Final = by_dialect(lambda insert: insert(job_statistics).on_conflict_do_nothing())
 """Makes a job's row of statistics unless it is there."""
-_RATES = by_dialect(
-    lambda insert: (made := insert(rates)).on_conflict_do_update(
+_RATES: Final = by_dialect(
+    lambda insert: (insertion := insert(rates)).on_conflict_do_update(
         index_elements=[rates.c.start],
         set_={
-            "rollouts": rates.c.rollouts + made.excluded.rollouts,
-            "tokens": rates.c.tokens + made.excluded.tokens,
+            "rollouts": rates.c.rollouts + insertion.excluded.rollouts,
+            "tokens": rates.c.tokens + insertion.excluded.tokens,
         },
     )
 )
@@ -106,26 +108,26 @@ def fold(tx: Transaction, job_id: int) -> bool:
         return False
     empty = {"job_id": job_id, "rollouts": 0, "groups": 0, "document": b"{}"}
     tx.conn.execute(_FIRST[tx.sqlite], empty)
-    kept = tx.conn.execute(_STATISTICS.with_for_update(), {"b_job": job_id}).one()
-    ended = tx.conn.execute(_ENDED, {"b_job": job_id, "b_after": kept.rollouts}).all()
-    found = tx.conn.execute(_GROUPS, {"b_job": job_id, "b_after": kept.groups}).all()
-    if not ended and not found:
+    stored = tx.conn.execute(_STATISTICS.with_for_update(), {"b_job": job_id}).one()
+    ended = tx.conn.execute(_ENDED, {"b_job": job_id, "b_after": stored.rollouts}).all()
+    closed = tx.conn.execute(_GROUPS, {"b_job": job_id, "b_after": stored.groups}).all()
+    if not ended and not closed:
         return False
-    document = kept.document
+    document = stored.document
     if ended:
         document = _fold_rollouts(tx, job_id, unpack(document), ended)
-    if found:
-        _fold_groups(tx, job_id, found)
+    if closed:
+        _fold_groups(tx, job_id, closed)
     tx.conn.execute(
         sa.update(job_statistics)
         .where(job_statistics.c.job_id == job_id)
         .values(
-            rollouts=ended[-1].end_seq if ended else kept.rollouts,
-            groups=found[-1].seq if found else kept.groups,
+            rollouts=ended[-1].end_seq if ended else stored.rollouts,
+            groups=closed[-1].seq if closed else stored.groups,
             document=document,
         )
     )
-    return len(ended) == BATCH or len(found) == BATCH
+    return len(ended) == BATCH or len(closed) == BATCH
 
 
 def _fold_rollouts(tx: Transaction, job_id: int, document: bytes, ended: Sequence[Any]) -> bytes:
@@ -135,8 +137,8 @@ def _fold_rollouts(tx: Transaction, job_id: int, document: bytes, ended: Sequenc
     for row in ended:
         timings = loads(row.timings)
         statistics.add(row, timings)
-        kept = {name: value for name, value in row._mapping.items() if name in ended_rollouts.c}
-        rows.append({**kept, "job_id": job_id, "seconds": active_seconds(timings)})
+        values = {name: value for name, value in row._mapping.items() if name in ended_rollouts.c}
+        rows.append({**values, "job_id": job_id, "seconds": active_seconds(timings)})
         if row.ended_at > tx.now - RATE_KEPT:
             bucket = recent[int(row.ended_at // RATE_SECONDS) * RATE_SECONDS]
             bucket[0] += 1
@@ -156,12 +158,12 @@ def active_seconds(timings: dict[str, Any]) -> float:
     return round(sum(seconds), 6)
 
 
-def _fold_groups(tx: Transaction, job_id: int, found: Sequence[Any]) -> None:
+def _fold_groups(tx: Transaction, job_id: int, closed: Sequence[Any]) -> None:
     rewards: defaultdict[int, list[float]] = defaultdict(list)
-    for row in tx.conn.execute(_MEMBERS, {"b_job": job_id, "b_nos": [group.no for group in found]}):
+    for row in tx.conn.execute(_MEMBERS, {"b_job": job_id, "b_nos": [group.no for group in closed]}):
         rewards[row.group_no].append(row.reward)
     rows = []
-    for group in found:
+    for group in closed:
         values = rewards[group.no]
         mean = fmean(values) if values else None
         variance = None if mean is None else fmean((value - mean) ** 2 for value in values)
@@ -213,5 +215,5 @@ def statistics(conn: Connection, job: JobRow, labels: Mapping[int, str]) -> dict
         labels: The policy version of each index that is known.
     """
     row = conn.execute(_STATISTICS, {"b_job": job.id}).one_or_none()
-    kept = Statistics() if row is None else msgspec.json.decode(unpack(row.document), type=Statistics)
-    return {"upto": 0 if row is None else row.rollouts, **kept.view(labels)}
+    stored = Statistics() if row is None else msgspec.json.decode(unpack(row.document), type=Statistics)
+    return {"upto": 0 if row is None else row.rollouts, **stored.view(labels)}

@@ -17,8 +17,8 @@ from rollyard_api.views.job.rollout_list import task_ids
 
 GanttSort = Literal["-duration", "started"]
 MAX_ROWS: Final = 500
-_BEGUN = tuple(state for state in UNFINISHED if state != RolloutState.QUEUED_INIT)
-_COLUMNS = rollouts.c["id", "group_no", "sample", "state", "reward", "since", "timings"]
+_BEGUN: Final = tuple(state for state in UNFINISHED if state != RolloutState.QUEUED_INIT)
+_COLUMNS: Final = rollouts.c["id", "group_no", "sample", "state", "reward", "since", "timings"]
 
 
 def rows(conn: Connection, job: JobRow, sort: GanttSort, limit: int, now: float) -> list[dict[str, Any]]:
@@ -33,8 +33,8 @@ def rows(conn: Connection, job: JobRow, sort: GanttSort, limit: int, now: float)
     order = (t.end_seq.desc(),) if sort == "started" else (t.seconds.desc(), t.end_seq.desc())
     chosen = sa.select(t.id).where(t.job_id == job.id).order_by(*order).limit(limit)
     ended = sa.select(*_COLUMNS).where(rollouts.c.id.in_(chosen))
-    found = [*conn.execute(unfinished.order_by(since).limit(limit)), *conn.execute(ended)]
-    items = [_item(row, now) for row in found]
+    selected = [*conn.execute(unfinished.order_by(since).limit(limit)), *conn.execute(ended)]
+    items = [_item(row, now) for row in selected]
     if sort == "started":
         items.sort(key=lambda item: item["spans"][0][1] if item["spans"] else 0.0, reverse=True)
         items = items[:limit][::-1]

@@ -32,7 +32,9 @@ _KEYS: Final[dict[str, sa.Column[Any]]] = {
     "variance": ended_groups.c.variance,
     "reason": groups.c.reason,
 }
-_GROUPS = sa.select(*groups.c["no", "task_id", "seq", "delivered", "informative", "reason"]).outerjoin_from(
+_GROUPS: Final = sa.select(
+    *groups.c["no", "task_id", "seq", "delivered", "informative", "reason"]
+).outerjoin_from(
     groups,
     ended_groups,
     sa.and_(groups.c.job_id == ended_groups.c.job_id, groups.c.no == ended_groups.c.no),
@@ -53,52 +55,54 @@ class GroupFilter(BaseModel):
     """A part of the task's id, in any case of letters."""
 
 
-def page(conn: Connection, job: JobRow, asked: GroupFilter, limit: int, given: str) -> Page:
-    """Return a page of a job's groups; `given` is the `continue` of the page before.
+def page(conn: Connection, job: JobRow, filters: GroupFilter, limit: int, cursor: str) -> Page:
+    """Return a page of a job's groups; `cursor` is the `continue` of the page before.
 
     Raises:
-        QueryRefused: `given` is not one of this list.
+        QueryRefused: `cursor` is not one of this list.
         Gone: It belongs to another job.
     """
-    order = _order(asked)
-    query = _GROUPS.where(*_where(job.id, asked))
-    rows, last = order.rows(conn, query, limit, order.place(given, job, asked))
+    order = _order(filters)
+    query = _GROUPS.where(*_where(job.id, filters))
+    rows, last = order.rows(conn, query, limit, order.place(cursor, job, filters))
     cells = _cells(conn, job, [row.no for row in rows])
     count = fitting((len(cells[row.no]) for row in rows), MAX_CELLS)
     if count < len(rows):
         last = keyset.place_of(rows[count - 1])
-    return [_row(row, cells[row.no]) for row in rows[:count]], keyset.text(job, asked, last)
+    return [_row(row, cells[row.no]) for row in rows[:count]], keyset.text(job, filters, last)
 
 
-def _order(asked: GroupFilter) -> keyset.Order:
-    name = asked.sort.lstrip("-")
+def _order(filters: GroupFilter) -> keyset.Order:
+    name = filters.sort.lstrip("-")
     key = _KEYS[name]
     # All groups that have ended have a place in the order of their ends.
     missing = None if name in ("no", "ended") else key.is_(None)
-    return keyset.Order(key, groups.c.no, missing, falls=asked.sort.startswith("-"))
+    return keyset.Order(key, groups.c.no, missing, falls=filters.sort.startswith("-"))
 
 
-def _where(job_id: int, asked: GroupFilter) -> list[sa.ColumnElement[bool]]:
-    found = [groups.c.job_id == job_id]
-    if asked.sort != "no":
-        found.append(groups.c.seq.is_not(None))
-    if asked.task is not None:
-        found.append(groups.c.task_id == asked.task)
-    if asked.search:
+def _where(job_id: int, filters: GroupFilter) -> list[sa.ColumnElement[bool]]:
+    conditions = [groups.c.job_id == job_id]
+    if filters.sort != "no":
+        conditions.append(groups.c.seq.is_not(None))
+    if filters.task is not None:
+        conditions.append(groups.c.task_id == filters.task)
+    if filters.search:
         # `position` and `instr` take the text as it is, so no sign in it has a meaning.
-        found.append(PlaceIn(sa.func.lower(groups.c.task_id), sa.literal(asked.search.lower())) > 0)
-    if asked.informative is not None:
-        found.append(sa.func.coalesce(groups.c.informative, sa.false()).is_(asked.informative))
-    if asked.status is not None:
-        states = RolloutState.matching(None, asked.status)
-        some = sa.select(rollouts.c.group_no).where(rollouts.c.job_id == job_id, rollouts.c.state.in_(states))
-        found.append(groups.c.no.in_(some))
-    return found
+        conditions.append(PlaceIn(sa.func.lower(groups.c.task_id), sa.literal(filters.search.lower())) > 0)
+    if filters.informative is not None:
+        conditions.append(sa.func.coalesce(groups.c.informative, sa.false()).is_(filters.informative))
+    if filters.status is not None:
+        states = RolloutState.matching(None, filters.status)
+        matching = sa.select(rollouts.c.group_no).where(
+            rollouts.c.job_id == job_id, rollouts.c.state.in_(states)
+        )
+        conditions.append(groups.c.no.in_(matching))
+    return conditions
 
 
 def _cells(conn: Connection, job: JobRow, nos: Sequence[int]) -> defaultdict[int, list[tuple[Any, ...]]]:
     """Return the samples of groups: what follows the job's prefix in the id, a letter, and the reward."""
-    found: defaultdict[int, list[tuple[Any, ...]]] = defaultdict(list)
+    cells: defaultdict[int, list[tuple[Any, ...]]] = defaultdict(list)
     query = (
         sa.select(*rollouts.c["group_no", "id", "state", "reward"])
         .where(rollouts.c.job_id == job.id, rollouts.c.group_no.in_(nos))
@@ -112,8 +116,8 @@ def _cells(conn: Connection, job: JobRow, nos: Sequence[int]) -> defaultdict[int
             row.reward,
             row.state != RolloutState.QUEUED_INIT,
         )
-        found[row.group_no].append(cell)
-    return found
+        cells[row.group_no].append(cell)
+    return cells
 
 
 def _row(row: Any, cells: Sequence[tuple[Any, ...]]) -> dict[str, Any]:

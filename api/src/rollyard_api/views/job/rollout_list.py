@@ -43,7 +43,7 @@ _LIMITS: Final[dict[str, tuple[Callable[[Any, Any], sa.ColumnElement[bool]], sa.
     "before_time": (operator.lt, ended_rollouts.c.ended_at),
 }
 """The filters of what only ended rollouts have: how a column is compared with the value of each."""
-_LABELS = (
+_LABELS: Final = (
     sa.select(weight_updates.c.policy_index, weight_updates.c.policy_version)
     .join(pools, pools.c.id == weight_updates.c.pool_id)
     .where(pools.c.namespace == sa.bindparam("b_namespace"), pools.c.name == sa.bindparam("b_pool"))
@@ -80,12 +80,12 @@ class RolloutFilter(BaseModel):
     @property
     def states(self) -> list[RolloutState]:
         """The states of the rollouts that can be listed."""
-        wanted = RolloutState.matching(self.stage, self.status)
+        matching = RolloutState.matching(self.stage, self.status)
         if self.sort == "since":
-            return [state for state in wanted if not state.has_ended]
+            return [state for state in matching if not state.has_ended]
         if self.of_ended:
-            return [state for state in wanted if state.has_ended]
-        return wanted
+            return [state for state in matching if state.has_ended]
+        return matching
 
     @property
     def of_ended(self) -> bool:
@@ -99,64 +99,64 @@ class RolloutFilter(BaseModel):
         return self == RolloutFilter(stage=self.stage, status=self.status, retried=self.retried)
 
 
-def page(conn: Connection, job: JobRow, asked: RolloutFilter, limit: int, given: str) -> Page:
-    """Return a page of a job's rollouts as slim rows; `given` is the `continue` of the page before.
+def page(conn: Connection, job: JobRow, filters: RolloutFilter, limit: int, cursor: str) -> Page:
+    """Return a page of a job's rollouts as slim rows; `cursor` is the `continue` of the page before.
 
     Raises:
-        QueryRefused: `given` is not one of this list.
+        QueryRefused: `cursor` is not one of this list.
         Gone: It belongs to another job.
     """
-    if asked.sort == "id" and not asked.of_ended:
-        return _by_id(conn, job, asked, limit, given)
-    if not asked.states:
+    if filters.sort == "id" and not filters.of_ended:
+        return _by_id(conn, job, filters, limit, cursor)
+    if not filters.states:
         return [], None
-    query, order = _unfinished(job.id, asked) if asked.sort == "since" else ended(job.id, asked)
-    rows, last = order.rows(conn, query, limit, order.place(given, job, asked))
-    return slim(conn, job, rows), keyset.text(job, asked, last)
+    query, order = _unfinished(job.id, filters) if filters.sort == "since" else ended(job.id, filters)
+    rows, last = order.rows(conn, query, limit, order.place(cursor, job, filters))
+    return slim(conn, job, rows), keyset.text(job, filters, last)
 
 
-def ended(job_id: int, asked: RolloutFilter) -> tuple[sa.Select[Any], Order]:
+def ended(job_id: int, filters: RolloutFilter) -> tuple[sa.Select[Any], Order]:
     """Return a query for the rows of `ENDED_ROWS` that were asked for, and their order."""
     t = ended_rollouts.c
-    where = [t.job_id == job_id, *_conditions(ended_rollouts, job_id, asked)]
+    where = [t.job_id == job_id, *_conditions(ended_rollouts, job_id, filters)]
     for name, (compare, column) in _LIMITS.items():
-        if (limit := getattr(asked, name)) is not None:
+        if (limit := getattr(filters, name)) is not None:
             where.append(compare(column, limit))
     # Ids are not indexed here, so a list of ended rollouts by id comes in the order of their ends.
-    column = t[_COLUMN.get(asked.sort.lstrip("-"), "end_seq")]
+    column = t[_COLUMN.get(filters.sort.lstrip("-"), "end_seq")]
     # The index of a sort key finds the first rows at once. With filters it would fetch most rows one by one,
     # which takes ten times as long as a scan of the table and a sort of what is left. A sum hides the index.
     key: sa.ColumnElement[Any] = column if len(where) == 1 or column is t.end_seq else column + 0
     missing = (column + 0).is_(None) if column.nullable else None
-    return ENDED_ROWS.where(*where), Order(key, t.end_seq, missing, falls=asked.sort.startswith("-"))
+    return ENDED_ROWS.where(*where), Order(key, t.end_seq, missing, falls=filters.sort.startswith("-"))
 
 
-def _unfinished(job_id: int, asked: RolloutFilter) -> tuple[sa.Select[Any], Order]:
-    where = [rollouts.c.job_id == job_id, *_conditions(rollouts, job_id, asked)]
+def _unfinished(job_id: int, filters: RolloutFilter) -> tuple[sa.Select[Any], Order]:
+    where = [rollouts.c.job_id == job_id, *_conditions(rollouts, job_id, filters)]
     return _ROWS.where(*where), Order(rollouts.c.since, rollouts.c.place)
 
 
-def _conditions(table: sa.Table, job_id: int, asked: RolloutFilter) -> list[sa.ColumnElement[bool]]:
+def _conditions(table: sa.Table, job_id: int, filters: RolloutFilter) -> list[sa.ColumnElement[bool]]:
     """Return what the rows of either table can be restricted to."""
     of_ended = table is ended_rollouts
-    found: list[sa.ColumnElement[bool]] = []
-    if set(asked.states) != set(ENDED if of_ended else RolloutState):
-        found.append(table.c.state.in_(asked.states))
-    if asked.task is not None:
+    conditions: list[sa.ColumnElement[bool]] = []
+    if set(filters.states) != set(ENDED if of_ended else RolloutState):
+        conditions.append(table.c.state.in_(filters.states))
+    if filters.task is not None:
         # A task has one group.
-        group = sa.select(groups.c.no).where(groups.c.job_id == job_id, groups.c.task_id == asked.task)
-        found.append(table.c.group_no == group.scalar_subquery())
-    if asked.retried:
-        found.append(table.c.attempts > 0 if of_ended else table.c.attempts.is_not(None))
-    return found
+        group = sa.select(groups.c.no).where(groups.c.job_id == job_id, groups.c.task_id == filters.task)
+        conditions.append(table.c.group_no == group.scalar_subquery())
+    if filters.retried:
+        conditions.append(table.c.attempts > 0 if of_ended else table.c.attempts.is_not(None))
+    return conditions
 
 
 def labels(conn: Connection, job: JobRow) -> dict[int, str]:
     """Return the policy version of each index of the job's pool."""
     if job.pool is None:
         return {}
-    found = conn.execute(_LABELS, {"b_namespace": job.namespace, "b_pool": job.pool})
-    return {row.policy_index: row.policy_version for row in found}
+    rows = conn.execute(_LABELS, {"b_namespace": job.namespace, "b_pool": job.pool})
+    return {row.policy_index: row.policy_version for row in rows}
 
 
 def task_ids(conn: Connection, job_id: int, nos: set[int]) -> dict[int, str]:
@@ -165,13 +165,15 @@ def task_ids(conn: Connection, job_id: int, nos: set[int]) -> dict[int, str]:
     return {row.no: row.task_id for row in conn.execute(query)}
 
 
-_ROWS = sa.select(
+_ROWS: Final = sa.select(
     *rollouts.c["id", "job_id", "group_no", "sample", "state", "reason", "reward", "since", "timings"],
     *rollouts.c["worker", "node", "policy_index"],
     sa.func.coalesce(rollouts.c.sampled_tokens, 0).label("tokens"),
     ATTEMPTS,
 )
-ENDED_ROWS = sa.select(ended_rollouts, ended_rollouts.c.ended_at.label("since"), sa.literal("").label("node"))
+ENDED_ROWS: Final = sa.select(
+    ended_rollouts, ended_rollouts.c.ended_at.label("since"), sa.literal("").label("node")
+)
 """A query for rows of `ended_rollouts` that `slim` takes, too."""
 
 
@@ -203,16 +205,16 @@ def slim(conn: Connection, job: JobRow, rows: Sequence[Any]) -> list[dict[str, A
     ]
 
 
-def _by_id(conn: Connection, job: JobRow, asked: RolloutFilter, limit: int, given: str) -> Page:
+def _by_id(conn: Connection, job: JobRow, filters: RolloutFilter, limit: int, cursor: str) -> Page:
     prefix = f"{prefix_of(job.name, job.uid)}-"
     after = ""
-    if given:
-        after = cursors.word(given, "rollouts", uid=job.uid, job=job.name, parameter="continue")
+    if cursor:
+        after = cursors.word(cursor, "rollouts", uid=job.uid, job=job.name, parameter="continue")
     # The ids of a job lie together, so SQLite need not look for them by the job. PostgreSQL may order them by
     # other rules, and plans by what it knows of the table.
-    hides_job = conn.dialect.name == "sqlite" and RolloutState.SUCCEEDED in asked.states
+    hides_job = conn.dialect.name == "sqlite" and RolloutState.SUCCEEDED in filters.states
     by_job = rollouts.c.job_id + 0 if hides_job else rollouts.c.job_id
-    where = [by_job == job.id, rollouts.c.id > max(after, prefix), *_conditions(rollouts, job.id, asked)]
+    where = [by_job == job.id, rollouts.c.id > max(after, prefix), *_conditions(rollouts, job.id, filters)]
     rows = conn.execute(_ROWS.where(*where).order_by(rollouts.c.id).limit(limit + 1)).all()
     more = cursors.text("rollouts", job.uid, rows[limit - 1].id) if len(rows) > limit else None
     return slim(conn, job, rows[:limit]), more

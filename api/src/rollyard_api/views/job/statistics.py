@@ -70,8 +70,8 @@ class Sketch(Struct):
         if self.min is not None and self.max is not None:
             width = (self.max - self.min) / BINS
             for key, n in self.counts.items():
-                place = 0 if width <= 0 else int((key * self.step - self.min) / width)
-                bins[min(max(place, 0), BINS - 1)] += n
+                index = 0 if width <= 0 else int((key * self.step - self.min) / width)
+                bins[min(max(index, 0), BINS - 1)] += n
         return {
             "bins": bins,
             "min": self.min,
@@ -147,21 +147,21 @@ class Statistics(Struct):
     last: float | None = None
     """When the last rollout ended."""
 
-    def add(self, one: Any, timings: Mapping[str, Any]) -> None:
+    def add(self, row: Any, timings: Mapping[str, Any]) -> None:
         """Add an ended rollout.
 
         Args:
-            one: Its row, as `folding` reads it.
+            row: Its row, as `folding` reads it.
             timings: The row's decoded timings, with what `traces` keeps.
         """
-        if one.reward is not None:
-            self.rewards.add(one.reward)
-            self._add_version(one.policy_index or 0, one.reward)
-        self._add_time(one)
-        kept = timings.get(traces.KEY, {})
-        if one.state == RolloutState.FAILED:
-            self._add_failure(one, kept)
-        if cut := kept.get("cut"):
+        if row.reward is not None:
+            self.rewards.add(row.reward)
+            self._add_version(row.policy_index or 0, row.reward)
+        self._add_time(row)
+        trace = timings.get(traces.KEY, {})
+        if row.state == RolloutState.FAILED:
+            self._add_failure(row, trace)
+        if cut := trace.get("cut"):
             name = cut if cut in self.truncated or len(self.truncated) < MAX_REASONS else OTHER
             self.truncated[name] = self.truncated.get(name, 0) + 1
         for stage, sums in self.stages.items():
@@ -171,10 +171,10 @@ class Statistics(Struct):
                 sums.n += entry.get("attempts", 0)
         for name in _SECONDS:
             self.seconds[name] += timings.get(name, 0.0)
-        self.tokens += one.tokens
-        self.calls += kept.get("calls", 0)
-        self.turns += kept.get("turns", 0)
-        self.last = one.ended_at if self.last is None else max(self.last, one.ended_at)
+        self.tokens += row.tokens
+        self.calls += trace.get("calls", 0)
+        self.turns += trace.get("turns", 0)
+        self.last = row.ended_at if self.last is None else max(self.last, row.ended_at)
 
     def _add_version(self, index: int, reward: float) -> None:
         sums = self.versions.setdefault(index, VersionSums())
@@ -183,13 +183,13 @@ class Statistics(Struct):
         if len(self.versions) > MAX_VERSIONS:
             del self.versions[min(self.versions)]
 
-    def _add_time(self, one: Any) -> None:
-        sums = self.times.setdefault(int(one.ended_at // self.width), TimeSums())
+    def _add_time(self, row: Any) -> None:
+        sums = self.times.setdefault(int(row.ended_at // self.width), TimeSums())
         sums.n += 1
-        sums.tokens += one.tokens
-        if one.reward is not None:
+        sums.tokens += row.tokens
+        if row.reward is not None:
             sums.rewarded += 1
-            sums.total += one.reward
+            sums.total += row.reward
         while len(self.times) > MAX_BUCKETS:
             merged: dict[int, TimeSums] = {}
             for key, value in self.times.items():
@@ -201,15 +201,15 @@ class Statistics(Struct):
             self.width *= 2
             self.times = merged
 
-    def _add_failure(self, one: Any, kept: Mapping[str, Any]) -> None:
-        places = kept.get("at")
+    def _add_failure(self, row: Any, trace: Mapping[str, Any]) -> None:
+        places = trace.get("at")
         stage = BY_NUMBER[places[-2]].stage if places else "init"
-        reason = one.reason or ""
+        reason = row.reason or ""
         if reason not in self.failures and len(self.failures) >= MAX_REASONS:
             reason = OTHER
         n = self.failures[reason].n + 1 if reason in self.failures else 1
         # The newest example is the one whose pod, log and node are most likely still there.
-        self.failures[reason] = Failures(n, stage or "", one.id, (one.message or "")[:MAX_MESSAGE])
+        self.failures[reason] = Failures(n, stage or "", row.id, (row.message or "")[:MAX_MESSAGE])
 
     def view(self, labels: Mapping[int, str]) -> dict[str, Any]:
         """Return the statistics as the API answers them.
@@ -234,7 +234,7 @@ class Statistics(Struct):
                 }
                 for key, sums in sorted(self.times.items())
             ],
-            "failures": [{"reason": reason, **structs.asdict(one)} for reason, one in by_count],
+            "failures": [{"reason": reason, **structs.asdict(failure)} for reason, failure in by_count],
             "truncated": [
                 {"reason": reason, "n": n}
                 for reason, n in sorted(self.truncated.items(), key=lambda item: (-item[1], item[0]))

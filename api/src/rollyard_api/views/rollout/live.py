@@ -32,50 +32,50 @@ MAX_WATCHED_OF_JOB: Final = 32
 MAX_BYTES: Final = 64 << 10
 """The bytes of the turns of one rollout that are kept. The oldest ones give way."""
 _W = watched_rollouts.c
-_WATCHED = sa.select(_W.rollout_id).where(_W.until > bindparam("b_now"))
-_KEPT = (
+_WATCHED: Final = sa.select(_W.rollout_id).where(_W.until > bindparam("b_now"))
+_KEPT: Final = (
     sa.select(*_W["rollout_id", "job_id", "token", "turns"])
     .where(_W.until > bindparam("b_now"), _W.rollout_id.in_(bindparam("b_ids", expanding=True)))
     .order_by(_W.rollout_id)
     .with_for_update()
 )
-_STORE = (
+_STORE: Final = (
     sa.update(watched_rollouts)
     .where(_W.rollout_id == bindparam("b_id"))
     .values(token=bindparam("b_token"), turns=bindparam("b_turns"))
 )
-_RUNNING = sa.select(*rollouts.c["id", "state", "since", "worker", "token"])
+_RUNNING: Final = sa.select(*rollouts.c["id", "state", "since", "worker", "token"])
 
 
-def watched(tx: Transaction, held: Collection[str]) -> list[str]:
+def watched(tx: Transaction, leases: Collection[str]) -> list[str]:
     """Return which of the rollouts that a worker holds somebody watches."""
-    found = set(tx.conn.scalars(_WATCHED, {"b_now": tx.now}))
-    return sorted(found.intersection(held))
+    ids = set(tx.conn.scalars(_WATCHED, {"b_now": tx.now}))
+    return sorted(ids.intersection(leases))
 
 
-def take(tx: Transaction, given: Sequence[LiveTurns], held: Mapping[str, int]) -> None:
+def take(tx: Transaction, reports: Sequence[LiveTurns], leases: Mapping[str, int]) -> None:
     """Keep what a worker sends of rollouts that are watched.
 
     Args:
-        given: The turns by rollout.
-        held: The fencing tokens of the leases that the worker still holds. Turns of other rollouts, and those
-            under other tokens, are dropped.
+        reports: The turns by rollout.
+        leases: The fencing tokens of the leases that the worker still holds. Turns of other rollouts, and
+            those under other tokens, are dropped.
     """
-    new = {one.rollout: one for one in given if held.get(one.rollout) == one.token}
+    new = {report.rollout: report for report in reports if leases.get(report.rollout) == report.token}
     if not new:
         return
     changes = []
     for row in tx.conn.execute(_KEPT, {"b_now": tx.now, "b_ids": sorted(new)}):
-        one = new[row.rollout_id]
+        report = new[row.rollout_id]
         # Another attempt begins with an empty conversation.
-        kept = {} if row.turns is None or row.token != one.token else loads(unpack(row.turns))
-        turns = {turn["no"]: turn for turn in kept.get("turns", ())}
-        turns |= {turn.no: turn.model_dump() for turn in one.turns}
+        stored = {} if row.turns is None or row.token != report.token else loads(unpack(row.turns))
+        turns = {turn["no"]: turn for turn in stored.get("turns", ())}
+        turns |= {turn.no: turn.model_dump() for turn in report.turns}
         changes.append(
             {
                 "b_id": row.rollout_id,
-                "b_token": one.token,
-                "b_turns": pack(_bounded(turns, kept.get("dropped", 0))),
+                "b_token": report.token,
+                "b_turns": pack(_bounded(turns, stored.get("dropped", 0))),
             }
         )
     if changes:
@@ -107,19 +107,19 @@ def look(tx: Transaction, namespace: str, name: str, rollout: str) -> dict[str, 
     row = row_of(tx.conn, job, rollout, _RUNNING)
     if row.state.has_ended:
         raise Conflict(f"rollout {rollout!r} has ended; its record is there", reason="RolloutEnded")
-    kept = tx.conn.execute(sa.select(watched_rollouts).where(_W.rollout_id == rollout)).one_or_none()
+    watch = tx.conn.execute(sa.select(watched_rollouts).where(_W.rollout_id == rollout)).one_or_none()
     until = tx.now + WATCH_SECONDS
-    if kept is None:
+    if watch is None:
         _check_room(tx, job.id)
         values = {"rollout_id": rollout, "job_id": job.id, "until": until, "token": row.token}
         tx.conn.execute(sa.insert(watched_rollouts), values)
-    elif kept.until < tx.now + WATCH_SECONDS / 2:
+    elif watch.until < tx.now + WATCH_SECONDS / 2:
         tx.conn.execute(sa.update(watched_rollouts).where(_W.rollout_id == rollout).values(until=until))
     else:
-        until = kept.until
+        until = watch.until
     document: dict[str, Any] = {"turns": [], "dropped": 0}
-    if kept is not None and kept.turns is not None and kept.token == row.token:
-        document = loads(unpack(kept.turns))
+    if watch is not None and watch.turns is not None and watch.token == row.token:
+        document = loads(unpack(watch.turns))
     return {
         "id": row.id,
         "status": row.state.status,
@@ -133,11 +133,11 @@ def look(tx: Transaction, namespace: str, name: str, rollout: str) -> dict[str, 
 
 def _check_room(tx: Transaction, job_id: int) -> None:
     tx.conn.execute(sa.delete(watched_rollouts).where(_W.until < tx.now - KEPT_SECONDS))
-    found = tx.conn.execute(sa.select(_W.job_id).where(_W.until > tx.now)).all()
-    own = sum(row.job_id == job_id for row in found)
-    if len(found) >= MAX_WATCHED or own >= MAX_WATCHED_OF_JOB:
+    rows = tx.conn.execute(sa.select(_W.job_id).where(_W.until > tx.now)).all()
+    own = sum(row.job_id == job_id for row in rows)
+    if len(rows) >= MAX_WATCHED or own >= MAX_WATCHED_OF_JOB:
         raise TooManyWaits(
-            f"{len(found)} rollouts are watched, {own} of them of this job; at most {MAX_WATCHED} and "
+            f"{len(rows)} rollouts are watched, {own} of them of this job; at most {MAX_WATCHED} and "
             f"{MAX_WATCHED_OF_JOB} may be",
             headers={"Retry-After": str(int(WATCH_SECONDS))},
         )

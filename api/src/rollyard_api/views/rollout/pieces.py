@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 MAX_TURNS: Final = 2000
 """The number of turns that are shown."""
-_ROW = sa.select(*rollouts.c["end_seq", "group_no", "sample", "since", "timings"])
+_ROW: Final = sa.select(*rollouts.c["end_seq", "group_no", "sample", "since", "timings"])
 
 
 def brief(conn: Connection, job: JobRow, record: CompactRecord) -> dict[str, Any]:
@@ -54,7 +54,8 @@ def brief(conn: Connection, job: JobRow, record: CompactRecord) -> dict[str, Any
         **head,
         "turns_total": len(turns),
         "segments": [
-            {"prompt": len(one.prompt_ids), "response": len(one.response_ids)} for one in record.segments
+            {"prompt": len(segment.prompt_ids), "response": len(segment.response_ids)}
+            for segment in record.segments
         ],
         "messages": len(record.messages),
         "spans": traces.spans(loads(row.timings), row.since),
@@ -68,11 +69,11 @@ def _neighbours(conn: Connection, job_id: int, row: Any) -> dict[str, str | None
     t = ended_rollouts.c
     failed = sa.select(t.id).where(t.job_id == job_id, t.state == RolloutState.FAILED)
     neighbours = {}
-    for name, query, column, place in (
+    for name, query, column, value in (
         ("sample", group, rollouts.c.sample, row.sample),
         ("failed", failed, t.end_seq, row.end_seq),
     ):
-        before, after = query.where(column < place), query.where(column > place)
+        before, after = query.where(column < value), query.where(column > value)
         neighbours[f"{name}_before"] = conn.scalar(before.order_by(column.desc()).limit(1))
         neighbours[f"{name}_after"] = conn.scalar(after.order_by(column).limit(1))
     return neighbours
@@ -143,15 +144,15 @@ def _calls(
     record: CompactRecord, message: Mapping[str, Any], turn: int | None, most: int
 ) -> list[dict[str, Any]]:
     """Return the calls of the turn that said a message, or those that the message itself has."""
-    given: list[tuple[str, Any, Mapping[str, Any]]] = []
+    parsed: list[tuple[str, Any, Mapping[str, Any]]] = []
     if turn is not None:
         calls = record.head["turns"][turn].get("tool_calls") or ()
-        given = [(call.get("name", ""), call.get("arguments"), call) for call in calls]
+        parsed = [(call.get("name", ""), call.get("arguments"), call) for call in calls]
     else:
         for call in message.get("tool_calls") or ():
             function = call.get("function") if isinstance(call, dict) else None
             if isinstance(function, dict):
-                given.append((str(function.get("name", "")), function.get("arguments"), {}))
+                parsed.append((str(function.get("name", "")), function.get("arguments"), {}))
     return [
         {
             "name": name,
@@ -160,7 +161,7 @@ def _calls(
             "error": call.get("error"),
             "seconds": call.get("seconds", 0.0),
         }
-        for name, arguments, call in given[:MAX_CALLS]
+        for name, arguments, call in parsed[:MAX_CALLS]
         for text in [arguments if isinstance(arguments, str) else dumps(arguments).decode()]
     ]
 
@@ -175,11 +176,11 @@ def message_text(record: CompactRecord, number: int, offset: int, limit: int) ->
     return {"text": text[offset : offset + limit], "offset": offset, "characters": len(text)}
 
 
-def _one_of(parts: Sequence[T], number: int, what: str) -> T:
+def _one_of(parts: Sequence[T], number: int, noun: str) -> T:
     if number >= len(parts):
         raise NotFound(
-            f"the record has {len(parts)} {what}s, and none with number {number}",
-            reason=f"{what.capitalize()}NotFound",
+            f"the record has {len(parts)} {noun}s, and none with number {number}",
+            reason=f"{noun.capitalize()}NotFound",
         )
     return parts[number]
 
@@ -242,21 +243,21 @@ def difference(left: CompactRecord, right: CompactRecord) -> dict[str, Any]:
     one rollout are the beginning of the other's in their last common segment. This call belongs in a thread.
     """
     number = position = None
-    one: list[int] = []
-    other: list[int] = []
-    for place, segments in enumerate(zip(left.segments, right.segments, strict=False)):
-        number = place
-        one, other = ([*side.prompt_ids.numbers, *side.response_ids.numbers] for side in segments)
-        pairs = enumerate(zip(one, other, strict=False))
+    left_ids: list[int] = []
+    right_ids: list[int] = []
+    for index, segments in enumerate(zip(left.segments, right.segments, strict=False)):
+        number = index
+        left_ids, right_ids = ([*side.prompt_ids.numbers, *side.response_ids.numbers] for side in segments)
+        pairs = enumerate(zip(left_ids, right_ids, strict=False))
         position = next((at for at, (mine, theirs) in pairs if mine != theirs), None)
         # If one of them is longer, no later segment can be compared.
-        if position is not None or len(one) != len(other):
+        if position is not None or len(left_ids) != len(right_ids):
             break
     return {
         "segment": number,
         "position": position,
-        "left": _side(one, position),
-        "right": _side(other, position),
+        "left": _side(left_ids, position),
+        "right": _side(right_ids, position),
     }
 
 

@@ -46,12 +46,12 @@ class CompactRecord:
 def compact(data: Piece) -> CompactRecord:
     """Return a record that is given in the form of `packed`. This call belongs in a thread."""
     head = msgpack.unpackb(data)
-    segments = [PackedSegment.unchecked(one) for one in head.pop("segments")]
+    segments = [PackedSegment.unchecked(segment) for segment in head.pop("segments")]
     messages = head.pop("messages", [])
-    said = turns_said([message.get("role", "") for message in messages], len(head.get("turns") or ()))
-    runs = sum(len(one.policy_versions.runs) for one in segments)
+    turn_numbers = turns_said([message.get("role", "") for message in messages], len(head.get("turns") or ()))
+    runs = sum(len(segment.policy_versions.runs) for segment in segments)
     # What is not tokens is as long in memory as here, give or take the objects around short texts.
-    return CompactRecord(head, messages, segments, said, 2 * len(data) + _RUN_BYTES * runs + 4096)
+    return CompactRecord(head, messages, segments, turn_numbers, 2 * len(data) + _RUN_BYTES * runs + 4096)
 
 
 def row_of(conn: Connection, job: JobRow, rollout: str, query: sa.Select[Any]) -> Any:

@@ -52,14 +52,14 @@ def _byte_letters() -> dict[str, int]:
     They write each byte as a printable character: GPT-2's table keeps the printable ones of Latin-1 and
     shifts the others to 256 and beyond.
     """
-    kept = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    table = {chr(byte): byte for byte in kept}
-    shifted = (byte for byte in range(256) if byte not in kept)
-    table |= {chr(256 + place): byte for place, byte in enumerate(shifted)}
+    printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    table = {chr(byte): byte for byte in printable}
+    shifted = (byte for byte in range(256) if byte not in printable)
+    table |= {chr(256 + index): byte for index, byte in enumerate(shifted)}
     return table
 
 
-_BYTES = _byte_letters()
+_BYTES: Final = _byte_letters()
 
 
 def pieces(document: Any) -> Pieces:
@@ -83,14 +83,14 @@ def pieces(document: Any) -> Pieces:
 def _kinds(decoder: Any) -> set[str]:
     """Return the types of a decoder and of the decoders in it."""
     listed = [decoder, *(decoder.get("decoders") or ())] if isinstance(decoder, dict) else []
-    return {str(one.get("type")) for one in listed if isinstance(one, dict)}
+    return {str(entry.get("type")) for entry in listed if isinstance(entry, dict)}
 
 
 def _of_letters(token: str) -> bytes:
-    found = [_BYTES.get(letter) for letter in token]
-    if None in found:
+    codes = [_BYTES.get(letter) for letter in token]
+    if None in codes:
         return token.encode("utf-8", "replace")
-    return bytes(byte for byte in found if byte is not None)
+    return bytes(byte for byte in codes if byte is not None)
 
 
 def _of_text(token: str, *, fallback: bool) -> bytes:
@@ -115,16 +115,16 @@ class TokenTexts:
 
     async def of(self, tokenizer: str, namespace: str) -> Pieces | str:
         """Return the pieces of a pool's tokenizer, or why they cannot be read here."""
-        looked, found = self._kept.get(tokenizer, (0.0, None))
-        if found is None or (isinstance(found, str) and time.monotonic() - looked > LOOK_SECONDS):
+        looked, vocabulary = self._kept.get(tokenizer, (0.0, None))
+        if vocabulary is None or (isinstance(vocabulary, str) and time.monotonic() - looked > LOOK_SECONDS):
             # Two requests at once may both read the file, which is better than one that waits for a disk that
             # the other asks for in vain.
-            found = await self._look(tokenizer, namespace)
-            self._kept[tokenizer] = (time.monotonic(), found)
+            vocabulary = await self._look(tokenizer, namespace)
+            self._kept[tokenizer] = (time.monotonic(), vocabulary)
         self._kept.move_to_end(tokenizer)
         while len(self._kept) > MAX_KEPT:
             self._kept.popitem(last=False)
-        return found
+        return vocabulary
 
     async def _look(self, tokenizer: str, namespace: str) -> Pieces | str:
         def look() -> Pieces | str:

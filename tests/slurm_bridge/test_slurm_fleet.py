@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import pytest
 from rollyard_crds import BackendPoolStatus
-from rollyard_drivers.health.backend import BackendHealth
+from rollyard_drivers.health import BackendHealth
 from rollyard_drivers.reconcile.plan import Launch, Owner, Plan, Stop, Workload
 from rollyard_slurm.errors import SlurmError, SlurmUnavailable, SubmitRefused
 from rollyard_slurm.logs import prune

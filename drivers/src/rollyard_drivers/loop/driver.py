@@ -19,8 +19,7 @@ from rollyard_crds.workers import AssignmentOffer, WorkerDeath, WorkerDied
 from rollyard_process.waiting import first_of
 
 from rollyard_drivers.host.errors import HostError
-from rollyard_drivers.loop.deaths import Deaths
-from rollyard_drivers.loop.passes import BackendReports, job_pass, pool_pass
+from rollyard_drivers.loop.passes import BackendReports, Deaths, job_pass, pool_pass
 from rollyard_drivers.reconcile import placement, reconcile_pass
 from rollyard_drivers.reconcile.conditions import holds
 from rollyard_drivers.reconcile.naming import owner_of
@@ -171,8 +170,8 @@ class Driver:
         served = [pool for pool in pools if self._serves(pool)]
         here = {owner_of(job) for job in jobs} | {owner_of(pool) for pool in served}
         for owner in self._workloads.owners() - here:
-            for seen in self._workloads.observed(owner):
-                self._workloads.stop(Stop(seen.name, self._profile.stop_seconds))
+            for workload in self._workloads.observed(owner):
+                self._workloads.stop(Stop(workload.name, self._profile.stop_seconds))
             self._reports.pop(owner, None)
         for pool in served:
             with self._tolerant():

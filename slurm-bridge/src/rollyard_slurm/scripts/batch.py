@@ -6,9 +6,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from rollyard_client.environment import CA_FILE
-from rollyard_drivers.commands.engine import ENGINE_MODULE, engine_arguments
-from rollyard_drivers.commands.vllm import SERVER_ENV, vllm_command
-from rollyard_drivers.commands.worker import WORKER_MODULE, ready_arguments, worker_arguments
+from rollyard_drivers.commands import (
+    ENGINE_MODULE,
+    SERVER_ENV,
+    WORKER_MODULE,
+    engine_arguments,
+    ready_arguments,
+    vllm_command,
+    worker_arguments,
+)
 from rollyard_drivers.reconcile.plan import Workload
 from rollyard_process.telemetry.variables import LOG_FORMAT
 

@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import Callable, Iterable
 
 import httpx
-from rollyard_drivers.health.backend import BackendHealth, watch_backend
+from rollyard_drivers.health import BackendHealth, watch_backend
 from rollyard_drivers.host.home import read_json
 
 from rollyard_slurm.readers.jobs import PENDING_STATES

@@ -15,7 +15,7 @@ from typing import Final
 
 from rollyard_crds.fields.pod_template import PodTemplate
 from rollyard_crds.workers import AssignmentOffer
-from rollyard_drivers.commands.worker import work_arguments
+from rollyard_drivers.commands import work_arguments
 from rollyard_drivers.loop.driver import StoreTrouble
 from rollyard_drivers.reconcile.naming import made_of
 from rollyard_drivers.reconcile.plan import Launch, Owner, Stop, Workload

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Annotated, Any, Final
 
 from pydantic import AwareDatetime, BaseModel, PlainSerializer
-from rollyard_drivers.health.backend import BackendHealth
+from rollyard_drivers.health import BackendHealth
 from rollyard_drivers.host.home import read_json, write_json
 from rollyard_drivers.reconcile.plan import Workload
 

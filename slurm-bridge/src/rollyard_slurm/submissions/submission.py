@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
 
-from rollyard_drivers.health.backend import BackendHealth
+from rollyard_drivers.health import BackendHealth
 from rollyard_drivers.reconcile.plan import ObservedWorkload, Workload
 
 from rollyard_slurm.readers import reasons

@@ -11,7 +11,7 @@ from datetime import datetime, timedelta
 
 from rollyard_drivers.host.private_files import write_private
 from rollyard_drivers.reconcile.plan import Launch, Owner, Stop, Workload
-from rollyard_drivers.reconcile.replacements import Replacements
+from rollyard_drivers.reconcile.workloads import Replacements
 
 from rollyard_slurm.calls.protocol import SlurmCalls
 from rollyard_slurm.errors import SlurmError, SlurmUnavailable, SubmitRefused

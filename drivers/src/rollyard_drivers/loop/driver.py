@@ -306,6 +306,27 @@ async def replace_pool(store: Store, pool: BackendPool) -> None:
     await store.create_pool(pool)
 
 
+async def run_passes(
+    run_pass: Callable[[], Awaitable[None]], wake: asyncio.Event, most_seconds: float
+) -> None:
+    """Make one pass after the other until cancelled. This is the loop of every driver outside a cluster.
+
+    The events only decide when a pass begins, because each pass looks at the whole state.
+
+    Args:
+        run_pass: Makes one pass.
+        wake: Begins the next pass at once when it is set. It is cleared before each pass, so that a change
+            during a pass begins another one.
+        most_seconds: The longest pause between two passes, in seconds.
+    """
+    while True:
+        wake.clear()
+        await run_pass()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(most_seconds):
+                await wake.wait()
+
+
 async def unless_stopped(start: Awaitable[None], stop: asyncio.Event) -> bool:
     """Wait until `start` has completed. Return False if `stop` was set before that."""
     number, ended = await first_of(start, stop.wait())

@@ -15,7 +15,7 @@ import pytest
 from rollyard_crds import BackendPoolStatus
 from rollyard_drivers.health import BackendHealth
 from rollyard_drivers.reconcile.plan import Launch, Owner, Plan, Stop, Workload
-from rollyard_slurm.bridge import prune
+from rollyard_slurm.bridge import prune_logs
 from rollyard_slurm.errors import SlurmError, SlurmUnavailable, SubmitRefused
 from rollyard_slurm.options import reconcile_profile
 from rollyard_slurm.profile import SiteProfile
@@ -643,7 +643,7 @@ def test_the_newest_logs_and_those_of_jobs_that_run_are_kept(tmp_path: Path) -> 
     others = {"bridge.log", "control-plane.log", "a-worker-0-5.txt"}
     for name in others:
         (tmp_path / name).touch()
-    assert prune(tmp_path, {living}, kept=3) == 7
+    assert prune_logs(tmp_path, {living}, kept=3) == 7
     left = {path.name for path in tmp_path.iterdir()}
     assert left == {"b-worker-0-100.log", "a-worker-0-99.log", "c-worker-0-101.log", living.name, *others}
 

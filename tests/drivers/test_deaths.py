@@ -6,7 +6,7 @@ from datetime import UTC, datetime
 
 import pytest
 from rollyard_crds.workers import WorkerDeath, WorkerDied
-from rollyard_drivers.loop.deaths import Deaths
+from rollyard_drivers.loop.passes import Deaths
 from rollyard_drivers.reconcile.plan import ObservedWorkload, Owner, WorkloadState
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)

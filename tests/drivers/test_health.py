@@ -9,9 +9,8 @@ from typing import Any
 
 import httpx
 import pytest
-from rollyard_drivers.health import backend
-from rollyard_drivers.health.backend import BackendHealth, watch_backend
-from rollyard_drivers.health.pool import PoolHealth
+from rollyard_drivers import health
+from rollyard_drivers.health import BackendHealth, PoolHealth, watch_backend
 from rollyard_drivers.reconcile.plan import STARTING, ObservedWorkload
 from rollyard_inference.errors import BackendUnavailable, NotListening
 
@@ -26,10 +25,10 @@ class Answers:
         self.first: list[tuple[str, str]] = []
         self.first_fails: list[Exception] = []
         self.over = asyncio.Event()
-        monkeypatch.setattr(backend, "check_alive", self._check)
-        monkeypatch.setattr(backend, "first_request", self._first)
-        monkeypatch.setattr(backend, "CHECK_SECONDS", 0.0)
-        monkeypatch.setattr(backend, "FIRST_CHECK_SECONDS", 0.0)
+        monkeypatch.setattr(health, "check_alive", self._check)
+        monkeypatch.setattr(health, "first_request", self._first)
+        monkeypatch.setattr(health, "CHECK_SECONDS", 0.0)
+        monkeypatch.setattr(health, "FIRST_CHECK_SECONDS", 0.0)
 
     async def _check(self, _transport: Any, url: str, _seconds: float) -> None:
         left = self.checks.get(url, [])

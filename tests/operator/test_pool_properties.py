@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from rollyard_crds import BackendPool, BackendPoolStatus, BackendStatus, Condition
 from rollyard_drivers.reconcile.plan import ObservedPool, ObservedWorkload, Plan, Profile
 from rollyard_drivers.reconcile.pool import pool_workloads, reconcile_pool
-from rollyard_drivers.reconcile.replacements import Replacements
+from rollyard_drivers.reconcile.workloads import Replacements
 
 START = datetime(2026, 1, 1, tzinfo=UTC)
 PROFILE = Profile()

@@ -22,8 +22,7 @@ from rollyard_drivers.reconcile.plan import (
 )
 from rollyard_drivers.reconcile.pool import pool_workloads, reconcile_pool
 from rollyard_drivers.reconcile.reconcile_pass import pool_state
-from rollyard_drivers.reconcile.replacements import Replacements
-from rollyard_drivers.reconcile.workloads import restart_delay
+from rollyard_drivers.reconcile.workloads import Replacements, restart_delay
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
 LOCAL = Profile(combine_stages=True)

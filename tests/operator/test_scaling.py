@@ -11,10 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rollyard_crds import RolloutJob
 from rollyard_crds.rolloutjob import StageCounts, StageSpec
-from rollyard_drivers.reconcile.job import job_workloads, reconcile_job
+from rollyard_drivers.reconcile.job import job_workloads, reconcile_job, wanted_replicas
 from rollyard_drivers.reconcile.naming import child_index, child_name
 from rollyard_drivers.reconcile.plan import ObservedJob, ObservedWorkload, Owner, PoolState, Profile
-from rollyard_drivers.reconcile.scaling import wanted_replicas
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
 

@@ -11,8 +11,8 @@ import pytest
 from rollyard_slurm.addresses import controller, is_loopback
 from rollyard_slurm.calls.command_line import SlurmCommands, environment
 from rollyard_slurm.errors import SlurmError, SlurmUnavailable, SubmitRefused
-from rollyard_slurm.scheduling.poll_interval import BUSY_SECONDS, IDLE_SECONDS, PollInterval
 from rollyard_slurm.scripts.batch import BatchScript
+from rollyard_slurm.submissions.polling import BUSY_SECONDS, IDLE_SECONDS, PollInterval
 from rollyard_testing.pace import patience
 from rollyard_testing.slurm_bridge.programs import Programs
 

@@ -13,10 +13,10 @@ from typing import Any
 import httpx
 import pytest
 from rollyard_crds import BackendPoolStatus
-from rollyard_drivers.health.backend import BackendHealth
+from rollyard_drivers.health import BackendHealth
 from rollyard_drivers.reconcile.plan import Launch, Owner, Plan, Stop, Workload
+from rollyard_slurm.bridge import prune_logs
 from rollyard_slurm.errors import SlurmError, SlurmUnavailable, SubmitRefused
-from rollyard_slurm.logs import prune
 from rollyard_slurm.options import reconcile_profile
 from rollyard_slurm.profile import SiteProfile
 from rollyard_slurm.scheduling.avoided_nodes import AVOID_SECONDS
@@ -399,7 +399,7 @@ async def test_a_changed_site_replaces_what_runs(bench: Bench) -> None:
 
 
 def test_health_survives_in_the_record(tmp_path: Path) -> None:
-    from rollyard_slurm.submissions.records import Records
+    from rollyard_slurm.submissions.home_submissions import Records
     from rollyard_slurm.submissions.submission import fresh
 
     records = Records(tmp_path / "r")
@@ -416,7 +416,7 @@ def test_health_survives_in_the_record(tmp_path: Path) -> None:
 
 
 def test_a_record_of_an_earlier_version_may_name_a_sandbox(tmp_path: Path) -> None:
-    from rollyard_slurm.submissions.records import Records
+    from rollyard_slurm.submissions.home_submissions import Records
     from rollyard_slurm.submissions.submission import fresh
 
     folder = tmp_path / "r"
@@ -643,7 +643,7 @@ def test_the_newest_logs_and_those_of_jobs_that_run_are_kept(tmp_path: Path) -> 
     others = {"bridge.log", "control-plane.log", "a-worker-0-5.txt"}
     for name in others:
         (tmp_path / name).touch()
-    assert prune(tmp_path, {living}, kept=3) == 7
+    assert prune_logs(tmp_path, {living}, kept=3) == 7
     left = {path.name for path in tmp_path.iterdir()}
     assert left == {"b-worker-0-100.log", "a-worker-0-99.log", "c-worker-0-101.log", living.name, *others}
 

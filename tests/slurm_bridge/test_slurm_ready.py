@@ -355,7 +355,7 @@ async def test_a_home_that_cannot_be_written_gives_no_worker_away(
 
     bench.store.listed.append(named("qs", "1"))
     times = [(one.submitted_at, one.started_at) for one in bench.fleet.jobs]
-    monkeypatch.setattr("rollyard_slurm.submissions.records.Records.save", full)
+    monkeypatch.setattr("rollyard_slurm.submissions.home_submissions.Records.save", full)
     with pytest.raises(OSError, match="No space left"):
         await bench.turns(1)
     monkeypatch.undo()

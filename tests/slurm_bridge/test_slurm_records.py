@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from rollyard_slurm.readers.job_identity import SlurmJobIdentity
-from rollyard_slurm.submissions.records import Records
+from rollyard_slurm.submissions.home_submissions import Records
 from rollyard_slurm.submissions.submission import Submission
 
 RECORDED = Path(__file__).parent / "data" / "submissions"

@@ -7,12 +7,15 @@ import re
 import socket
 import subprocess
 from collections.abc import Mapping, Sequence
+from typing import Final
 
 from rollyard_slurm.errors import SlurmError
 from rollyard_slurm.node import source_address
 
-_CONTROLLER = re.compile(r"^(?:SlurmctldHost\[0\]|ControlAddr|ControlMachine)\s*=\s*(\S+)", re.MULTILINE)
-SLURMCTLD_PORT = 6817
+_CONTROLLER: Final = re.compile(
+    r"^(?:SlurmctldHost\[0\]|ControlAddr|ControlMachine)\s*=\s*(\S+)", re.MULTILINE
+)
+SLURMCTLD_PORT: Final = 6817
 """The usual port of the controller. Only the route to it matters, and nothing is sent."""
 
 
@@ -69,17 +72,17 @@ def own_address(timeout: float, env: Mapping[str, str]) -> str:
         SlurmError: Slurm does not answer, or no address is found.
     """
     hosts = [controller(_ask(["scontrol", "show", "config"], timeout, env))]
-    found = toward(hosts)
-    if not found or is_loopback(found):
+    address = toward(hosts)
+    if not address or is_loopback(address):
         # The controller runs on this host. Therefore the route to a node decides.
         nodes = _ask(["sinfo", "--noheader", "--format=%o"], timeout, env).split()
-        found = toward(nodes[:1]) or found
-    if not found:
+        address = toward(nodes[:1]) or address
+    if not address:
         raise SlurmError(
             "the address by which the nodes reach this host cannot be determined; give it with "
             "--listen ADDRESS"
         )
-    return found
+    return address
 
 
 def toward(hosts: Sequence[str]) -> str:
@@ -103,8 +106,8 @@ def checked_address(text: str) -> str:
         SlurmError: The text is not an address of this host.
     """
     try:
-        found = socket.getaddrinfo(text, 0, type=socket.SOCK_STREAM)[0]
-        with socket.socket(found[0], socket.SOCK_STREAM) as probe:
+        address = socket.getaddrinfo(text, 0, type=socket.SOCK_STREAM)[0]
+        with socket.socket(address[0], socket.SOCK_STREAM) as probe:
             probe.bind((text, 0))
     except OSError as error:
         raise SlurmError(

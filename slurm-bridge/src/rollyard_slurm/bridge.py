@@ -8,16 +8,16 @@ bridge on the same home finds all of this again.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import secrets
 import signal
 import socket
 import ssl
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Any
+from pathlib import Path
+from typing import Any, Final
 
 import httpx
 from rollyard_client.unixsocket import LONGEST_PATH
@@ -33,10 +33,9 @@ from rollyard_drivers.host.control_plane import (
 from rollyard_drivers.host.errors import StartFailed
 from rollyard_drivers.host.home import Home, read_json, write_json
 from rollyard_drivers.host.private_files import write_private
-from rollyard_drivers.loop.driver import Driver, Store, replace_pool, unless_stopped
+from rollyard_drivers.loop.driver import Driver, Store, replace_pool, run_passes, unless_stopped
 from rollyard_drivers.reconcile.plan import Owner
 
-from rollyard_slurm import logs
 from rollyard_slurm.addresses import checked_address, own_address
 from rollyard_slurm.calls.command_line import environment
 from rollyard_slurm.calls.protocol import SlurmCalls
@@ -53,21 +52,25 @@ from rollyard_slurm.options import (
     served,
 )
 from rollyard_slurm.profile import RestProfile
-from rollyard_slurm.scheduling.poll_interval import PollInterval
 from rollyard_slurm.scripts.site import Site
+from rollyard_slurm.submissions.polling import PollInterval
 from rollyard_slurm.submissions.ready_workers import DEFAULT_NAMESPACE
 from rollyard_slurm.submissions.workloads import SlurmWorkloads
 
-TURN_SECONDS = 0.5
+TURN_SECONDS: Final = 0.5
 """The longest pause between two passes of the loop, in seconds."""
-WORKER_GRACE_SECONDS = 20.0
+WORKER_GRACE_SECONDS: Final = 20.0
 """The time that stage workers have to drain when the bridge ends, in seconds."""
-BACKEND_GRACE_SECONDS = 5.0
+BACKEND_GRACE_SECONDS: Final = 5.0
 """The time that backends have to end by themselves when the bridge ends, in seconds."""
-END_SECONDS = 60.0
+END_SECONDS: Final = 60.0
 """The time that Slurm has to end the jobs that were cancelled, in seconds."""
-PLANE_GRACE_SECONDS = 3.0
+PLANE_GRACE_SECONDS: Final = 3.0
 """The time that the control plane has to end by itself, in seconds."""
+KEPT_LOGS: Final = 500
+"""The number of logs of ended jobs that are kept."""
+PRUNE_SECONDS: Final = 600.0
+"""The time between two removals of old logs, in seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,15 +151,15 @@ class Bridge:
         Raises:
             StartFailed: The file cannot be read, holds no certificate, or cannot be copied.
         """
-        given = self._options.ca_file
-        if given is None:
+        file = self._options.ca_file
+        if file is None:
             return None
         try:
-            trusted = ssl.create_default_context(cafile=given)
-            write_private(self._home.root / CA_NAME, given.read_text())
+            trusted = ssl.create_default_context(cafile=file)
+            write_private(self._home.root / CA_NAME, file.read_text())
         except (OSError, ValueError) as error:  # An SSLError is an OSError.
             words = error.strerror if isinstance(error, OSError) and error.strerror else error
-            raise StartFailed(f"--ca-file {given}: cannot be used: {words}") from error
+            raise StartFailed(f"--ca-file {file}: cannot be used: {words}") from error
         return trusted
 
     async def _serve(self, http: httpx.AsyncClient, trusted: ssl.SSLContext | None) -> None:
@@ -296,8 +299,9 @@ class Bridge:
         """Poll Slurm, make passes of the driver and remove old logs, until it is cancelled."""
         interval, clock, pruned = PollInterval(), asyncio.get_running_loop().time, float("-inf")
         trouble = ""
-        while True:
-            self._wake.clear()
+
+        async def run_pass() -> None:
+            nonlocal pruned, trouble
             now = datetime.now(UTC)
             try:
                 workloads.find_endpoints()
@@ -309,9 +313,9 @@ class Bridge:
                     await driver.run_pass(now)
                     await workloads.keep_ready(now, store.offer)
                     await workloads.act(now)
-                if clock() - pruned > logs.EVERY_SECONDS:
+                if clock() - pruned > PRUNE_SECONDS:
                     pruned = clock()
-                    await asyncio.to_thread(logs.prune, self._home.logs, workloads.logs())
+                    await asyncio.to_thread(prune_logs, self._home.logs, workloads.logs())
             except OSError as error:
                 # The disk is full, a quota is reached, or the file server does not answer. Running jobs
                 # continue, and the next pass tries again.
@@ -320,16 +324,15 @@ class Bridge:
                     self._say(f"trouble: {error.filename or 'the home'}: {error.strerror or error}")
             else:
                 trouble = ""
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(TURN_SECONDS):
-                    await self._wake.wait()
+
+        await run_passes(run_pass, self._wake, TURN_SECONDS)
 
     async def _end(self, workloads: SlurmWorkloads) -> None:
         """End every job of this home. The workers end first, and hand over their rollouts."""
         for kind, grace in (("stage-worker", WORKER_GRACE_SECONDS), ("backend", BACKEND_GRACE_SECONDS)):
             left = await end_jobs(workloads, kind, grace)
             if left:
-                numbers = ", ".join(str(one) for one in left)
+                numbers = ", ".join(str(job) for job in left)
                 self._say(f"Slurm has not ended these jobs yet: {numbers}; `scancel` was sent")
 
 
@@ -368,7 +371,7 @@ async def end_jobs(workloads: SlurmWorkloads, kind: str, grace: float) -> list[i
             await workloads.act(now)
             await asyncio.sleep(delay)
             delay = min(2.0, delay * 1.5)
-    return [one.job for one in workloads.left(kind) if one.job is not None]
+    return [submission.job for submission in workloads.left(kind) if submission.job is not None]
 
 
 def rest_of(known: dict[str, Any]) -> RestProfile | None:
@@ -417,3 +420,25 @@ def install_signals(bridge: Bridge) -> None:
     loop.add_signal_handler(signal.SIGTERM, bridge.stop, True)
     if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
         loop.add_signal_handler(signal.SIGHUP, bridge.stop, True)
+
+
+def prune_logs(folder: Path, living: Collection[Path], kept: int = KEPT_LOGS) -> int:
+    """Remove all but the newest logs, and return the number of removed logs.
+
+    Args:
+        folder: The folder of the logs.
+        living: The logs of jobs that have not ended. They are never removed.
+        kept: The number of other logs that are kept.
+
+    Raises:
+        OSError: The folder cannot be read.
+    """
+    logs = []
+    for path in folder.glob("*-*.log"):
+        number = path.stem.rpartition("-")[2]
+        if number.isdecimal() and path not in living:
+            logs.append((int(number), path))
+    old = [path for _, path in sorted(logs, key=lambda log: log[0], reverse=True)[kept:]]
+    for path in old:
+        path.unlink(missing_ok=True)
+    return len(old)

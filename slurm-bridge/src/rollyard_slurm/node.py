@@ -48,10 +48,10 @@ def command_for(command: list[str], host: str, port: int) -> tuple[list[str], in
     """
     filled = [word.replace(HOST, host).replace(PORT, str(port)) for word in command]
     chosen = port
-    for place, word in enumerate(filled):
+    for index, word in enumerate(filled):
         value = word.partition("=")[2] if word.startswith("--port=") else ""
-        if word == "--port" and place + 1 < len(filled):
-            value = filled[place + 1]
+        if word == "--port" and index + 1 < len(filled):
+            value = filled[index + 1]
         chosen = int(value) if value.isdigit() else chosen
     return filled, chosen
 
@@ -73,22 +73,22 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--toward", required=True, help="the control plane's URL")
     parser.add_argument("command", nargs="+")
-    given = parser.parse_args(argv)
-    toward = urlsplit(given.toward)
+    options = parser.parse_args(argv)
+    toward = urlsplit(options.toward)
     try:
         # A control plane that listens on a Unix socket runs on the same node as everything else.
         local = toward.scheme == "http+unix"
         host = "127.0.0.1" if local else source_address(toward.hostname or "", toward.port or 80)
-        command, port = command_for(given.command, host, free_port(host))
+        command, port = command_for(options.command, host, free_port(host))
         document = {
             "url": base_url(host, port),
             "node": os.environ.get("SLURMD_NODENAME", socket.gethostname()),
             "job": os.environ.get("SLURM_JOB_ID", ""),
             "restart": os.environ.get("SLURM_RESTART_COUNT", "0"),
         }
-        scratch = given.endpoint.with_name(f".{given.endpoint.name}.{os.getpid()}")
+        scratch = options.endpoint.with_name(f".{options.endpoint.name}.{os.getpid()}")
         scratch.write_text(json.dumps(document))
-        scratch.replace(given.endpoint)
+        scratch.replace(options.endpoint)
     except OSError as error:
         print(f"error: the backend cannot be announced: {error}", file=sys.stderr)
         return 2

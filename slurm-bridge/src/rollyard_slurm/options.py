@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from rollyard_crds import BackendPool, RolloutJob
 from rollyard_drivers.reconcile.placement import is_for
@@ -15,14 +15,14 @@ from rollyard_drivers.reconcile.plan import Profile
 from rollyard_slurm.profile import SiteProfile
 from rollyard_slurm.scripts.site import Site
 
-COMMAND = "rollyard slurm-bridge up"
-UNIX = "unix"
+COMMAND: Final = "rollyard slurm-bridge up"
+UNIX: Final = "unix"
 """The value of `listen` that stands for a Unix socket in the home."""
-SOCKET_NAME = "api.sock"
+SOCKET_NAME: Final = "api.sock"
 """The name of the socket in the state folder. Only the user of the bridge can reach this folder."""
-CA_NAME = "ca.crt"
+CA_NAME: Final = "ca.crt"
 """The name of the file in the home into which the certificates are copied."""
-DEFAULT_TIMEOUT = 20.0
+DEFAULT_TIMEOUT: Final = 20.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -54,16 +54,19 @@ def batches(options: BridgeOptions, things: Iterable[RolloutJob | BackendPool]) 
         ca_file=options.home / CA_NAME if options.ca_file is not None else None,
     )
     profile = reconcile_profile(site, options.max_jobs)
-    made = []
+    scripts = []
     for thing in things:
         workloads = (
             job_workloads(thing, profile) if isinstance(thing, RolloutJob) else pool_workloads(thing, profile)
         )
-        made += [_batch(one, site) for one in workloads]
+        scripts += [_batch(workload, site) for workload in workloads]
     if options.profile.workers.ready:
         namespaces = options.namespaces or (DEFAULT_NAMESPACE,)
-        made += [_batch(ready_workload(one, "ready-0000000000000000", site), site) for one in namespaces]
-    return made
+        scripts += [
+            _batch(ready_workload(namespace, "ready-0000000000000000", site), site)
+            for namespace in namespaces
+        ]
+    return scripts
 
 
 def _batch(workload: Workload, site: Site) -> BatchScript:
@@ -78,19 +81,19 @@ async def scripts(options: BridgeOptions, things: Iterable[RolloutJob | BackendP
     Raises:
         SlurmError: slurmrestd does not have the wanted version.
     """
-    made = batches(options, things)
+    batch_scripts = batches(options, things)
     calls = slurm_calls(
         options.profile.rest, options.timeout, environment(os.environ, options.profile.pass_env), options.home
     )
     if not isinstance(calls, RestCalls):
-        return [one.text() for one in made]
+        return [script.text() for script in batch_scripts]
     texts = []
-    for one in made:
+    for script in batch_scripts:
         try:
-            body = await calls.fields(one)
+            body = await calls.fields(script)
             version = (await calls.server.api()).version
         except SlurmUnavailable as trouble:
-            texts.append(f"{one.text()}\n# fields for slurmrestd: not known: {trouble}\n")
+            texts.append(f"{script.text()}\n# fields for slurmrestd: not known: {trouble}\n")
             continue
         # The environment is left out: it may hold private values, and users may show the preview to others.
         job = {name: value for name, value in body["job"].items() if name != "environment"}

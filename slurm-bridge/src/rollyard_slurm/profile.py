@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Final
 
 import yaml
 from pydantic import Field, ValidationError, field_validator, model_validator
@@ -18,18 +18,18 @@ from rollyard_slurm.errors import ProfileInvalid
 from rollyard_slurm.readers.command_output import duration_seconds
 from rollyard_slurm.scripts import job_fields
 
-SIGNAL_SECONDS = 90
+SIGNAL_SECONDS: Final = 90
 """The default of `signalSeconds`. A drain, a hand-over and the end of the sandboxes fit into this time."""
 Word = Annotated[str, Field(min_length=1, max_length=1024, pattern=r"^[^\s\x00-\x1f\x7f]+$")]
 Line = Annotated[str, Field(max_length=4096, pattern=r"^[^\n\x00]*$")]
 Variable = Annotated[str, Field(max_length=1024, pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
 Words = Annotated[list[Word], Field(max_length=64)]
-_OURS = (
-    "--job-name", "-J", "--comment", "--output", "-o", "--error", "-e", "--signal",
-    "--requeue", "--no-requeue",
-    "--array", "-a", "--wrap", "--parsable", "--open-mode", "--time", "-t", "--nodes", "-N", "--ntasks", "-n",
-    "--wait", "-W", "--test-only", "--hold", "-H",
-)  # fmt: skip
+_OURS: Final = (
+    *("--job-name", "-J", "--comment", "--output", "-o", "--error", "-e", "--signal"),
+    *("--requeue", "--no-requeue", "--array", "-a", "--wrap", "--parsable", "--open-mode"),
+    *("--time", "-t", "--nodes", "-N", "--ntasks", "-n"),
+    *("--wait", "-W", "--test-only", "--hold", "-H"),
+)
 
 
 class JobProfile(Model):
@@ -252,20 +252,20 @@ def load(path: Path | None, overrides: dict[str, Any] | None = None) -> SiteProf
             raise ProfileInvalid(f"--profile {path}: must be a mapping of fields")
     where = f"--profile {path}" if path is not None else "options"
     try:
-        made = SiteProfile.model_validate(document)
+        profile = SiteProfile.model_validate(document)
         chosen = {name: value for name, value in (overrides or {}).items() if value is not None}
-        if made.rest is not None and "rest" in chosen:
-            chosen["rest"] = {**made.rest.model_dump(exclude_none=True), **chosen["rest"]}
+        if profile.rest is not None and "rest" in chosen:
+            chosen["rest"] = {**profile.rest.model_dump(exclude_none=True), **chosen["rest"]}
         if chosen:
             # Options of the command line apply to every kind of job.
             cleared = {name: None for name in chosen if name in JobProfile.model_fields}
-            made = made.model_copy(
+            profile = profile.model_copy(
                 update={
-                    "workers": made.workers.model_copy(update=cleared),
-                    "backends": made.backends.model_copy(update=cleared),
+                    "workers": profile.workers.model_copy(update=cleared),
+                    "backends": profile.backends.model_copy(update=cleared),
                 }
             )
-            made = SiteProfile.model_validate({**made.model_dump(), **chosen})
-        return made
+            profile = SiteProfile.model_validate({**profile.model_dump(), **chosen})
+        return profile
     except ValidationError as error:
         raise ProfileInvalid(f"{where}: " + "; ".join(describe(error, model=SiteProfile))) from error

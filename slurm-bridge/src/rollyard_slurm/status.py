@@ -31,14 +31,14 @@ async def overview(home: Home) -> list[str]:
         listed = await calls.queue()
     except SlurmError as error:
         return [*lines, f"jobs     not known: {error}"]
-    given = _given(home)
+    assignments = _given(home)
     rows = [("JOB", "STATE", "TIME LEFT", "NODE OR REASON", "FOR", "WORKLOAD")]
     for job in listed:
         who = SlurmJobIdentity.parse(job.comment)
         if who is None or who.instance != known["instance"]:
             continue
         left = "-" if job.left is None else f"{job.left / 60:.0f} min"
-        owner, workload = given.get(who.launch, (who.owner, who.workload))
+        owner, workload = assignments.get(who.launch, (who.owner, who.workload))
         rows.append((str(job.id), job.state, left, job.nodes or job.reason, owner, workload))
     if len(rows) == 1:
         return [*lines, "jobs     none"]
@@ -53,11 +53,11 @@ def _given(home: Home) -> dict[str, tuple[str, str]]:
 
     The comments of these jobs still say that they belong to no RolloutJob.
     """
-    given = {}
+    assignments = {}
     for path in (home.root / "submissions").glob("*.json"):
         record = read_json(path) or {}
         if record.get("ready"):
             owner = record["workload"]["owner"]
             job = f"{owner['kind'].lower()}/{owner['namespace']}/{owner['name']}"
-            given[path.stem] = (job, record["workload"]["name"])
-    return given
+            assignments[path.stem] = (job, record["workload"]["name"])
+    return assignments

@@ -34,7 +34,7 @@ def check_slurmrestd(profile: Path | None, sockets: Iterable[Path] = SOCKETS) ->
 
 
 def _asked(wanted: RestProfile, needed: bool) -> Finding:
-    from rollyard_slurm.calls.call_counts import CallCounts
+    from rollyard_slurm.calls.protocol import CallCounts
     from rollyard_slurm.calls.slurmrestd import SlurmrestdClient
     from rollyard_slurm.errors import SlurmError
 

@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import Any, Final
 
 import httpx
-from rollyard_drivers.commands.engine import ENGINE_MODULE, engine_arguments
-from rollyard_drivers.commands.worker import WORKER_MODULE, worker_arguments
-from rollyard_drivers.health.backend import BackendHealth, watch_backend
+from rollyard_drivers.commands import ENGINE_MODULE, WORKER_MODULE, engine_arguments, worker_arguments
+from rollyard_drivers.health import BackendHealth, watch_backend
 from rollyard_drivers.host.child import Child, Folders
 from rollyard_drivers.host.errors import HostError
 from rollyard_drivers.host.home import Home
@@ -28,8 +27,7 @@ from rollyard_drivers.reconcile.plan import (
     Workload,
     WorkloadState,
 )
-from rollyard_drivers.reconcile.replacements import Replacements
-from rollyard_drivers.reconcile.workloads import exit_text
+from rollyard_drivers.reconcile.workloads import Replacements, exit_text
 
 from rollyard.errors import CannotStart
 from rollyard.local.gpus import choose, visible_gpus

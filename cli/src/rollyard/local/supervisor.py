@@ -29,7 +29,7 @@ from rollyard_drivers.host.control_plane import PROGRAM as CONTROL_PLANE
 from rollyard_drivers.host.control_plane import ControlPlaneProcess, ControlPlaneSettings
 from rollyard_drivers.host.home import Home, write_json
 from rollyard_drivers.host.ready_processes import Program, ReadyProcesses
-from rollyard_drivers.loop.driver import Driver, Store, StoreTrouble, replace_pool, unless_stopped
+from rollyard_drivers.loop.driver import Driver, Store, StoreTrouble, replace_pool, run_passes, unless_stopped
 from rollyard_drivers.reconcile.placement import is_for
 from rollyard_drivers.reconcile.plan import Owner, Profile
 
@@ -288,14 +288,12 @@ class Supervisor:
             await self._end_sandboxes(plane.url, plane.token("worker"))
 
     async def _loop(self, driver: Driver, fleet: Fleet) -> None:
-        while True:
-            self._wake.clear()
+        async def run_pass() -> None:
             # This comes before the pass, which starts a backend again that has ended.
             self._note_backends(fleet)
             await driver.run_pass(datetime.now(UTC))
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(TURN_SECONDS):
-                    await self._wake.wait()
+
+        await run_passes(run_pass, self._wake, TURN_SECONDS)
 
 
 def install_signals(supervisor: Supervisor) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from rollyard_crds.reading.engine_arguments import given_port
-from rollyard_drivers.commands.vllm import DEFAULT_COMMAND, SERVER_ENV, vllm_command
+from rollyard_drivers.commands import DEFAULT_COMMAND, SERVER_ENV, vllm_command
 from rollyard_drivers.host.installed_vllm import installed_version
 from rollyard_drivers.reconcile.plan import Workload
 from rollyard_drivers.reconcile.vllm_version import MINIMUM_TEXT, is_too_old

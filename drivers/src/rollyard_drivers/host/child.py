@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Final
 
 from rollyard_drivers.host import launcher
 from rollyard_drivers.host.home import read_json, write_json
@@ -25,8 +26,8 @@ from rollyard_drivers.host.processes import (
     send,
 )
 
-_CHUNK = 1 << 16
-_LAST_WORDS_SECONDS = 1.0
+_CHUNK: Final = 1 << 16
+_LAST_WORDS_SECONDS: Final = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,7 +252,7 @@ def sweep(pids: Path) -> list[str]:
     Returns:
         The names of the children of which something still ran.
     """
-    found = []
+    names = []
     for file in sorted(pids.glob("*.json")):
         document = read_json(file)
         identity = ProcessIdentity.from_json(document) if document is not None else None
@@ -262,6 +263,6 @@ def sweep(pids: Path) -> list[str]:
             # number while they live.
             left = kill_session(identity.pid, identity.start_ticks)
             if leader or left:
-                found.append(file.stem)
+                names.append(file.stem)
         file.unlink(missing_ok=True)
-    return found
+    return names

@@ -19,13 +19,13 @@ from rollyard_drivers.host.home import Home, read_json
 from rollyard_drivers.host.private_files import write_private
 from rollyard_drivers.host.ready_processes import ReadyProcesses
 
-NAME = "control-plane"
+NAME: Final = "control-plane"
 PROGRAM: Final = "rollyard_api"
 """The package that is run as the control plane."""
-READY_SECONDS = 60.0
-POLL_SECONDS = 0.05
+READY_SECONDS: Final = 60.0
+POLL_SECONDS: Final = 0.05
 _RESTARTS: Final = Backoff(first=0.5, longest=15.0)
-USEFUL_SECONDS = 3.0
+USEFUL_SECONDS: Final = 3.0
 """A control plane that was ready for this many seconds has done useful work, and is restarted at once."""
 
 

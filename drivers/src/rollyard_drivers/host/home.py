@@ -11,22 +11,22 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from rollyard_process.private_folder import make_private_folder
 
 from rollyard_drivers.host.errors import HomeInUse, HomeUnusable
 from rollyard_drivers.host.processes import ProcessIdentity, identify, is_alive
 
-MAX_RUN_PATH = 64
+MAX_RUN_PATH: Final = 64
 """The longest path in bytes. A sandbox's socket path adds about 35 bytes, and the kernel accepts at most
 107."""
 
 
 def default_home(env: Mapping[str, str] = os.environ) -> Path:
     """Return `$ROLLYARD_HOME` if it is set, and `~/.local/state/rollyard` otherwise."""
-    given = env.get("ROLLYARD_HOME")
-    return Path(given).expanduser() if given else Path.home() / ".local" / "state" / "rollyard"
+    folder = env.get("ROLLYARD_HOME")
+    return Path(folder).expanduser() if folder else Path.home() / ".local" / "state" / "rollyard"
 
 
 @dataclass(frozen=True, slots=True)

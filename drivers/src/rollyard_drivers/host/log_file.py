@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, Final
 
 from rollyard_drivers.reconcile import log_errors
 
-LIMIT_BYTES = 8 << 20
-LINE_LIMIT = 300
-_TAIL_BYTES = 32 << 10
+LIMIT_BYTES: Final = 8 << 20
+LINE_LIMIT: Final = 300
+_TAIL_BYTES: Final = 32 << 10
 
 
 class LogFile:

@@ -12,13 +12,13 @@ import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 # This is field 22 of /proc/PID/stat, counted after the command name and its closing parenthesis.
-_START_TIME = 19
-_STATE = 0
-_SESSION = 3
-SESSION_SECONDS = 5.0
+_START_TIME: Final = 19
+_STATE: Final = 0
+_SESSION: Final = 3
+SESSION_SECONDS: Final = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +116,7 @@ def kill_session(leader: int, since_ticks: int = 0) -> int:
 
 def members(session: int, since_ticks: int = 0) -> list[int]:
     """Return the pids of a session's living processes that started at `since_ticks` or later."""
-    found = []
+    pids = []
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit():
             continue
@@ -130,8 +130,8 @@ def members(session: int, since_ticks: int = 0) -> list[int]:
             and fields[_STATE] not in ("Z", "X")
             and int(fields[_START_TIME]) >= since_ticks
         ):
-            found.append(int(entry.name))
-    return found
+            pids.append(int(entry.name))
+    return pids
 
 
 def send(identity: ProcessIdentity, number: signal.Signals, group: bool = False) -> None:

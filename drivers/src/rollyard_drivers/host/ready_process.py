@@ -15,11 +15,12 @@ import importlib
 import json
 import os
 import sys
+from typing import Final
 
 from rollyard_crds.base import build_all
 
-MODULE = "rollyard_drivers.host.ready_process"
-MAX_LINE_BYTES = 1 << 20
+MODULE: Final = "rollyard_drivers.host.ready_process"
+MAX_LINE_BYTES: Final = 1 << 20
 
 
 def main() -> int:

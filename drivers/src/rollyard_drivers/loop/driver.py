@@ -19,8 +19,7 @@ from rollyard_crds.workers import AssignmentOffer, WorkerDeath, WorkerDied
 from rollyard_process.waiting import first_of
 
 from rollyard_drivers.host.errors import HostError
-from rollyard_drivers.loop.deaths import Deaths
-from rollyard_drivers.loop.passes import BackendReports, job_pass, pool_pass
+from rollyard_drivers.loop.passes import BackendReports, Deaths, job_pass, pool_pass
 from rollyard_drivers.reconcile import placement, reconcile_pass
 from rollyard_drivers.reconcile.conditions import holds
 from rollyard_drivers.reconcile.naming import owner_of
@@ -171,8 +170,8 @@ class Driver:
         served = [pool for pool in pools if self._serves(pool)]
         here = {owner_of(job) for job in jobs} | {owner_of(pool) for pool in served}
         for owner in self._workloads.owners() - here:
-            for seen in self._workloads.observed(owner):
-                self._workloads.stop(Stop(seen.name, self._profile.stop_seconds))
+            for workload in self._workloads.observed(owner):
+                self._workloads.stop(Stop(workload.name, self._profile.stop_seconds))
             self._reports.pop(owner, None)
         for pool in served:
             with self._tolerant():
@@ -305,6 +304,27 @@ async def replace_pool(store: Store, pool: BackendPool) -> None:
         if same_name and old.spec != pool.spec:
             await store.delete_pool(meta.namespace, meta.name)
     await store.create_pool(pool)
+
+
+async def run_passes(
+    run_pass: Callable[[], Awaitable[None]], wake: asyncio.Event, most_seconds: float
+) -> None:
+    """Make one pass after the other until cancelled. This is the loop of every driver outside a cluster.
+
+    The events only decide when a pass begins, because each pass looks at the whole state.
+
+    Args:
+        run_pass: Makes one pass.
+        wake: Begins the next pass at once when it is set. It is cleared before each pass, so that a change
+            during a pass begins another one.
+        most_seconds: The longest pause between two passes, in seconds.
+    """
+    while True:
+        wake.clear()
+        await run_pass()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(most_seconds):
+                await wake.wait()
 
 
 async def unless_stopped(start: Awaitable[None], stop: asyncio.Event) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
 from datetime import datetime
 from typing import Protocol, TypeVar
 
@@ -18,10 +19,11 @@ from rollyard_crds import (
     RolloutJob,
     RolloutJobStatus,
 )
+from rollyard_crds.workers import WorkerDeath, WorkerDied
 
 from rollyard_drivers.reconcile import reconcile_pass
 from rollyard_drivers.reconcile.job import reconcile_job
-from rollyard_drivers.reconcile.plan import ObservedJob, ObservedPool, Plan, Profile
+from rollyard_drivers.reconcile.plan import ObservedJob, ObservedPool, ObservedWorkload, Owner, Plan, Profile
 from rollyard_drivers.reconcile.pool import reconcile_pool
 
 T = TypeVar("T")
@@ -83,10 +85,10 @@ async def job_pass(
     actions.planned(plan)
     await actions.prepare(plan)
     # The status describes what was seen before this pass, so neither step waits for the other.
-    done = await asyncio.gather(actions.carry_out(plan), actions.show(plan.status), return_exceptions=True)
-    for one in done:
-        if isinstance(one, BaseException):
-            raise one
+    results = await asyncio.gather(actions.carry_out(plan), actions.show(plan.status), return_exceptions=True)
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
     if plan.cancel and not observed.cancelled:
         await actions.cancel()
     await actions.report(plan.status)
@@ -140,9 +142,57 @@ class BackendReports:
         Returns:
             The answer of `put`, or None if nothing was sent.
         """
-        seen = reconcile_pass.reported_backends(backends)
-        if seen == self._reported and reconcile_pass.routed_by(backends) == reconcile_pass.routed_by(known):
+        current = reconcile_pass.reported_backends(backends)
+        routed_alike = reconcile_pass.routed_by(backends) == reconcile_pass.routed_by(known)
+        if routed_alike and current == self._reported:
             return None
         answer = await put(backends)
-        self._reported = seen
+        self._reported = current
         return answer
+
+
+Report = Callable[[WorkerDied], Awaitable[WorkerDeath]]
+"""Reports a death."""
+
+
+class Deaths:
+    """A record of the dead workers that one driver has reported, as long as it observes them.
+
+    The control plane takes back the leases of a dead worker at once and answers whether the worker completed
+    any stage. A worker that did is not crash-looping.
+    """
+
+    def __init__(self) -> None:
+        self._useful: dict[Owner, dict[str, bool]] = {}
+
+    async def noted(
+        self, owner: Owner, workloads: Sequence[ObservedWorkload], report: Report
+    ) -> tuple[ObservedWorkload, ...]:
+        """Report the workers of a job that have died since the last call, and return all workloads.
+
+        A dead worker that completed a stage of a rollout is returned as `useful`.
+
+        Raises:
+            Exception: What `report` raised. The next call reports the same death again.
+        """
+        before, known = self._useful.pop(owner, {}), {}
+        dead = [workload.worker for workload in workloads if workload.state == "exited" and workload.worker]
+        try:
+            for worker in dead:
+                known[worker] = (
+                    before[worker] if worker in before else await _is_useful(owner, worker, report)
+                )
+        finally:
+            if known:
+                self._useful[owner] = known
+        return tuple(
+            replace(workload, useful=True)
+            if workload.state == "exited" and known.get(workload.worker)
+            else workload
+            for workload in workloads
+        )
+
+
+async def _is_useful(owner: Owner, worker: str, report: Report) -> bool:
+    answer = await report(WorkerDied(namespace=owner.namespace, job=owner.name, worker=worker))
+    return answer.completed

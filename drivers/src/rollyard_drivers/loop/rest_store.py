@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import ssl
 from collections.abc import Awaitable, Callable, Sequence
-from typing import TypeVar
+from typing import Final, TypeVar
 
 from rollyard_client import DriverClient, Retry, RollyardError
 from rollyard_crds import (
@@ -25,9 +25,9 @@ from rollyard_drivers.reconcile.ready_workers import JOB_OVER
 
 T = TypeVar("T")
 
-WATCH_SECONDS = 30.0
+WATCH_SECONDS: Final = 30.0
 """The duration of one long poll, in seconds."""
-AGAIN_SECONDS = 2.0
+AGAIN_SECONDS: Final = 2.0
 """The pause in seconds after a call that the control plane did not answer, since it may be restarting."""
 
 
@@ -88,10 +88,10 @@ class RestStore:
         try:
             await self._client.offer(offered)
         except RollyardError as error:
-            said = f"{error.reason}: {error}"
+            message = f"{error.reason}: {error}"
             if error.status is None or error.status >= 500 or error.status == 429:
-                raise StoreTrouble(said) from error
-            return "" if error.reason in JOB_OVER else said
+                raise StoreTrouble(message) from error
+            return "" if error.reason in JOB_OVER else message
         return ""
 
     async def create_pool(self, pool: BackendPool) -> None:
@@ -110,12 +110,12 @@ class RestStore:
         revision: int | None = None
         while True:
             try:
-                found = await self._client.unfinished(revision, WATCH_SECONDS)
+                unfinished = await self._client.unfinished(revision, WATCH_SECONDS)
             except RollyardError:
                 await asyncio.sleep(AGAIN_SECONDS)
                 continue
-            if found.revision != revision:
-                revision = found.revision
+            if unfinished.revision != revision:
+                revision = unfinished.revision
                 wake()
 
     async def close(self) -> None:

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import datetime
+from typing import Final
 
 from rollyard_crds import Condition
 
-MESSAGE_LIMIT = 1024
+MESSAGE_LIMIT: Final = 1024
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,11 +9,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from typing import Final
 
 from rollyard_crds import STAGES, RolloutCounts, RolloutJob, RolloutJobStatus, StageName
 from rollyard_crds.fields.dynamic_sampling import TARGET_MET, TARGET_NOT_MET, DynamicSamplingStatus
 from rollyard_crds.fields.signals import warnings_of
 from rollyard_crds.names import NO_TOOL_PARSER
+from rollyard_crds.rolloutjob import StageCounts, StageSpec
 
 from rollyard_drivers.reconcile.conditions import ConditionUpdate, find, holds, since, updated
 from rollyard_drivers.reconcile.naming import child_index, child_name, made_of, owner_of
@@ -27,10 +29,9 @@ from rollyard_drivers.reconcile.plan import (
     Stop,
     Workload,
 )
-from rollyard_drivers.reconcile.scaling import scales, wanted_replicas
 from rollyard_drivers.reconcile.workloads import WorkloadPlan, earliest, exit_text, keep, restarts_in_a_row
 
-_PROFILE = Profile()
+_PROFILE: Final = Profile()
 
 
 def job_workloads(
@@ -78,7 +79,7 @@ def _current(owner: Owner, role: str, observed: Sequence[ObservedWorkload]) -> i
 
     This is one more than the highest index of a worker that is starting or running.
     """
-    there = (seen.name for seen in observed if seen.state in ("starting", "running"))
+    there = (workload.name for workload in observed if workload.state in ("starting", "running"))
     indices = (child_index(owner, role, name) for name in there)
     return max((index + 1 for index in indices if index is not None), default=0)
 
@@ -148,11 +149,11 @@ def _target_outcome(job: RolloutJob, reason: str) -> _Outcome:
 
     Rollouts that were cancelled because the target was met do not count among those of which some failed.
     """
-    found = job.status.dynamic_sampling or DynamicSamplingStatus()
-    text = f"{found.informative_groups} groups have a signal, and {found.target_groups} were wanted"
+    sampling = job.status.dynamic_sampling or DynamicSamplingStatus()
+    text = f"{sampling.informative_groups} groups have a signal, and {sampling.target_groups} were wanted"
     if reason == TARGET_NOT_MET:
         return _Outcome(False, reason, f"{text}; no further group can be started")
-    failed = _too_many_failures(job, job.status.counts.total - found.surplus_rollouts)
+    failed = _too_many_failures(job, job.status.counts.total - sampling.surplus_rollouts)
     return failed or _Outcome(True, reason, text)
 
 
@@ -203,7 +204,7 @@ def _running(
     observed: ObservedJob,
     admission: ConditionUpdate,
     fleet: WorkloadPlan,
-    wanted: Sequence[Workload],
+    desired: Sequence[Workload],
 ) -> ConditionUpdate:
     reference = job.spec.backend_ref
     if not admission.status:
@@ -216,11 +217,11 @@ def _running(
             f"there is no BackendPool {reference.name!r} in namespace {job.metadata.namespace!r}; "
             "the job starts when there is one",
         )
-    if not wanted:
+    if not desired:
         idle = any(scales(getattr(job.spec.stages, stage)) for stage in STAGES)
         text = "nothing waits for a worker" if idle else "every stage has replicas 0"
         return ConditionUpdate("Running", False, "NoWorkers", text)
-    least = {workload.name for workload in wanted if workload.index < _least(job, workload)}
+    least = {workload.name for workload in desired if workload.index < _least(job, workload)}
     if not least <= fleet.running:
         text = f"{len(least & fleet.running)} of {len(least)} stage workers run"
         details = "; ".join((*fleet.troubles, *fleet.waiting))
@@ -246,28 +247,29 @@ def _skipped(job: RolloutJob) -> str:
 
 def _malformed(job: RolloutJob) -> str:
     """Return a warning that the parser could read none of the job's tool calls, or ""."""
-    found, reference = job.status.malformed_calls, job.spec.backend_ref
-    if found is None:
+    malformed, reference = job.status.malformed_calls, job.spec.backend_ref
+    if malformed is None:
         return ""
     whose = "" if reference is None else f" of {reference.name!r}"
     return (
-        f"all {found.calls} tool calls of the first {found.rollouts} rollouts that made any were malformed: "
+        f"all {malformed.calls} tool calls of the first {malformed.rollouts} rollouts that made any were "
+        "malformed: "
         f"agent.toolParser {job.spec.agent.tool_parser!r} may not fit the model{whose}"
     )
 
 
 def _awaited(job: RolloutJob) -> str:
     """Return what an open stream with dynamic sampling lacks, or "" if it has something to do."""
-    found, counts = job.status.dynamic_sampling, job.status.counts
-    if found is None or counts.init.active or counts.run.active or counts.eval.active:
+    sampling, counts = job.status.dynamic_sampling, job.status.counts
+    if sampling is None or counts.init.active or counts.run.active or counts.eval.active:
         return ""
-    so_far = f"{found.informative_groups} of {found.target_groups} groups have a signal"
-    if found.informative_groups >= found.target_groups:
+    so_far = f"{sampling.informative_groups} of {sampling.target_groups} groups have a signal"
+    if sampling.informative_groups >= sampling.target_groups:
         return f"no step is open: {so_far}; open one (POST …/targets) or close the stream"
-    if found.in_flight_groups or found.waiting_groups:
+    if sampling.in_flight_groups or sampling.waiting_groups:
         return ""
     return (
-        f"no task is left: {so_far}, {found.uninformative_groups} have none, {found.dropped_groups} "
+        f"no task is left: {so_far}, {sampling.uninformative_groups} have none, {sampling.dropped_groups} "
         "dropped; push tasks or close the stream"
     )
 
@@ -296,13 +298,13 @@ def reconcile_job(
     missing_pool = job.spec.backend_ref is not None and observed.pool is None
     # If the pool vanishes later, the workers are left alone. They wait, since the pool may come back.
     start = admission.status and not (missing_pool and not observed.workloads)
-    wanted = job_workloads(job, profile, observed.workloads) if start else ()
-    broken = _beyond_limit(job, wanted, observed, profile)
+    desired = job_workloads(job, profile, observed.workloads) if start else ()
+    broken = _beyond_limit(job, desired, observed, profile)
     if broken is not None:
         return _finished_plan(job, observed, broken, now, profile)
     grace = profile.drain_seconds
-    fleet = keep(wanted, observed.workloads, now, profile, grace)
-    running = _running(job, observed, admission, fleet, wanted)
+    fleet = keep(desired, observed.workloads, now, profile, grace)
+    running = _running(job, observed, admission, fleet, desired)
     claims = (
         admission,
         ConditionUpdate("Suspended", job.spec.suspend, "Suspended" if job.spec.suspend else "NotSuspended"),
@@ -322,7 +324,7 @@ def reconcile_job(
 
 
 def _beyond_limit(
-    job: RolloutJob, wanted: Sequence[Workload], observed: ObservedJob, profile: Profile
+    job: RolloutJob, desired: Sequence[Workload], observed: ObservedJob, profile: Profile
 ) -> _Outcome | None:
     """Return the outcome of a job whose worker failed more often in a row than it may, or None.
 
@@ -332,16 +334,16 @@ def _beyond_limit(
     limit = job.spec.backoff_limit
     if limit is None:
         return None
-    hashes = {workload.name: workload.spec_hash for workload in wanted}
-    for seen in observed.workloads:
-        failed = seen.state == "exited" and not seen.blocked and seen.exit_code not in (None, 0)
-        if failed and seen.spec_hash == hashes.get(seen.name):
-            restarts = restarts_in_a_row(seen, "stage-worker", profile)
+    hashes = {workload.name: workload.spec_hash for workload in desired}
+    for current in observed.workloads:
+        failed = current.state == "exited" and not current.blocked and current.exit_code not in (None, 0)
+        if failed and current.spec_hash == hashes.get(current.name):
+            restarts = restarts_in_a_row(current, "stage-worker", profile)
             if restarts >= limit:
                 return _Outcome(
                     False,
                     "BackoffLimitExceeded",
-                    f"{exit_text(seen)} after {restarts} restarts in a row; backoffLimit allows {limit}",
+                    f"{exit_text(current)} after {restarts} restarts in a row; backoffLimit allows {limit}",
                 )
     return None
 
@@ -365,7 +367,7 @@ def _finished_plan(
     job: RolloutJob, observed: ObservedJob, outcome: _Outcome, now: datetime, profile: Profile
 ) -> Plan[RolloutJobStatus]:
     verdict = "Succeeded" if outcome.succeeded else "Failed"
-    other = "Failed" if outcome.succeeded else "Succeeded"
+    opposite = "Failed" if outcome.succeeded else "Succeeded"
     admitted = holds(job.status.conditions, "Admitted")
     claims = (
         ConditionUpdate("Admitted", admitted, "Admitted" if admitted else "Finished"),
@@ -374,7 +376,7 @@ def _finished_plan(
         ConditionUpdate("Degraded", False, "Finished"),
         ConditionUpdate("Finished", True, outcome.reason, outcome.message),
         ConditionUpdate(verdict, True, outcome.reason, outcome.message),
-        ConditionUpdate(other, False, outcome.reason),
+        ConditionUpdate(opposite, False, outcome.reason),
     )
     message = "; ".join(part for part in (outcome.message, _malformed(job), _skipped(job)) if part)
     status = _job_status(job, claims, _phase(job, outcome, admitted), now, message)
@@ -386,9 +388,9 @@ def _finished_plan(
     return Plan(
         status=status,
         stop=tuple(
-            Stop(seen.name, 0.0 if seen.state == "exited" else profile.stop_seconds)
-            for seen in observed.workloads
-            if seen.state != "stopping"
+            Stop(workload.name, 0.0 if workload.state == "exited" else profile.stop_seconds)
+            for workload in observed.workloads
+            if workload.state != "stopping"
         ),
         cancel=outcome.reason if unfinished or not observed.closed else "",
         delete=expired,
@@ -416,3 +418,26 @@ def _job_status(
             "message": message[:256],
         }
     )
+
+
+def wanted_replicas(stage: StageSpec, counts: StageCounts, current: int = 0) -> int:
+    """Return the number of workers that a stage needs, between `replicas` and `maxReplicas`.
+
+    Args:
+        stage: The spec of the stage.
+        counts: The current counts of the stage.
+        current: The number of workers that the stage has. The number is reduced only once fewer rollouts are
+            active than the smaller number of workers has places for, because the rollouts of a worker that is
+            removed may have to start over.
+    """
+    most = stage.replicas if stage.max_replicas is None else stage.max_replicas
+    load = counts.queued + counts.active
+    need = min(most, max(stage.replicas, -(-load // stage.concurrency)))
+    if need >= current or not counts.active or counts.active < need * stage.concurrency:
+        return need
+    return min(current, most)
+
+
+def scales(stage: StageSpec) -> bool:
+    """Return whether the number of the stage's workers follows its queue."""
+    return stage.max_replicas is not None and stage.max_replicas > stage.replicas

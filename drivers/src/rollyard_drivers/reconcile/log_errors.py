@@ -5,15 +5,18 @@ from __future__ import annotations
 import contextlib
 import json
 import re
+from typing import Final
 
 from rollyard_drivers.reconcile import vllm_version
 
-_ERROR = re.compile(r"(?:^|[\s)\]])((?:\w+\.)*\w*(?:Error|Exception|Exit|Interrupt): \S.*|error: \S.*)$")
+_ERROR: Final = re.compile(
+    r"(?:^|[\s)\]])((?:\w+\.)*\w*(?:Error|Exception|Exit|Interrupt): \S.*|error: \S.*)$"
+)
 """The last line of a traceback, such as `ValueError: …`, after any prefix of a logger, or argparse's `error:
 …`."""
-_POINTS_ELSEWHERE = ("Engine core initialization failed",)
+_POINTS_ELSEWHERE: Final = ("Engine core initialization failed",)
 """The last words of vLLM itself, which say only that another error stands further up in the log."""
-_COUNTS = re.compile(r"\d+ validation errors? for ")
+_COUNTS: Final = re.compile(r"\d+ validation errors? for ")
 
 
 def points_elsewhere(line: str) -> bool:
@@ -23,7 +26,7 @@ def points_elsewhere(line: str) -> bool:
 
 def plain_lines(text: str) -> list[str]:
     """Return the lines of a log, with those that hold a record as JSON in the form of a text log."""
-    found: list[str] = []
+    lines: list[str] = []
     for line in text.splitlines():
         record = None
         if line.startswith('{"time": '):
@@ -31,11 +34,11 @@ def plain_lines(text: str) -> list[str]:
             with contextlib.suppress(ValueError, RecursionError):
                 record = json.loads(line)
         if not isinstance(record, dict):
-            found.append(line)
+            lines.append(line)
             continue
-        found.append(f"{record.get('level')} {record.get('logger')}: {record.get('message')}")
-        found += str(record.get("exception") or "").splitlines()
-    return found
+        lines.append(f"{record.get('level')} {record.get('logger')}: {record.get('message')}")
+        lines += str(record.get("exception") or "").splitlines()
+    return lines
 
 
 def telling(text: str) -> str:
@@ -48,11 +51,11 @@ def telling(text: str) -> str:
         match = _ERROR.search(lines[number].rstrip())
         if match is None or points_elsewhere(match[1]):
             continue
-        found = match[1]
-        if _COUNTS.search(found) and number + 1 < len(lines):
+        error = match[1]
+        if _COUNTS.search(error) and number + 1 < len(lines):
             # In an error of pydantic, the next line says what is wrong.
-            found += " " + " ".join(line.strip() for line in lines[number + 1 : number + 3])
-        return vllm_version.with_hint(found)
+            error += " " + " ".join(line.strip() for line in lines[number + 1 : number + 3])
+        return vllm_version.with_hint(error)
     return ""
 
 

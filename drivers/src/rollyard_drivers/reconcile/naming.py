@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
+from typing import Final
 
 from rollyard_crds import BackendPool, RolloutJob
 from rollyard_crds.fields.pod_template import PodTemplate
 
 from rollyard_drivers.reconcile.plan import Owner, Profile
 
-NAME_LIMIT = 63
-QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
+NAME_LIMIT: Final = 63
+QUEUE_LABEL: Final = "kueue.x-k8s.io/queue-name"
 """The label of a job or a pool that its pods inherit. It names the queue that admits them."""
 
 

@@ -14,9 +14,9 @@ from rollyard_crds.base import PlacementName
 from rollyard_drivers.reconcile import reconcile_pass
 from rollyard_drivers.reconcile.conditions import ConditionUpdate, updated
 
-UNSPOKEN_SECONDS = 10.0
+UNSPOKEN_SECONDS: Final = 10.0
 """The time in seconds within which a running driver reports on its jobs and pools."""
-REASON = "NoDriver"
+REASON: Final = "NoDriver"
 _WHO: Final[dict[PlacementName, str]] = {
     "kubernetes": "a control plane that the Helm chart installed has one",
     "slurm": "`rollyard slurm-bridge up --join URL --namespace NAMESPACE` starts one",
@@ -38,8 +38,10 @@ def is_for(thing: RolloutJob | BackendPool, driver: PlacementName, default: bool
 
 def is_unspoken(thing: RolloutJob | BackendPool, now: datetime) -> bool:
     """Return whether no driver has reported on an object for longer than a running driver would need."""
-    made = thing.metadata.creation_timestamp
-    return not thing.status.conditions and (made is None or (now - made).total_seconds() >= UNSPOKEN_SECONDS)
+    created = thing.metadata.creation_timestamp
+    return not thing.status.conditions and (
+        created is None or (now - created).total_seconds() >= UNSPOKEN_SECONDS
+    )
 
 
 def _text(placement: PlacementName) -> str:

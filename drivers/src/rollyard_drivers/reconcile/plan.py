@@ -9,16 +9,16 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Generic, Literal, TypeVar
+from typing import Final, Generic, Literal, TypeVar
 
 from rollyard_crds import BackendPoolStatus, BackendStatus, RolloutJobStatus, StageName
 
 WorkloadKind = Literal["stage-worker", "backend"]
 WorkloadState = Literal["starting", "running", "stopping", "exited"]
 EngineType = Literal["embedded", "external", "vllm"]
-STARTING = "starting"
+STARTING: Final = "starting"
 """The message of a backend that is not yet expected to answer."""
-TEMPLATE_NOT_ALLOWED = "TemplateNotAllowed"
+TEMPLATE_NOT_ALLOWED: Final = "TemplateNotAllowed"
 """The reason of a job or a pool whose template the installation does not permit."""
 StatusT = TypeVar("StatusT", RolloutJobStatus, BackendPoolStatus)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from typing import Final
 
 from rollyard_crds import BackendPool, BackendPoolStatus, BackendStatus
 from rollyard_crds.backendpool import BackendWeights
@@ -22,7 +23,6 @@ from rollyard_drivers.reconcile.plan import (
     Stop,
     Workload,
 )
-from rollyard_drivers.reconcile.rolling_update import retire
 from rollyard_drivers.reconcile.workloads import (
     WorkloadPlan,
     earliest,
@@ -32,8 +32,8 @@ from rollyard_drivers.reconcile.workloads import (
     restarts_in_a_row,
 )
 
-BACKEND_INDEX = "$(BACKEND_INDEX)"
-_PROFILE = Profile()
+BACKEND_INDEX: Final = "$(BACKEND_INDEX)"
+_PROFILE: Final = Profile()
 
 
 def pool_workloads(pool: BackendPool, profile: Profile = _PROFILE) -> tuple[Workload, ...]:
@@ -64,18 +64,20 @@ def pool_workloads(pool: BackendPool, profile: Profile = _PROFILE) -> tuple[Work
     )
 
 
-def _time_left(seen: ObservedWorkload, pool: BackendPool, now: datetime, profile: Profile) -> float | None:
+def _time_left(
+    workload: ObservedWorkload, pool: BackendPool, now: datetime, profile: Profile
+) -> float | None:
     """Return the seconds after which a backend that does not answer counts as hung.
 
     The result is None if the backend answers, is gone, or has not begun to start.
     """
-    if seen.state == "starting":
-        if seen.pending:
+    if workload.state == "starting":
+        if workload.pending:
             return None
-        limit = max(pool.spec.engine.start_timeout_seconds, restart_delay(seen.restarts, profile))
-        return limit - (now - seen.started_at).total_seconds()
-    if seen.state == "running" and not seen.ready and seen.unready_since is not None:
-        return profile.unready_seconds - (now - seen.unready_since).total_seconds()
+        limit = max(pool.spec.engine.start_timeout_seconds, restart_delay(workload.restarts, profile))
+        return limit - (now - workload.started_at).total_seconds()
+    if workload.state == "running" and not workload.ready and workload.unready_since is not None:
+        return profile.unready_seconds - (now - workload.unready_since).total_seconds()
     return None
 
 
@@ -93,16 +95,16 @@ def _backends(
     # The control plane does not know a new backend yet, and only the first weights need not be brought to it.
     weights: BackendWeights = "Stale" if pool.status.policy_version else "Current"
     out = []
-    for seen in observed.workloads:
-        if seen.name in names and seen.url and seen.state in ("starting", "running"):
-            before = reported.get(seen.url) or BackendStatus(url=seen.url, weights=weights)
-            message = seen.message[:1024]
-            if seen.ready:
+    for workload in observed.workloads:
+        if workload.name in names and workload.url and workload.state in ("starting", "running"):
+            before = reported.get(workload.url) or BackendStatus(url=workload.url, weights=weights)
+            message = workload.message[:1024]
+            if workload.ready:
                 message = before.message if before.ready and before.weights != "Current" else ""
             changes = {
-                "ready": seen.ready and seen.state == "running",
-                "draining": seen.name in drain,
-                "policy_version": seen.policy_version or before.policy_version,
+                "ready": workload.ready and workload.state == "running",
+                "draining": workload.name in drain,
+                "policy_version": workload.policy_version or before.policy_version,
                 "message": message,
             }
             out.append(before.model_copy(update=changes))
@@ -123,7 +125,7 @@ class _Stops:
 
 def _stops(
     pool: BackendPool,
-    wanted: Mapping[str, Workload],
+    desired: Mapping[str, Workload],
     observed: ObservedPool,
     fleet: WorkloadPlan,
     now: datetime,
@@ -140,30 +142,30 @@ def _stops(
     waits: list[float] = []
     looping = False
     already = {stop.name for stop in stops}
-    for seen in observed.workloads:
-        if seen.name in already or seen.state not in ("starting", "running"):
+    for current in observed.workloads:
+        if current.name in already or current.state not in ("starting", "running"):
             continue
-        left = _time_left(seen, pool, now, profile)
-        restarts = restarts_in_a_row(seen, "backend", profile, now)
+        left = _time_left(current, pool, now, profile)
+        restarts = restarts_in_a_row(current, "backend", profile, now)
         if left is not None and left <= 0:
-            detail = f" ({seen.message})" if seen.message not in ("", STARTING) else ""
+            detail = f" ({current.message})" if current.message not in ("", STARTING) else ""
             how = f"did not answer{detail}"
-            troubles.append(f"{seen.name} does not answer{detail}; restarting it")
-        elif seen.url in requested:
-            how = "had wrong weights" + (f" ({requested[seen.url]})" if requested[seen.url] else "")
+            troubles.append(f"{current.name} does not answer{detail}; restarting it")
+        elif current.url in requested:
+            how = "had wrong weights" + (f" ({requested[current.url]})" if requested[current.url] else "")
             looping = looping or restarts > 0
-            left = restart_pause(seen, "backend", restarts, profile, now)
+            left = restart_pause(current, "backend", restarts, profile, now)
             due = f"in {left:.0f} s" if left > 0 else "now"
-            troubles.append(f"{seen.name} has wrong weights; restart {restarts + 1} {due}")
+            troubles.append(f"{current.name} has wrong weights; restart {restarts + 1} {due}")
             if left > 0:
                 waits.append(left)
                 continue
         else:
             continue
         again = None
-        if (workload := wanted.get(seen.name)) is not None:
+        if (workload := desired.get(current.name)) is not None:
             again = Launch(workload, restarts + 1, how)
-        stops.append(Stop(seen.name, profile.stop_seconds, again))
+        stops.append(Stop(current.name, profile.stop_seconds, again))
     return _Stops(tuple(stops), tuple(troubles), looping, earliest(waits))
 
 
@@ -180,8 +182,8 @@ def _troubles(
     unless it takes as long as a server may be silent.
     """
     # The troubles of the fleet already include the pods that have not begun, with the reason.
-    begun: dict[str, datetime | None] = {one.url: None for one in observed.external}
-    begun |= {seen.url: seen.ready_since for seen in observed.workloads if not seen.pending}
+    begun: dict[str, datetime | None] = {backend.url: None for backend in observed.external}
+    begun |= {workload.url: workload.ready_since for workload in observed.workloads if not workload.pending}
     troubles, behind, waits = [], [], []
     for backend in backends:
         if backend.message in ("", STARTING) or backend.weights == "Updating" or backend.url not in begun:
@@ -204,28 +206,28 @@ def reconcile_pool(
 
     The pool is ready when at least one backend takes rollouts, and stays so while weights are updated.
     """
-    wanted = () if observed.refused else pool_workloads(pool, profile)
-    leaving = retire(wanted, observed.workloads, pool.status.backends, now, profile)
+    desired = () if observed.refused else pool_workloads(pool, profile)
+    leaving = retire(desired, observed.workloads, pool.status.backends, now, profile)
     # Backends that drain, or that still serve before they drain, are left alone. All others are kept in the
     # wanted state.
     alone = leaving.drain | leaving.waiting
     fleet = keep(
-        tuple(workload for workload in wanted if workload.name not in alone),
-        tuple(seen for seen in observed.workloads if seen.name not in alone),
+        tuple(workload for workload in desired if workload.name not in alone),
+        tuple(current for current in observed.workloads if current.name not in alone),
         now,
         profile,
         profile.stop_seconds,
     )
-    by_name = {workload.name: workload for workload in wanted}
+    by_name = {workload.name: workload for workload in desired}
     stops = _stops(pool, by_name, observed, fleet, now, profile)
     stopped = {stop.name for stop in stops.stop}
     # A backend that is being stopped is reported as gone immediately, so no rollout is routed to it
     # meanwhile.
     drain = leaving.drain - stopped
-    names = ({workload.name for workload in wanted} | drain) - stopped
+    names = ({workload.name for workload in desired} | drain) - stopped
     backends = _backends(pool, observed, names, drain)
     external = pool.spec.engine.type == "external"
-    expected = len(observed.external) if external else len(wanted)
+    expected = len(observed.external) if external else len(desired)
     wrong, behind, trouble_changes = _troubles(observed, backends, now, profile)
     troubles = [*fleet.troubles, *stops.troubles, *wrong]
     ready = sum(map(_takes_rollouts, backends))
@@ -237,7 +239,7 @@ def reconcile_pool(
     if observed.refused:
         # Backends that an earlier installation started are drained, and nothing replaces them.
         refusals = (
-            ConditionUpdate(one.type, False, TEMPLATE_NOT_ALLOWED, observed.refused) for one in claims[:2]
+            ConditionUpdate(claim.type, False, TEMPLATE_NOT_ALLOWED, observed.refused) for claim in claims[:2]
         )
         claims = (*refusals, claims[2])
     status = pool.status.model_copy(
@@ -250,7 +252,11 @@ def reconcile_pool(
             "backends": backends,
         }
     )
-    checks = (_time_left(seen, pool, now, profile) for seen in observed.workloads if seen.name not in stopped)
+    checks = (
+        _time_left(current, pool, now, profile)
+        for current in observed.workloads
+        if current.name not in stopped
+    )
     changes = (fleet.requeue_after, leaving.requeue_after, stops.requeue_after, trouble_changes, *checks)
     return Plan(
         status=status,
@@ -294,14 +300,18 @@ def _progressing(
         return ConditionUpdate(
             "Progressing", True, "Draining", f"{names}: no new rollouts, those it has may end"
         )
-    ready = sum(_takes_rollouts(one) or (one.ready and one.weights == "Updating") for one in backends)
+    ready = sum(
+        _takes_rollouts(backend) or (backend.ready and backend.weights == "Updating") for backend in backends
+    )
     if ready >= expected:
         return ConditionUpdate("Progressing", False, "Complete")
     text = f"{ready} of {expected} backends are ready"
     if fleet.waiting:
         text += f"; {'; '.join(fleet.waiting)}"
     starting = sorted(
-        seen.name for seen in observed.workloads if seen.state == "starting" and not seen.pending
+        workload.name
+        for workload in observed.workloads
+        if workload.state == "starting" and not workload.pending
     )
     if starting and pool.spec.engine.type == "vllm":
         text += (
@@ -330,3 +340,93 @@ def _degraded(
         return ConditionUpdate("Degraded", True, old.reason, old.message)
     reason = "CrashLoopBackOff" if crash_looping else "BackendsFailing"
     return ConditionUpdate("Degraded", True, reason, "; ".join(troubles))
+
+
+@dataclass(frozen=True, slots=True)
+class Retirement:
+    """The backends of a pool that are being removed."""
+
+    drain: frozenset[str]
+    """The backends that take no new rollouts and may still have some."""
+    waiting: frozenset[str]
+    """The backends that have an old spec and serve until they are replaced."""
+    requeue_after: float | None
+
+
+def _serves(workload: ObservedWorkload | None, known: Mapping[str, BackendStatus]) -> bool:
+    """Return whether a backend takes rollouts."""
+    if (
+        workload is None
+        or workload.state != "running"
+        or not workload.ready
+        or workload.draining_since is not None
+    ):
+        return False
+    status = known.get(workload.url)
+    return status is None or status.weights == "Current"
+
+
+def _left(
+    workload: ObservedWorkload, known: Mapping[str, BackendStatus], now: datetime, profile: Profile
+) -> float:
+    """Return the seconds for which the backend may still have rollouts.
+
+    The result is 0 if the backend has none, or if its time is over.
+    """
+    if workload.draining_since is None:
+        return profile.drain_seconds
+    left = profile.drain_seconds - (now - workload.draining_since).total_seconds()
+    status = known.get(workload.url)
+    # The control plane's count is meaningful only once the control plane itself reports that the backend
+    # drains.
+    if status is not None and status.draining and not status.active_rollouts:
+        return 0.0
+    return max(0.0, left)
+
+
+def retire(
+    desired: Iterable[Workload],
+    observed: Iterable[ObservedWorkload],
+    reported: Iterable[BackendStatus],
+    now: datetime,
+    profile: Profile,
+) -> Retirement:
+    """Return the backends that drain now, and the outdated ones that still serve.
+
+    A backend that does not serve (because it starts, or is not healthy) needs no draining. With one replica,
+    there is no other backend to wait for. With more, the next one drains once all others serve.
+    """
+    desired = tuple(desired)
+    there = {current.name: current for current in observed}
+    known = {status.url: status for status in reported}
+    names = {workload.name for workload in desired}
+    drain: set[str] = set()
+    waits: list[float | None] = []
+
+    def drains(current: ObservedWorkload) -> None:
+        left = _left(current, known, now, profile)
+        if left > 0:
+            drain.add(current.name)
+            waits.append(left)
+
+    for current in there.values():
+        if current.name not in names and current.state == "running" and current.ready:
+            drains(current)
+    outdated = [
+        there[workload.name]
+        for workload in desired
+        if workload.name in there
+        and there[workload.name].spec_hash != workload.spec_hash
+        and there[workload.name].state == "running"
+        and there[workload.name].ready
+    ]
+    # The backend that drains already comes first. A second one waits until the successor of the first serves.
+    outdated.sort(key=lambda current: current.draining_since is None)
+    waiting: set[str] = set()
+    for index, current in enumerate(outdated):
+        peers = (there.get(workload.name) for workload in desired if workload.name != current.name)
+        if index == 0 and (current.draining_since is not None or all(_serves(peer, known) for peer in peers)):
+            drains(current)
+        else:
+            waiting.add(current.name)
+    return Retirement(frozenset(drain), frozenset(waiting), earliest(waits))

@@ -59,24 +59,24 @@ def plan_ready(
         resting: The namespaces in which none is made now, because making them failed a moment ago.
     """
     delete: list[ReadyWorker] = []
-    kept: dict[str, list[ReadyWorker]] = {namespace: [] for namespace in namespaces}
+    by_namespace: dict[str, list[ReadyWorker]] = {namespace: [] for namespace in namespaces}
     broken: set[str] = set()
     for worker in sorted(observed, key=_preference):
         if worker.state == "leaving":
             continue
         age = (now - worker.created_at).total_seconds()
         late = worker.state == "starting" and not worker.pending and age > START_SECONDS
-        current = worker.namespace in kept and worker.shape == shape
+        current = worker.namespace in by_namespace and worker.shape == shape
         if current and (late or worker.state == "ended"):
             broken.add(worker.namespace)
         good = current and not late and worker.state != "ended"
-        if good and len(kept[worker.namespace]) < count:
-            kept[worker.namespace].append(worker)
+        if good and len(by_namespace[worker.namespace]) < count:
+            by_namespace[worker.namespace].append(worker)
         else:
             delete.append(worker)
     missing = {
         namespace: count - len(there)
-        for namespace, there in kept.items()
+        for namespace, there in by_namespace.items()
         if len(there) < count and namespace not in broken and namespace not in resting
     }
     return ReadyPlan(missing, tuple(delete), frozenset(broken))

@@ -35,8 +35,8 @@ def rank(job: RolloutJob) -> tuple[int, datetime]:
 
     A job with a smaller key is admitted earlier.
     """
-    made = job.metadata.creation_timestamp or datetime.min.replace(tzinfo=UTC)
-    return (-job.spec.priority, made)
+    created = job.metadata.creation_timestamp or datetime.min.replace(tzinfo=UTC)
+    return (-job.spec.priority, created)
 
 
 def observed_job(
@@ -66,7 +66,7 @@ def pool_state(status: BackendPoolStatus) -> PoolState:
 
 def routed_by(backends: Sequence[BackendStatus]) -> set[tuple[str, bool, bool]]:
     """Return the fields of the backends that decide where rollouts are routed."""
-    return {(one.url, one.ready, one.draining) for one in backends}
+    return {(backend.url, backend.ready, backend.draining) for backend in backends}
 
 
 def reported_backends(backends: Sequence[BackendStatus]) -> list[tuple[object, ...]]:
@@ -75,14 +75,22 @@ def reported_backends(backends: Sequence[BackendStatus]) -> list[tuple[object, .
     The messages of ready backends are the control plane's own.
     """
     return [
-        (one.url, one.ready, one.draining, one.policy_version, "" if one.ready else one.message)
-        for one in backends
+        (
+            backend.url,
+            backend.ready,
+            backend.draining,
+            backend.policy_version,
+            "" if backend.ready else backend.message,
+        )
+        for backend in backends
     ]
 
 
 def in_words(conditions: Sequence[Condition]) -> list[tuple[str, str, str, str]]:
     """Return what the conditions say, without their times and generations."""
-    return [(one.type, one.status, one.reason, one.message) for one in conditions]
+    return [
+        (condition.type, condition.status, condition.reason, condition.message) for condition in conditions
+    ]
 
 
 def job_report(known: RolloutJob, status: RolloutJobStatus) -> RolloutJobStatus | None:
@@ -131,7 +139,7 @@ def pool_report(known: BackendPool, status: BackendPoolStatus) -> BackendPoolSta
 
 def in_generation(conditions: Sequence[Condition], generation: int) -> list[Condition]:
     """Return the same conditions, observed at another generation."""
-    return [one.model_copy(update={"observed_generation": generation}) for one in conditions]
+    return [condition.model_copy(update={"observed_generation": generation}) for condition in conditions]
 
 
 def refused(

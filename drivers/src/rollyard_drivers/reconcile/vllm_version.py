@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
+from typing import Final
 
-MINIMUM = (0, 30)
+MINIMUM: Final = (0, 30)
 """The first release that has `--enable-scale-out`, which every server is started with."""
-MINIMUM_TEXT = ".".join(map(str, (*MINIMUM, 0)))
-_RELEASE = re.compile(r"(\d+)\.(\d+)")
-_UNKNOWN_FLAG = re.compile(r"unrecognized arguments: .*--enable-scale-out\b")
+MINIMUM_TEXT: Final = ".".join(map(str, (*MINIMUM, 0)))
+_RELEASE: Final = re.compile(r"(\d+)\.(\d+)")
+_UNKNOWN_FLAG: Final = re.compile(r"unrecognized arguments: .*--enable-scale-out\b")
 
 
 def is_too_old(version: str) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from datetime import datetime
+from typing import Final
 
 from rollyard_process.backoff import Backoff
 
@@ -46,8 +47,8 @@ class WorkloadPlan:
 
 def earliest(times: Iterable[float | None]) -> float | None:
     """Return the smallest of the times that are not None, but never less than zero."""
-    given = [max(0.0, time) for time in times if time is not None]
-    return min(given) if given else None
+    remaining = [max(0.0, time) for time in times if time is not None]
+    return min(remaining) if remaining else None
 
 
 def restart_delay(restarts: int, profile: Profile) -> float:
@@ -58,36 +59,36 @@ def restart_delay(restarts: int, profile: Profile) -> float:
     return Backoff(profile.backoff_seconds, profile.backoff_cap_seconds).pause(restarts + 1)
 
 
-def _began_work(seen: ObservedWorkload, kind: WorkloadKind) -> datetime | None:
+def _began_work(workload: ObservedWorkload, kind: WorkloadKind) -> datetime | None:
     """Return the time at which a workload began to do its work, or None if it never did.
 
     A backend that loads its model may die of that after many minutes, so only a ready one works.
     """
-    return seen.ready_since if kind == "backend" else seen.started_at
+    return workload.ready_since if kind == "backend" else workload.started_at
 
 
 def restarts_in_a_row(
-    seen: ObservedWorkload, kind: WorkloadKind, profile: Profile, now: datetime | None = None
+    workload: ObservedWorkload, kind: WorkloadKind, profile: Profile, now: datetime | None = None
 ) -> int:
     """Return how often a workload was restarted without then doing useful work.
 
     A workload that worked for the stable time has done useful work, too.
 
     Args:
-        seen: The workload.
+        workload: The workload.
         kind: What it is.
         profile: The settings of the driver.
         now: The current time, for a workload that has not exited and is about to be stopped.
     """
-    began = _began_work(seen, kind)
+    began = _began_work(workload, kind)
     if began is None:
-        return seen.restarts
-    worked = ((seen.exited_at or now or began) - began).total_seconds()
-    return 0 if seen.useful or worked >= profile.stable_seconds else seen.restarts
+        return workload.restarts
+    worked = ((workload.exited_at or now or began) - began).total_seconds()
+    return 0 if workload.useful or worked >= profile.stable_seconds else workload.restarts
 
 
 def restart_pause(
-    seen: ObservedWorkload, kind: WorkloadKind, restarts: int, profile: Profile, now: datetime
+    workload: ObservedWorkload, kind: WorkloadKind, restarts: int, profile: Profile, now: datetime
 ) -> float:
     """Return the seconds that are left until a workload may be restarted.
 
@@ -97,11 +98,11 @@ def restart_pause(
     A worker that was killed after useful work is restarted at once. One that ended by itself with status 0
     waits, because a worker does so when its job is over, which the driver may not have seen yet.
     """
-    if seen.useful and seen.exit_code != 0:
+    if workload.useful and workload.exit_code != 0:
         return 0.0
-    since = seen.exited_at or seen.started_at
+    since = workload.exited_at or workload.started_at
     if kind == "backend":
-        since = seen.ready_since or since
+        since = workload.ready_since or since
     return restart_delay(restarts, profile) - (now - since).total_seconds()
 
 
@@ -117,7 +118,7 @@ def _how_it_ended(observed: ObservedWorkload) -> str:
 
 
 def keep(
-    wanted: Iterable[Workload],
+    desired: Iterable[Workload],
     observed: Iterable[ObservedWorkload],
     now: datetime,
     profile: Profile,
@@ -138,59 +139,59 @@ def keep(
     looping = False
     blocked = impaired = 0
     names = set()
-    for workload in wanted:
+    for workload in desired:
         names.add(workload.name)
-        seen = there.get(workload.name)
-        if seen is None:
+        current = there.get(workload.name)
+        if current is None:
             launch.append(Launch(workload))
-        elif seen.blocked and seen.spec_hash == workload.spec_hash:
-            troubles.append(f"{seen.name} is not started: {seen.message}")
+        elif current.blocked and current.spec_hash == workload.spec_hash:
+            troubles.append(f"{current.name} is not started: {current.message}")
             blocked += 1
-            if seen.state == "starting":  # The cluster keeps trying.
+            if current.state == "starting":  # The cluster keeps trying.
                 continue
-            left = profile.blocked_seconds - (now - seen.started_at).total_seconds()
+            left = profile.blocked_seconds - (now - current.started_at).total_seconds()
             if left > 0:
                 waits.append(left)
             else:
                 launch.append(Launch(workload))
-        elif seen.state == "exited" and seen.spec_hash != workload.spec_hash:
+        elif current.state == "exited" and current.spec_hash != workload.spec_hash:
             # Another spec may start without failing, so the failures of the previous spec do not count.
             launch.append(Launch(workload))
-        elif seen.state == "exited":
-            restarts = restarts_in_a_row(seen, workload.kind, profile)
-            left = restart_pause(seen, workload.kind, restarts, profile, now)
+        elif current.state == "exited":
+            restarts = restarts_in_a_row(current, workload.kind, profile)
+            left = restart_pause(current, workload.kind, restarts, profile, now)
             looping = looping or restarts > 0
             if left > 0:
-                troubles.append(f"{exit_text(seen)}; restart {restarts + 1} in {left:.0f} s")
+                troubles.append(f"{exit_text(current)}; restart {restarts + 1} in {left:.0f} s")
                 waits.append(left)
             else:
-                troubles.append(f"{exit_text(seen)}; restart {restarts + 1} now")
-                launch.append(Launch(workload, restarts=restarts + 1, last_end=_how_it_ended(seen)))
-        elif seen.spec_hash != workload.spec_hash:
-            if seen.state != "stopping":
-                stop.append(Stop(seen.name, grace_seconds))
-        elif seen.state == "stopping":
+                troubles.append(f"{exit_text(current)}; restart {restarts + 1} now")
+                launch.append(Launch(workload, restarts=restarts + 1, last_end=_how_it_ended(current)))
+        elif current.spec_hash != workload.spec_hash:
+            if current.state != "stopping":
+                stop.append(Stop(current.name, grace_seconds))
+        elif current.state == "stopping":
             # The workload is wanted again while it ends. It is launched again once it is gone.
             continue
         else:
-            if seen.state == "running":
-                running.add(seen.name)
-            elif seen.pending and seen.message:
-                waiting.append(f"{seen.name} waits: {seen.message}")
-            if seen.trouble:
-                troubles.append(f"{seen.name}: {seen.trouble}")
+            if current.state == "running":
+                running.add(current.name)
+            elif current.pending and current.message:
+                waiting.append(f"{current.name} waits: {current.message}")
+            if current.trouble:
+                troubles.append(f"{current.name}: {current.trouble}")
                 impaired += 1
-            steady = profile.stable_seconds - (now - seen.started_at).total_seconds()
-            if seen.restarts and steady > 0:
-                times = "once" if seen.restarts == 1 else f"{seen.restarts} times"
+            steady = profile.stable_seconds - (now - current.started_at).total_seconds()
+            if current.restarts and steady > 0:
+                times = "once" if current.restarts == 1 else f"{current.restarts} times"
                 # Users look for the reason long after the second in which the workload had ended.
-                why = f"; the one before {seen.last_end}" if seen.last_end else ""
-                troubles.append(f"{seen.name} was restarted {times}{why}")
-                looping = looping or seen.restarts > 1
+                why = f"; the one before {current.last_end}" if current.last_end else ""
+                troubles.append(f"{current.name} was restarted {times}{why}")
+                looping = looping or current.restarts > 1
                 waits.append(steady)
-    for seen in there.values():
-        if seen.name not in names and seen.state != "stopping":
-            stop.append(Stop(seen.name, 0.0 if seen.state == "exited" else grace_seconds))
+    for current in there.values():
+        if current.name not in names and current.state != "stopping":
+            stop.append(Stop(current.name, 0.0 if current.state == "exited" else grace_seconds))
     return WorkloadPlan(
         launch=tuple(launch),
         stop=tuple(stop),
@@ -202,3 +203,42 @@ def keep(
         crash_looping=looping,
         requeue_after=earliest(waits),
     )
+
+
+REMEMBERED: Final = 1024
+"""The number of stopped workloads whose restarts are remembered."""
+
+
+class Replacements:
+    """A record that keeps the counts of restarts while workloads are stopped.
+
+    A workload that has ended by itself is still observed when it is launched again. Of a workload that was
+    stopped because it did not answer, nothing is left at that time. The record is in memory only, so a driver
+    that is restarted in the meantime counts from 0 again.
+    """
+
+    def __init__(self) -> None:
+        self._launches: dict[str, Launch] = {}
+
+    def note(self, stop: Stop) -> None:
+        """Note that a workload is being stopped.
+
+        It is stopped either for good or to be launched again, as the stop says.
+        """
+        self._launches.pop(stop.name, None)
+        if stop.again is not None:
+            self._launches[stop.name] = stop.again
+        while len(self._launches) > REMEMBERED:
+            self._launches.pop(next(iter(self._launches)))
+
+    def counted(self, launch: Launch) -> Launch:
+        """Return the launch of a plan, completed with what was noted when its predecessor was stopped."""
+        noted = self._launches.get(launch.workload.name)
+        # Another spec may run without failing, so the failures of the previous spec do not count.
+        if noted is None or launch.restarts or noted.workload.spec_hash != launch.workload.spec_hash:
+            return launch
+        return Launch(launch.workload, noted.restarts, noted.last_end)
+
+    def launched(self, name: str) -> None:
+        """Discard what was noted, because it is now kept with the new workload."""
+        self._launches.pop(name, None)

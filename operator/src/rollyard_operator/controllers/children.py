@@ -11,7 +11,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from rollyard_drivers.reconcile.plan import Launch, ObservedWorkload, Plan, Stop, Workload
-from rollyard_drivers.reconcile.replacements import Replacements
+from rollyard_drivers.reconcile.workloads import Replacements
 
 from rollyard_operator.controllers.resource import is_leaving
 from rollyard_operator.kube import labels

@@ -15,8 +15,7 @@ from rollyard_crds.fields.annotations import CANCEL_REASON, CLOSED
 from rollyard_crds.fields.skipped_rows import SkippedRows
 from rollyard_crds.reading.manifest import ManifestError
 from rollyard_crds.task import Task
-from rollyard_drivers.loop.deaths import Deaths
-from rollyard_drivers.loop.passes import job_pass
+from rollyard_drivers.loop.passes import Deaths, job_pass
 from rollyard_drivers.reconcile import reconcile_pass
 from rollyard_drivers.reconcile.conditions import holds
 from rollyard_drivers.reconcile.naming import owner_of

@@ -12,7 +12,7 @@ from typing import Any
 from rollyard_client import Conflict, Invalid, NotFound
 from rollyard_crds import BackendPool, BackendPoolStatus, BackendStatus
 from rollyard_crds.reading.manifest import ManifestError
-from rollyard_drivers.health.pool import PoolHealth
+from rollyard_drivers.health import PoolHealth
 from rollyard_drivers.loop.passes import BackendReports, pool_pass
 from rollyard_drivers.reconcile import reconcile_pass
 from rollyard_drivers.reconcile.conditions import ConditionUpdate, updated

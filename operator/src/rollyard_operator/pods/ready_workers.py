@@ -15,7 +15,7 @@ from typing import Any
 from rollyard_crds import RolloutJob
 from rollyard_crds.fields.pod_template import PodTemplate
 from rollyard_crds.workers import AssignmentOffer
-from rollyard_drivers.commands.worker import work_arguments
+from rollyard_drivers.commands import work_arguments
 from rollyard_drivers.reconcile.plan import Launch, Workload
 from rollyard_drivers.reconcile.ready_workers import ReadyState, ReadyWorker
 

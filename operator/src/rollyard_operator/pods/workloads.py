@@ -12,9 +12,14 @@ from rollyard_crds.claims import EXEC_PORT
 from rollyard_crds.fields.pod_template import PodResources, PodTemplate
 from rollyard_crds.names import NODE, PROVIDER
 from rollyard_crds.reading.engine_arguments import given_port
-from rollyard_drivers.commands.engine import ENGINE_MODULE, engine_arguments
-from rollyard_drivers.commands.vllm import SERVER_ENV, vllm_command
-from rollyard_drivers.commands.worker import WORKER_MODULE, worker_arguments
+from rollyard_drivers.commands import (
+    ENGINE_MODULE,
+    SERVER_ENV,
+    WORKER_MODULE,
+    engine_arguments,
+    vllm_command,
+    worker_arguments,
+)
 from rollyard_drivers.reconcile.naming import NAME_LIMIT
 from rollyard_drivers.reconcile.plan import Workload
 from rollyard_process.telemetry.variables import LOG_FORMAT, trace_variables

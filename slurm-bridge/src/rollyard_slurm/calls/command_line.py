@@ -9,14 +9,15 @@ import pwd
 import re
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Final
 
-from rollyard_slurm.calls.call_counts import CallCounts
+from rollyard_slurm.calls.protocol import CallCounts
 from rollyard_slurm.errors import SlurmError, SlurmUnavailable, SubmitRefused
 from rollyard_slurm.readers import command_output, reasons
 from rollyard_slurm.readers.jobs import JobDetails, QueuedJob, Unreadable
 from rollyard_slurm.scripts.batch import BatchScript
 
-PASSED = ("PATH", "HOME", "LANG", "TZ", "SLURM_CONF", "TMPDIR", "LD_LIBRARY_PATH", "KRB5CCNAME")
+PASSED: Final = ("PATH", "HOME", "LANG", "TZ", "SLURM_CONF", "TMPDIR", "LD_LIBRARY_PATH", "KRB5CCNAME")
 """The variables that Slurm's commands, and through them the jobs, inherit from the bridge's environment.
 
 Tokens are not among them, and neither are the SBATCH_* variables, which would override the scripts.
@@ -32,8 +33,8 @@ def environment(env: Mapping[str, str], more: Iterable[str] = ()) -> dict[str, s
     """
     user = pwd.getpwuid(os.getuid())
     names = {*PASSED, *more}
-    kept = {name: value for name, value in env.items() if name in names or name.startswith("LC_")}
-    return {"HOME": user.pw_dir, "USER": user.pw_name, "LOGNAME": user.pw_name, **kept}
+    passed = {name: value for name, value in env.items() if name in names or name.startswith("LC_")}
+    return {"HOME": user.pw_dir, "USER": user.pw_name, "LOGNAME": user.pw_name, **passed}
 
 
 class SlurmCommands:
@@ -162,8 +163,8 @@ class SlurmCommands:
 
     async def nodes_respond(self, nodes: str) -> bool:
         """Return whether sinfo lists all of these nodes as usable."""
-        asked = ("--noheader", "--all", "--Node", "--nodes", nodes, "--format", "%T")
-        return command_output.nodes_respond(await self._ask("sinfo", *asked))
+        arguments = ("--noheader", "--all", "--Node", "--nodes", nodes, "--format", "%T")
+        return command_output.nodes_respond(await self._ask("sinfo", *arguments))
 
     async def signal(self, jobs: Sequence[int], name: str) -> None:
         """Send a signal to the batch scripts of jobs."""

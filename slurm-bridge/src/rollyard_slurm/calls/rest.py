@@ -15,12 +15,11 @@ import re
 import socket
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from rollyard_slurm.addresses import is_loopback, toward
-from rollyard_slurm.calls.call_counts import CallCounts
 from rollyard_slurm.calls.command_line import SlurmCommands
-from rollyard_slurm.calls.protocol import SlurmCalls
+from rollyard_slurm.calls.protocol import CallCounts, SlurmCalls
 from rollyard_slurm.calls.slurmrestd import RestAnswer, SlurmrestdClient
 from rollyard_slurm.errors import SlurmError, SlurmUnavailable, SubmitRefused
 from rollyard_slurm.profile import SIGNAL_SECONDS, RestProfile
@@ -30,13 +29,13 @@ from rollyard_slurm.scripts import job_fields
 from rollyard_slurm.scripts.batch import BatchScript
 from rollyard_slurm.scripts.shell import Assign, Code, render
 
-AT_ONCE = 8
+AT_ONCE: Final = 8
 """The number of calls that are made at the same time, where each call signals or cancels one job."""
-UNKNOWN_JOB = 2017
+UNKNOWN_JOB: Final = 2017
 """The error number that Slurm gives for a job that it does not know."""
-FOLDER = "signals"
+FOLDER: Final = "signals"
 """The name of the folder in the home that holds the files from which jobs read their signals."""
-_NODE = re.compile(r"[\w.-]+")
+_NODE: Final = re.compile(r"[\w.-]+")
 
 
 def slurm_calls(
@@ -66,13 +65,13 @@ class RestCalls:
     """
 
     def __init__(
-        self, wanted: RestProfile, timeout: float, env: Mapping[str, str], home: Path, keeps: bool = True
+        self, profile: RestProfile, timeout: float, env: Mapping[str, str], home: Path, keeps: bool = True
     ) -> None:
         self._keeps = keeps
         self.counts = CallCounts()
-        self.server = SlurmrestdClient(wanted, timeout, self.counts)
-        kept = {name: value for name, value in env.items() if name != "SLURM_JWT"}
-        self._env = {**kept, "SLURM_SUBMIT_DIR": str(home), "SLURM_SUBMIT_HOST": socket.gethostname()}
+        self.server = SlurmrestdClient(profile, timeout, self.counts)
+        passed = {name: value for name, value in env.items() if name != "SLURM_JWT"}
+        self._env = {**passed, "SLURM_SUBMIT_DIR": str(home), "SLURM_SUBMIT_HOST": socket.gethostname()}
         # Without this umask, every user could read the output of a job.
         self._env["SLURM_UMASK"] = "0077"
         self._folder = home / FOLDER
@@ -158,15 +157,15 @@ class RestCalls:
             SlurmError: slurmrestd does not answer, or no address is found.
         """
         nodes = job_json.addresses(_good(await self.server.ask("GET", "/nodes", "nodes"), "nodes"))
-        found = toward(nodes[:1])
-        if not found or (is_loopback(found) and not all(is_loopback(node) for node in nodes)):
-            found = toward([node for node in nodes if not is_loopback(node)][:1]) or found
-        if not found:
+        address = toward(nodes[:1])
+        if not address or (is_loopback(address) and not all(is_loopback(node) for node in nodes)):
+            address = toward([node for node in nodes if not is_loopback(node)][:1]) or address
+        if not address:
             raise SlurmError(
                 "the address by which the nodes reach this host cannot be determined; give it with "
                 "--listen ADDRESS"
             )
-        return found
+        return address
 
     async def _now(self) -> float:
         """Return the present time on the controller's clock, in seconds since the epoch."""
@@ -239,8 +238,8 @@ class RestCalls:
                 self._left_written.add(job.id)
         known = {job.id for job in listed}
         self._left_written &= known
-        for gone in there - known:
-            (self._folder / str(gone)).unlink(missing_ok=True)
+        for ended in there - known:
+            (self._folder / str(ended)).unlink(missing_ok=True)
 
 
 def _good(answer: RestAnswer, name: str) -> Any:

@@ -14,11 +14,11 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import httpx
 
-from rollyard_slurm.calls.call_counts import CallCounts
+from rollyard_slurm.calls.protocol import CallCounts
 from rollyard_slurm.errors import SlurmError, SlurmUnavailable
 from rollyard_slurm.profile import RestProfile
 from rollyard_slurm.readers import job_json, reasons
@@ -28,14 +28,14 @@ OLDEST, NEWEST = 38, 46
 
 The client uses the newest of them that the server has.
 """
-MAX_BYTES = 256 * 2**20
+MAX_BYTES: Final = 256 * 2**20
 """The largest size of an answer. The list of jobs holds the jobs of all users, of some kilobytes each."""
-CLOCK_SECONDS = 600.0
+CLOCK_SECONDS: Final = 600.0
 """The time for which a measured difference of the clocks is used, in seconds."""
-_VERSIONS = re.compile(r"^/slurm/(v0\.0\.(\d+))/job/submit$")
-_AUTH = re.compile(r"authenticat|credential|not authorized|unauthorized", re.IGNORECASE)
-_TOKEN = re.compile(r"[\w.~+/=-]{1,16384}", re.ASCII)
-_COMMUNICATION = range(1800, 1807)
+_VERSIONS: Final = re.compile(r"^/slurm/(v0\.0\.(\d+))/job/submit$")
+_AUTH: Final = re.compile(r"authenticat|credential|not authorized|unauthorized", re.IGNORECASE)
+_TOKEN: Final = re.compile(r"[\w.~+/=-]{1,16384}", re.ASCII)
+_COMMUNICATION: Final = range(1800, 1807)
 """The error numbers that Slurm gives if the controller does not answer."""
 
 
@@ -298,7 +298,9 @@ def _chosen(document: Mapping[str, Any], wanted: str | None, url: str) -> tuple[
             )
         version = max(known) if known else min(newer)
     delete = paths.get(f"/slurm/v0.0.{version}/job/{{job_id}}", {}).get("delete", {})
-    names = {one.get("name") for one in delete.get("parameters", []) if isinstance(one, dict)}
+    names = {
+        parameter.get("name") for parameter in delete.get("parameters", []) if isinstance(parameter, dict)
+    }
     return version, "flags" in names
 
 

@@ -9,17 +9,18 @@ nodes may differ. Times of submission are only tested for equality.
 from __future__ import annotations
 
 import re
+from typing import Final
 
 from rollyard_slurm.readers.jobs import JobDetails, QueuedJob, Unreadable
 
-QUEUE_FORMAT = "%A|%T|%r|%N|%M|%L|%l|%V|%j|%k"
+QUEUE_FORMAT: Final = "%A|%T|%r|%N|%M|%L|%l|%V|%j|%k"
 """The format for `squeue -o`.
 
 Its fields are job, state, reason, nodes, time used, time left, time limit, time of submission, name and
 comment.
 """
-_DURATION = re.compile(r"(?:(?P<days>\d+)-)?(?P<clock>\d+(?::\d+){0,2})(?:\.\d+)?")
-_FIELD = r"(?:^|\s){}=(\S+)"
+_DURATION: Final = re.compile(r"(?:(?P<days>\d+)-)?(?P<clock>\d+(?::\d+){0,2})(?:\.\d+)?")
+_FIELD: Final = r"(?:^|\s){}=(\S+)"
 
 
 def duration_seconds(text: str) -> float | None:
@@ -110,20 +111,20 @@ def details(text: str) -> JobDetails:
     )
 
 
-ACCOUNTING_FORMAT = "JobIDRaw,State,ExitCode,ElapsedRaw,Timelimit"
+ACCOUNTING_FORMAT: Final = "JobIDRaw,State,ExitCode,ElapsedRaw,Timelimit"
 """The format for `sacct -o`."""
 
 
 def accounted(text: str) -> dict[int, JobDetails]:
     """Read the jobs that `sacct -X -n -P -o ACCOUNTING_FORMAT` lists, keyed by their numbers."""
-    found = {}
+    jobs = {}
     for line in text.splitlines():
         parts = line.split("|")
         if len(parts) < 5 or not parts[0].isdigit():
             continue
         status, number = _exit(parts[2])
         state, _, by = parts[1].partition(" ")  # The field may be `CANCELLED by 1000`.
-        found[int(parts[0])] = JobDetails(
+        jobs[int(parts[0])] = JobDetails(
             id=int(parts[0]),
             state=state.rstrip("+"),
             reason=by,
@@ -132,10 +133,10 @@ def accounted(text: str) -> dict[int, JobDetails]:
             used=float(parts[3]) if parts[3].isdigit() else 0.0,
             limit=duration_seconds(parts[4]),
         )
-    return found
+    return jobs
 
 
-_RESPONDING = frozenset({"allocated", "completing", "idle", "maint", "mixed", "planned", "reserved"})
+_RESPONDING: Final = frozenset({"allocated", "completing", "idle", "maint", "mixed", "planned", "reserved"})
 
 
 def nodes_respond(text: str) -> bool:
@@ -149,7 +150,7 @@ def nodes_respond(text: str) -> bool:
     return bool(states) and all(state.rstrip("+$-") in _RESPONDING for state in states)
 
 
-_SUBMITTED = re.compile(r"^(\d+)(?:;.*)?$", re.MULTILINE)
+_SUBMITTED: Final = re.compile(r"^(\d+)(?:;.*)?$", re.MULTILINE)
 
 
 def submitted(text: str) -> int:
@@ -160,7 +161,7 @@ def submitted(text: str) -> int:
     Raises:
         Unreadable: No line holds the number of a job.
     """
-    found = _SUBMITTED.findall(text)
-    if not found:
+    numbers = _SUBMITTED.findall(text)
+    if not numbers:
         raise Unreadable(f"sbatch printed {text!r:.200}")
-    return int(found[-1])
+    return int(numbers[-1])

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from typing import Final
 
 from rollyard_drivers.reconcile.plan import Workload
 
 from rollyard_slurm.errors import ScriptInvalid
 
-_WORD = re.compile(r"[\w./-]*\Z")
-_FIELDS = ("instance", "launch", "kind", "owner", "uid", "workload", "hash", "restarts")
+_WORD: Final = re.compile(r"[\w./-]*\Z")
+_FIELDS: Final = ("instance", "launch", "kind", "owner", "uid", "workload", "hash", "restarts")
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +46,7 @@ class SlurmJobIdentity:
             ScriptInvalid: A name contains characters that are not allowed in the comment of a job.
         """
         owner = workload.owner
-        made = cls(
+        identity = cls(
             instance=instance,
             launch=launch,
             kind=workload.kind,
@@ -56,11 +57,11 @@ class SlurmJobIdentity:
             restarts=str(restarts),
         )
         for name in _FIELDS:
-            if not _WORD.match(getattr(made, name)):
+            if not _WORD.match(getattr(identity, name)):
                 raise ScriptInvalid(
-                    f"{name} {getattr(made, name)!r}: a job's comment takes letters, digits and ._/- only"
+                    f"{name} {getattr(identity, name)!r}: a job's comment takes letters, digits and ._/- only"
                 )
-        return made
+        return identity
 
     @classmethod
     def parse(cls, comment: str) -> SlurmJobIdentity | None:

@@ -9,16 +9,16 @@ shape. The times in the JSON are absolute, and are compared only with the contro
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, Final
 
 from rollyard_slurm.readers.jobs import JobDetails, QueuedJob, Unreadable
 
-_NO_VALUE = 0xFFFFFFFC
+_NO_VALUE: Final = 0xFFFFFFFC
 """The smallest of the 32-bit numbers by which Slurm marks a value as "not set" or "infinite"."""
-_FIRST = (
-    "COMPLETING", "STAGE_OUT", "CONFIGURING", "RESIZING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD",
-    "SPECIAL_EXIT", "STOPPED", "REVOKED", "RESV_DEL_HOLD", "SIGNALING",
-)  # fmt: skip
+_FIRST: Final = (
+    *("COMPLETING", "STAGE_OUT", "CONFIGURING", "RESIZING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD"),
+    *("SPECIAL_EXIT", "STOPPED", "REVOKED", "RESV_DEL_HOLD", "SIGNALING"),
+)
 """The flags that squeue shows in place of the state. If a job has several, squeue shows the first of them."""
 
 
@@ -106,10 +106,10 @@ def _id(job: dict[str, Any]) -> int:
     Raises:
         Unreadable: The job has no number.
     """
-    found = number(job.get("job_id"))
-    if not found:
+    job_id = number(job.get("job_id"))
+    if not job_id:
         raise Unreadable("slurmrestd lists a job without a number")
-    return found
+    return job_id
 
 
 def queue(document: Any, uid: int, now: float) -> list[QueuedJob]:
@@ -125,18 +125,18 @@ def queue(document: Any, uid: int, now: float) -> list[QueuedJob]:
     Raises:
         Unreadable: The answer is not a list of jobs.
     """
-    found = []
+    jobs = []
     for job in _jobs(document):
         if number(job.get("user_id")) != uid:
             continue
         word = state(job.get("job_state"))
-        one = JobDetails(_id(job), word, "", 0, 0, 0.0, None)
-        if not one.live:
+        details = JobDetails(_id(job), word, "", 0, 0, 0.0, None)
+        if not details.live:
             continue
         limit, used = _limit(job), _used(job, word, now, True)
-        found.append(
+        jobs.append(
             QueuedJob(
-                id=one.id,
+                id=details.id,
                 state=word,
                 reason=_reason(job),
                 nodes=_text(job, "nodes"),
@@ -148,36 +148,38 @@ def queue(document: Any, uid: int, now: float) -> list[QueuedJob]:
                 submitted=str(number(job.get("submit_time")) or ""),
             )
         )
-    return found
+    return jobs
 
 
-def details(document: Any, wanted: int, now: float) -> JobDetails | None:
+def details(document: Any, job_id: int, now: float) -> JobDetails | None:
     """Read one job from the answer to `GET /job/NUMBER`. Return None if the answer does not contain it.
 
     Raises:
         Unreadable: The answer is not a list of jobs, or the job has no state.
     """
     for job in _jobs(document):
-        if _id(job) != wanted:
+        if _id(job) != job_id:
             continue
         word = state(job.get("job_state"))
         if not word:
             raise Unreadable("slurmrestd describes a job without a state")
         status, signal = exit_of(job.get("exit_code"))
-        made = JobDetails(
-            wanted, word, _reason(job), status, signal, 0.0, _limit(job), number(job.get("restart_cnt"))
+        read = JobDetails(
+            job_id, word, _reason(job), status, signal, 0.0, _limit(job), number(job.get("restart_cnt"))
         )
-        return replace(made, used=_used(job, word, now, made.live))
+        return replace(read, used=_used(job, word, now, read.live))
     return None
 
 
 def addresses(document: Any) -> list[str]:
     """Read the addresses of the nodes from the answer to `GET /nodes`."""
     nodes = document.get("nodes") if isinstance(document, dict) else None
-    return [_text(one, "address") for one in nodes or () if isinstance(one, dict) and _text(one, "address")]
+    return [
+        _text(node, "address") for node in nodes or () if isinstance(node, dict) and _text(node, "address")
+    ]
 
 
-_RESPONDING = frozenset(
+_RESPONDING: Final = frozenset(
     {"ALLOCATED", "COMPLETING", "IDLE", "MAINTENANCE", "MIXED", "PLANNED", "RESERVED"}
     | {"CLOUD", "DYNAMIC_FUTURE", "DYNAMIC_NORM"}
 )
@@ -204,10 +206,10 @@ def submitted(document: Any) -> int | None:
     if not isinstance(document, dict):
         return None
     inner = document.get("result")
-    for place in (document, inner if isinstance(inner, dict) else {}):
-        found = number(place.get("job_id"))
-        if found:
-            return found
+    for part in (document, inner if isinstance(inner, dict) else {}):
+        job_id = number(part.get("job_id"))
+        if job_id:
+            return job_id
     return None
 
 
@@ -216,16 +218,16 @@ def troubles(document: Any) -> tuple[list[int], str]:
     listed = document.get("errors") if isinstance(document, dict) else None
     numbers: list[int] = []
     words: list[str] = []
-    for one in listed or () if isinstance(listed, list) else ():
-        if not isinstance(one, dict):
+    for error in listed or () if isinstance(listed, list) else ():
+        if not isinstance(error, dict):
             continue
-        code = number(one.get("error_number", one.get("error_code")))
-        said = [_text(one, "description"), _text(one, "error")]
-        if not code and not any(said):
+        code = number(error.get("error_number", error.get("error_code")))
+        texts = [_text(error, "description"), _text(error, "error")]
+        if not code and not any(texts):
             continue
         numbers.append(code or 0)
         # The description often ends with the error. The error is then not repeated.
-        words += [word for word in said if word and word != "Unspecified error" and word not in words[-1:]]
+        words += [word for word in texts if word and word != "Unspecified error" and word not in words[-1:]]
         if len(words) > 1 and words[-1] in words[-2]:
             words.pop()
     return numbers, "; ".join(dict.fromkeys(words))[:500]

@@ -6,16 +6,17 @@ The models are the same for all answers from which jobs are read.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Final
 
 from rollyard_slurm.errors import BridgeError
 
-PENDING_STATES = frozenset(
+PENDING_STATES: Final = frozenset(
     {"PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "SPECIAL_EXIT"}
 )
 """The states of jobs that have not started, or that start again."""
-SUSPENDED_STATES = frozenset({"SUSPENDED", "STOPPED"})
+SUSPENDED_STATES: Final = frozenset({"SUSPENDED", "STOPPED"})
 """The states of jobs that have started and do not run at the moment."""
-LIVE_STATES = (
+LIVE_STATES: Final = (
     PENDING_STATES
     | SUSPENDED_STATES
     | {"RUNNING", "COMPLETING", "RESIZING", "SIGNALING", "STAGE_OUT", "RESV_DEL_HOLD"}

@@ -6,17 +6,18 @@ They decide whether waiting helps.
 from __future__ import annotations
 
 import re
+from typing import Final
 
 from rollyard_slurm.readers.jobs import QueuedJob
 
-_BLOCKED = re.compile(
+_BLOCKED: Final = re.compile(
     r"PartitionConfig|PartitionDown|PartitionInactive|PartitionNodeLimit|PartitionTimeLimit|BadConstraints"
     r"|InvalidAccount|InvalidQOS|AccountNotAllowed|QOSNotAllowed|AccountingPolicy|DependencyNeverSatisfied"
     r"|JobHeld(?:Admin|User)|launch failed requeued held|QOSUsageThreshold|QOSTimeLimit|NodeDown"
     r"|\w*(?:PerJob|PerNode|WallDuration)\w*",
     re.IGNORECASE,
 )
-_SAID = {
+_SAID: Final = {
     "Resources": "nodes are busy (Resources)",
     "Priority": "jobs of higher priority are ahead (Priority)",
     "PartitionConfig": "no node of the partition can serve the request (PartitionConfig)",
@@ -31,19 +32,19 @@ _SAID = {
     "NodeDown": "a node that it needs is down (NodeDown)",
     "None": "Slurm has not looked at it yet",
 }
-_LIMIT = re.compile(
+_LIMIT: Final = re.compile(
     r"max\w*submit|submit limit|QOSMaxSubmit\w*|AssocMaxSubmit\w*|QOSGrpSubmit\w*|AssocGrpSubmit\w*"
     r"|temporarily unable to accept job|max_array_tasks|job count limit|too many jobs",
     re.IGNORECASE,
 )
-_UNAVAILABLE = re.compile(
+_UNAVAILABLE: Final = re.compile(
     r"unable to contact slurm controller|socket timed out|connection refused|zero bytes were transmitted"
     r"|communications? connection failure|slurmctld.*(?:not responding|standby)|in standby mode"
     r"|unable to connect|connect failure|transport endpoint|resource temporarily unavailable"
     r"|munge encode failed|munge daemon",
     re.IGNORECASE,
 )
-_UNSURE = re.compile(r"socket timed out|zero bytes were transmitted|receive", re.IGNORECASE)
+_UNSURE: Final = re.compile(r"socket timed out|zero bytes were transmitted|receive", re.IGNORECASE)
 
 
 def is_blocked(job: QueuedJob) -> bool:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from datetime import datetime, timedelta
+from typing import Final
 
-AVOID_SECONDS = 600.0
+AVOID_SECONDS: Final = 600.0
 """The time for which a node is avoided, in seconds."""
 
 

@@ -6,15 +6,16 @@ A job may end because of its time limit, a preemption or a lost node.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Final
 
 from rollyard_slurm.profile import SIGNAL_SECONDS, JobProfile
 from rollyard_slurm.readers.jobs import JobDetails, QueuedJob
 
-AHEAD_SECONDS = 600
+AHEAD_SECONDS: Final = 600
 """The default of `aheadSeconds` in a profile."""
-EARLY_SECONDS = 60
+EARLY_SECONDS: Final = 60
 """How many seconds earlier than requested Slurm may send the signal before a time limit."""
-SHORTEST_SECONDS = 10.0
+SHORTEST_SECONDS: Final = 10.0
 """A job that ended by itself after fewer seconds than this did not end because of its time limit.
 
 The shortest limit is one minute. With a signal 15 s before it, slurmctld, which checks every 30 s, sends the
@@ -42,25 +43,25 @@ class JobEnding:
     """Whether the job's processes have certainly ended. Those on a lost node may still run."""
 
 
-def ahead_seconds(limit: float, wanted: JobProfile) -> float:
+def ahead_seconds(limit: float, profile: JobProfile) -> float:
     """Return how many seconds before the end of a job its successor is submitted.
 
     Args:
         limit: The time limit of the job in seconds.
-        wanted: The profile of this kind of job.
+        profile: The profile of this kind of job.
     """
-    least = (wanted.signal_seconds or SIGNAL_SECONDS) + EARLY_SECONDS
-    return min(max(float(wanted.ahead_seconds or AHEAD_SECONDS), least), limit / 2)
+    least = (profile.signal_seconds or SIGNAL_SECONDS) + EARLY_SECONDS
+    return min(max(float(profile.ahead_seconds or AHEAD_SECONDS), least), limit / 2)
 
 
-def wants_successor(job: QueuedJob, wanted: JobProfile) -> bool:
+def wants_successor(job: QueuedJob, profile: JobProfile) -> bool:
     """Return whether a running job is close enough to its time limit for its successor to be submitted."""
     if job.state != "RUNNING" or job.left is None or job.limit is None:
         return False
-    return job.left <= ahead_seconds(job.limit, wanted)
+    return job.left <= ahead_seconds(job.limit, profile)
 
 
-def ending(job: JobDetails, wanted: JobProfile) -> JobEnding:
+def ending(job: JobDetails, profile: JobProfile) -> JobEnding:
     """Return a description of how a job ended, with a message for the user."""
     who = f"Slurm job {job.id}"
     if job.state == "TIMEOUT":
@@ -74,18 +75,18 @@ def ending(job: JobDetails, wanted: JobProfile) -> JobEnding:
             None, f"{who} was cancelled" + (" (DEADLINE)" if job.state == "DEADLINE" else ""), False
         )
     if job.state == "OUT_OF_MEMORY":
-        asked = f" (asked for {wanted.memory})" if wanted.memory else ""
-        return JobEnding(-9, f"{who} ran out of memory{asked}: raise `memory` in the profile", False)
+        memory = f" (asked for {profile.memory})" if profile.memory else ""
+        return JobEnding(-9, f"{who} ran out of memory{memory}: raise `memory` in the profile", False)
     code = -job.exit_signal if job.exit_signal else job.exit_status
-    return JobEnding(code, "", code == 0 and _near_limit(job, wanted))
+    return JobEnding(code, "", code == 0 and _near_limit(job, profile))
 
 
-def _near_limit(job: JobDetails, wanted: JobProfile) -> bool:
+def _near_limit(job: JobDetails, profile: JobProfile) -> bool:
     """Return whether a job that ended with status 0 had received the signal before its time limit."""
     if job.limit is None or job.used < SHORTEST_SECONDS:
         return False
-    return job.used >= job.limit - (wanted.signal_seconds or SIGNAL_SECONDS) - EARLY_SECONDS - 5
+    return job.used >= job.limit - (profile.signal_seconds or SIGNAL_SECONDS) - EARLY_SECONDS - 5
 
 
-FORGOTTEN = JobEnding(None, "Slurm no longer knows how it ended", False)
+FORGOTTEN: Final = JobEnding(None, "Slurm no longer knows how it ended", False)
 """The ending of a job that Slurm does not know any longer."""

@@ -4,26 +4,73 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 from rollyard_client.environment import CA_FILE
-from rollyard_drivers.commands.engine import ENGINE_MODULE, engine_arguments
-from rollyard_drivers.commands.vllm import SERVER_ENV, vllm_command
-from rollyard_drivers.commands.worker import WORKER_MODULE, ready_arguments, worker_arguments
+from rollyard_drivers.commands import (
+    ENGINE_MODULE,
+    SERVER_ENV,
+    WORKER_MODULE,
+    engine_arguments,
+    ready_arguments,
+    vllm_command,
+    worker_arguments,
+)
 from rollyard_drivers.reconcile.plan import Workload
 from rollyard_process.telemetry.variables import LOG_FORMAT
 
 from rollyard_slurm.profile import SIGNAL_SECONDS, JobProfile
 from rollyard_slurm.readers.job_identity import SlurmJobIdentity
 from rollyard_slurm.scripts.placeholders import HOST, PORT
-from rollyard_slurm.scripts.run_folder import RUN_FOLDER
 from rollyard_slurm.scripts.shell import Array, Assign, Code, Comment, Directive, Export, Line, Part, render
 from rollyard_slurm.scripts.site import Site
 
-TITLE = "rollyard-"
+# The run folder of a node is one that no other user of the node can reach or replace. The worker checks it
+# with `rollyard_process.private_folder`, which does the same in Python. The script removes the folder after a
+# worker was killed. Therefore it must check the folder before it starts a worker.
+_RUN_FOLDER_TEXT: Final = r"""
+# Another user of the node must not have made the folder before, nor be able to replace it: each folder
+# on the way belongs to root or to this user, and is sticky where others can write to it.
+private() {
+  local part= word words paths=(/) uid gid raw mode owner=none
+  IFS=/ read -r -d '' -a words < <(printf '%s\0' "${1#/}")
+  for word in "${words[@]}"; do part+="/$word"; paths+=("$part"); done
+  while read -r uid gid raw; do
+    owner=$uid mode=$((16#$raw))
+    [ "$uid" = 0 ] || [ "$uid" = "$UID" ] || return 1
+    [ $((mode & 0170000)) -eq $((0040000)) ] || return 1
+    [ $((mode & 0022)) -eq 0 ] || [ $((mode & 01000)) -ne 0 ] ||
+      { [ $((mode & 0002)) -eq 0 ] && [ "$(id -gn):$gid" = "$(id -un):$(id -g)" ]; } || return 1
+  done < <(stat -c '%u %g %f' -- "${paths[@]}" || echo none none 0)
+  [ "$owner" = "$UID" ] && [ $((mode & 0077)) -eq 0 ]
+}
+mkdir -m 700 -- "$base" 2> /dev/null
+if ! private "$base" || ! exec 8< "$base" || ! [ "$base" -ef /proc/self/fd/8 ]; then
+  echo "error: $base cannot be used: another user can change it, or a folder on the way to it;" \
+    "choose another workers.runDir" >&2
+  exit 73
+fi
+# The last worker of this node removes the folder, and one that comes meanwhile makes it again.
+for _ in 1 2 3 4 5; do
+  mkdir -p -- "$run" && exec 9>> "/proc/self/fd/8/$node.lock" && flock -s -w 20 9 &&
+    [ "$run.lock" -ef /proc/self/fd/9 ] && [ -O "$run" ] && break
+done
+[ -O "$run" ] || { echo "error: $run cannot be used" >&2; exit 73; }
+exec 8<&-
+trap 'flock -n -x 9 && rm -rf -- "$run" "$run.lock" && rmdir -- "${run%/*}" 2> /dev/null' EXIT
+"""
+_RUN_FOLDER: Final = tuple(Code(line) for line in _RUN_FOLDER_TEXT.strip("\n").splitlines())
+"""The lines of the script, which hold the lock of the folder as descriptor 9.
+
+They need the variables `base`, which is a physical path, `node`, and `run`, which is `$base/$node`.
+"""
+
+
+TITLE: Final = "rollyard-"
 """The prefix of the names of all jobs."""
-NODE_UNUSABLE = 73
+NODE_UNUSABLE: Final = 73
 """The exit status of a worker whose node lacks what sandboxes need. The stage worker uses the same number."""
-DEFAULT_MEMORY = "2G"
+DEFAULT_MEMORY: Final = "2G"
 """The default memory of stage workers and embedded engines.
 
 Many sites have a default for each CPU that is too little for them.
@@ -55,16 +102,18 @@ class BatchScript:
         Raises:
             ScriptInvalid: The value of an option cannot be written into a line.
         """
-        asked = render(Directive(name, value) for name, value in self.options)
-        directives = [*asked, *(f"#SBATCH {option}" for option in self.further)]
+        directives = [
+            *render(Directive(name, value) for name, value in self.options),
+            *(f"#SBATCH {option}" for option in self.further),
+        ]
         return "\n".join(["#!/bin/bash", *directives, *self.before, *between, *self.after]) + "\n"
 
 
 def _options(
-    workload: Workload, site: Site, identity: SlurmJobIdentity, wanted: JobProfile, avoided: Sequence[str]
+    workload: Workload, site: Site, identity: SlurmJobIdentity, profile: JobProfile, avoided: Sequence[str]
 ) -> list[tuple[str, str | None]]:
     """Return the long names of sbatch's options, without dashes, and their values."""
-    seconds = wanted.signal_seconds or SIGNAL_SECONDS
+    seconds = profile.signal_seconds or SIGNAL_SECONDS
     # The token of a ready worker serves once. If Slurm started its job again, the worker would be refused.
     ready = workload.owner.kind == "ReadyWorker"
     options: list[tuple[str, str | None]] = [
@@ -73,47 +122,47 @@ def _options(
         ("output", str(site.logs).replace("%", "%%") + f"/{workload.name}-%j.log"),
         ("open-mode", "append"),
         ("signal", f"B:USR1@{seconds}"),
-        ("requeue" if wanted.requeue is not False and not ready else "no-requeue", None),
+        ("requeue" if profile.requeue is not False and not ready else "no-requeue", None),
         ("nodes", "1"),
         ("ntasks", "1"),
         ("chdir", str(site.home)),
     ]
     for name, value in (
-        ("partition", wanted.partition),
-        ("account", wanted.account),
-        ("qos", wanted.qos),
-        ("reservation", wanted.reservation),
-        ("wckey", wanted.wckey),
-        ("constraint", wanted.constraint),
-        ("exclude", ",".join([*([wanted.exclude] if wanted.exclude else []), *avoided]) or None),
-        ("time", wanted.time_limit),
-        ("cpus-per-task", wanted.cpus),
-        ("mem", _memory(workload, wanted)),
-        ("gres", _gres(workload, wanted)),
+        ("partition", profile.partition),
+        ("account", profile.account),
+        ("qos", profile.qos),
+        ("reservation", profile.reservation),
+        ("wckey", profile.wckey),
+        ("constraint", profile.constraint),
+        ("exclude", ",".join([*([profile.exclude] if profile.exclude else []), *avoided]) or None),
+        ("time", profile.time_limit),
+        ("cpus-per-task", profile.cpus),
+        ("mem", _memory(workload, profile)),
+        ("gres", _gres(workload, profile)),
     ):
         if value is not None:
             options.append((name, str(value)))
-    if wanted.exclusive:
+    if profile.exclusive:
         options.append(("exclusive", None))
     return options
 
 
-def _memory(workload: Workload, wanted: JobProfile) -> str | None:
+def _memory(workload: Workload, profile: JobProfile) -> str | None:
     """Return the value of `--mem`: that of the profile, or else enough for Rollyard's own programs.
 
     The result is None if other options set the memory, if the job has its node for itself, and for vLLM,
     which gets the default of the site.
     """
-    said = any(option.partition("=")[0].startswith("--mem") for option in wanted.sbatch)
-    if wanted.memory is not None or said or wanted.exclusive or workload.engine == "vllm":
-        return wanted.memory
+    memory_chosen = any(option.partition("=")[0].startswith("--mem") for option in profile.sbatch)
+    if profile.memory is not None or memory_chosen or profile.exclusive or workload.engine == "vllm":
+        return profile.memory
     return DEFAULT_MEMORY
 
 
-def _gres(workload: Workload, wanted: JobProfile) -> str | None:
+def _gres(workload: Workload, profile: JobProfile) -> str | None:
     """Return the value of `--gres`, or None if the job needs no generic resources."""
-    if wanted.gres is not None:
-        return wanted.gres.replace("{gpus}", str(workload.gpus))
+    if profile.gres is not None:
+        return profile.gres.replace("{gpus}", str(workload.gpus))
     return f"gpu:{workload.gpus}" if workload.gpus else None
 
 
@@ -131,7 +180,7 @@ def batch_script(
     Raises:
         ScriptInvalid: A name or a value cannot be part of a script. `BatchScript.text` checks the options.
     """
-    wanted = site.profile.of(workload.kind)
+    profile = site.profile.of(workload.kind)
     owner = workload.owner
     program = _backend(workload, site, identity) if workload.kind == "backend" else _worker(workload, site)
     trust = {CA_FILE: str(site.ca_file)} if site.ca_file and workload.kind == "stage-worker" else {}
@@ -140,14 +189,14 @@ def batch_script(
     lines: list[Line] = [
         Comment(f"{owner.kind} {owner.namespace}/{owner.name}: {_what(workload)} of Rollyard (slurm-bridge)"),
         Code("umask 077"),
-        *(Export(name, value) for name, value in {**trust, **telemetry, **wanted.env}.items()),
-        *(Code(line) for line in wanted.prolog),
+        *(Export(name, value) for name, value in {**trust, **telemetry, **profile.env}.items()),
+        *(Code(line) for line in profile.prolog),
         *program,
         *_begin(_engine_env(workload)),
         *_TRAPS,
     ]
-    options = tuple(_options(workload, site, identity, wanted, avoided))
-    return BatchScript(options, tuple(wanted.sbatch), tuple(render(lines)), _WATCH)
+    options = tuple(_options(workload, site, identity, profile, avoided))
+    return BatchScript(options, tuple(profile.sbatch), tuple(render(lines)), _WATCH)
 
 
 def _what(workload: Workload) -> str:
@@ -208,7 +257,7 @@ def _worker(workload: Workload, site: Site) -> list[Line]:
         ),
         Assign("base", (Code('"${base%/}/ry-$UID-"'), site.instance)),
         Code('run="$base/$node"'),
-        *RUN_FOLDER,
+        *_RUN_FOLDER,
         # Two jobs on one node can reach each other's sandboxes only if they see the same folder, and sites
         # may give each job its own /tmp. Therefore the name belongs to the folder and not to the host.
         Code(
@@ -236,8 +285,8 @@ def _worker(workload: Workload, site: Site) -> list[Line]:
 
 def _backend(workload: Workload, site: Site, identity: SlurmJobIdentity) -> list[Line]:
     """Return the lines that prepare the command of an inference backend."""
-    wanted = site.profile.of("backend")
-    python = wanted.python or site.python
+    profile = site.profile.of("backend")
+    python = profile.python or site.python
     image = site.profile.backends.image
     if workload.engine == "vllm":
         engine = list(vllm_command(workload, HOST, PORT))
@@ -271,7 +320,7 @@ _TRAPS: tuple[Line, ...] = tuple(
         "trap hurry TERM USR2",
     )
 )
-_WATCH = (
+_WATCH: Final = (
     "begin &",
     "child=$!",
     '[ -z "$asked" ] || kill -TERM "$child" 2>/dev/null',

@@ -10,13 +10,13 @@ import math
 import re
 import shlex
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, Final
 
 from rollyard_slurm.readers.command_output import duration_seconds
 
-TYPED = 39
+TYPED: Final = 39
 """The first version whose fields have types, and which can send a warning to the batch script alone."""
-_WORDS = {
+_WORDS: Final = {
     "job-name": "name",
     "comment": "comment",
     "output": "standard_output",
@@ -34,7 +34,7 @@ _WORDS = {
     "mcs-label": "mcs_label",
 }
 """The fields that are the same in every version, by the names of sbatch's options."""
-_OLD = {
+_OLD: Final = {
     "open-mode": "open_mode",
     "nodes": "nodes",
     "ntasks": "tasks",
@@ -53,10 +53,10 @@ _OLD = {
     "mincpus": "minimum_cpus_per_node",
 }
 """The further fields of v0.0.38, by the names of sbatch's options."""
-_FLAGS = ("requeue", "no-requeue", "exclusive")
-_SIZE = re.compile(r"(\d+)([KMGT]?)B?", re.IGNORECASE)
-_MIB = {"K": 1 / 1024, "": 1, "M": 1, "G": 1024, "T": 1024 * 1024}
-KNOWN = frozenset({*_WORDS, *_OLD, *_FLAGS, "signal"})
+_FLAGS: Final = ("requeue", "no-requeue", "exclusive")
+_SIZE: Final = re.compile(r"(\d+)([KMGT]?)B?", re.IGNORECASE)
+_MIB: Final = {"K": 1 / 1024, "": 1, "M": 1, "G": 1024, "T": 1024 * 1024}
+KNOWN: Final = frozenset({*_WORDS, *_OLD, *_FLAGS, "signal"})
 """The long names of all options for which slurmrestd has fields."""
 
 
@@ -68,7 +68,7 @@ def sbatch_options(options: Iterable[str]) -> list[tuple[str, str | None]]:
     Raises:
         ValueError: slurmrestd has no field for one of them, or a value is missing or not allowed.
     """
-    found: list[tuple[str, str | None]] = []
+    pairs: list[tuple[str, str | None]] = []
     for option in options:
         name, equals, value = option.partition("=")
         if not name.startswith("--") or name[2:] not in KNOWN:
@@ -79,8 +79,8 @@ def sbatch_options(options: Iterable[str]) -> list[tuple[str, str | None]]:
         if bool(equals) == (name[2:] in _FLAGS):
             raise ValueError(f"{name} takes {'no value' if equals else 'a value: ' + name + '=…'}")
         # Quotes are not part of the value, just as in a line of a script.
-        found.append((name[2:], "".join(shlex.split(value)) if equals else None))
-    return found
+        pairs.append((name[2:], "".join(shlex.split(value)) if equals else None))
+    return pairs
 
 
 def fields(options: Iterable[tuple[str, str | None]], env: Mapping[str, str], version: int) -> dict[str, Any]:
@@ -91,17 +91,17 @@ def fields(options: Iterable[tuple[str, str | None]], env: Mapping[str, str], ve
         env: The environment of the job. slurmrestd adds nothing to it.
         version: The last part of the version. For example, 38 stands for v0.0.38.
     """
-    made: dict[str, Any] = {}
+    fields: dict[str, Any] = {}
     for name, value in options:
         if name in _WORDS:
-            made[_WORDS[name]] = value
+            fields[_WORDS[name]] = value
         elif version < TYPED:
-            made |= _old(name, value)
+            fields |= _old(name, value)
         else:
-            _add(made, _typed(name, value or "", version))
+            _add(fields, _typed(name, value or "", version))
     if version < TYPED:
-        return {**made, "environment": dict(env)}
-    return {**made, "environment": [f"{name}={text}" for name, text in env.items()]}
+        return {**fields, "environment": dict(env)}
+    return {**fields, "environment": [f"{name}={text}" for name, text in env.items()]}
 
 
 def _old(name: str, value: str | None) -> dict[str, Any]:
@@ -151,11 +151,11 @@ def _typed(name: str, value: str, version: int) -> dict[str, Any]:
     return {"tres_per_job" if name == "gpus" else "tres_per_node": f"gres{sep}gpu:{value}"}
 
 
-def _add(made: dict[str, Any], more: Mapping[str, Any]) -> None:
+def _add(fields: dict[str, Any], more: Mapping[str, Any]) -> None:
     """Add fields to those of a job."""
     for name, value in more.items():
         # --gres and --gpus-per-node share one field.
-        made[name] = f"{made[name]},{value}" if name == "tres_per_node" and name in made else value
+        fields[name] = f"{fields[name]},{value}" if name == "tres_per_node" and name in fields else value
 
 
 def _number(value: int) -> dict[str, Any]:

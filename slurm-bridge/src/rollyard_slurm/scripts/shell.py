@@ -12,13 +12,13 @@ import re
 import shlex
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Final, TypeAlias
 
 from rollyard_slurm.errors import ScriptInvalid
 
-_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
-_PLAIN_DIRECTIVE = re.compile(r"[A-Za-z0-9_./:,=@%+\[\]{}*-]+\Z")
-_OPTION = re.compile(r"[a-z][a-z0-9-]*\Z")
+_NAME: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
+_PLAIN_DIRECTIVE: Final = re.compile(r"[A-Za-z0-9_./:,=@%+\[\]{}*-]+\Z")
+_OPTION: Final = re.compile(r"[a-z][a-z0-9-]*\Z")
 
 
 class Code(str):

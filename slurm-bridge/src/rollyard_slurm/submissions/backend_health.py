@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import Callable, Iterable
 
 import httpx
-from rollyard_drivers.health.backend import BackendHealth, watch_backend
+from rollyard_drivers.health import BackendHealth, watch_backend
 from rollyard_drivers.host.home import read_json
 
 from rollyard_slurm.readers.jobs import PENDING_STATES
@@ -29,58 +29,58 @@ class BackendHealthChecks:
         self._http = http
         self._changed = changed
 
-    def find(self, one: Submission) -> bool:
+    def find(self, submission: Submission) -> bool:
         """Begin to check a backend, if it has announced its URL.
 
         Returns:
             Whether the backend has started and squeue has not shown this yet. In this case, Slurm should be
             polled soon.
         """
-        path = self._site.endpoint_file(one.launch)
-        if one.seen is None or one.seen.state in PENDING_STATES:
-            return one.job is not None and path.exists()
-        if not one.running:
+        path = self._site.endpoint_file(submission.launch)
+        if submission.seen is None or submission.seen.state in PENDING_STATES:
+            return submission.job is not None and path.exists()
+        if not submission.running:
             return False
         document = read_json(path) or {}
         url = document.get("url")
-        if isinstance(url, str) and document.get("job") == str(one.job):
-            self._check(one, url)
+        if isinstance(url, str) and document.get("job") == str(submission.job):
+            self._check(submission, url)
         return False
 
-    def _check(self, one: Submission, url: str) -> None:
+    def _check(self, submission: Submission, url: str) -> None:
         """Begin the health check of a backend at a URL, unless it runs already."""
-        if one.probe is not None and one.url == url:
+        if submission.probe is not None and submission.url == url:
             return
-        if one.url != url:  # Slurm has started the backend again on another node.
-            one.health = BackendHealth(url=url)
-        self.pause(one)
-        one.url = url
+        if submission.url != url:  # Slurm has started the backend again on another node.
+            submission.health = BackendHealth(url=url)
+        self.pause(submission)
+        submission.url = url
 
         def report(health: BackendHealth) -> None:
-            before, one.health = one.health, health
+            before, submission.health = submission.health, health
             if before.ready != health.ready:
-                self._changed(one)
+                self._changed(submission)
 
-        one.probe = asyncio.create_task(
-            watch_backend(url, one.workload.model, self._http, report, one.health),
-            name=f"health of {one.workload.name}",
+        submission.probe = asyncio.create_task(
+            watch_backend(url, submission.workload.model, self._http, report, submission.health),
+            name=f"health of {submission.workload.name}",
         )
 
-    def pause(self, one: Submission) -> None:
+    def pause(self, submission: Submission) -> None:
         """End the check of a backend, and keep its last known health."""
-        if one.probe is not None:
-            one.probe.cancel()
-            one.probe = None
+        if submission.probe is not None:
+            submission.probe.cancel()
+            submission.probe = None
 
-    def end(self, one: Submission) -> None:
+    def end(self, submission: Submission) -> None:
         """End the check of a backend that does not run, and forget its health and its URL."""
-        self.pause(one)
-        one.health, one.url = BackendHealth(), ""
-        self._site.endpoint_file(one.launch).unlink(missing_ok=True)
+        self.pause(submission)
+        submission.health, submission.url = BackendHealth(), ""
+        self._site.endpoint_file(submission.launch).unlink(missing_ok=True)
 
     async def close(self, submissions: Iterable[Submission]) -> None:
         """End the checks of all given submissions, and wait until they have ended."""
-        probes = [one.probe for one in submissions if one.probe is not None]
+        probes = [submission.probe for submission in submissions if submission.probe is not None]
         for probe in probes:
             probe.cancel()
         await asyncio.gather(*probes, return_exceptions=True)

@@ -3,16 +3,165 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from datetime import datetime
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Annotated, Any, Final
 
 import httpx
+from pydantic import AwareDatetime, BaseModel, PlainSerializer
+from rollyard_drivers.health import BackendHealth
+from rollyard_drivers.host.home import read_json, write_json
 from rollyard_drivers.reconcile.plan import Owner, Workload
 
+from rollyard_slurm.scheduling.time_limits import JobEnding
 from rollyard_slurm.scripts.site import Site
 from rollyard_slurm.submissions.backend_health import BackendHealthChecks
-from rollyard_slurm.submissions.group import SubmissionGroup
-from rollyard_slurm.submissions.records import Records
-from rollyard_slurm.submissions.submission import Submission
+from rollyard_slurm.submissions.submission import Submission, fresh
+
+
+class SubmissionGroup:
+    """The submissions of one workload, oldest first. At most one of them has the workload's name."""
+
+    def __init__(self, members: list[Submission]) -> None:
+        self.members = members
+
+    @property
+    def front(self) -> Submission:
+        """The submission that counts as the workload.
+
+        This is the newest one that serves. If none serves, it is the oldest one that will serve, or else one
+        that is ending or has ended.
+        """
+        staying = [
+            submission
+            for submission in self.members
+            if submission.living and not submission.stopping and not submission.retired
+        ]
+        serving = [submission for submission in staying if submission.serving]
+        if serving:
+            return serving[-1]
+        # A submission that runs, such as a backend that is unhealthy at the moment, takes precedence over one
+        # that only waits.
+        running = [submission for submission in staying if submission.running]
+        if running or staying:
+            return (running or staying)[0]
+        own = [submission for submission in self.members if not submission.retired] or self.members
+        living = [submission for submission in own if submission.living]
+        return (living or own)[-1]
+
+    @property
+    def successors(self) -> list[Submission]:
+        """The submissions that have not ended and were made after the front."""
+        index = self.members.index(self.front)
+        return [submission for submission in self.members[index + 1 :] if submission.living]
+
+    @property
+    def predecessors(self) -> list[Submission]:
+        """The submissions that have not ended and whose place the front has taken."""
+        index = self.members.index(self.front)
+        return [submission for submission in self.members[:index] if submission.living]
+
+
+_Time = Annotated[AwareDatetime, PlainSerializer(datetime.isoformat)]
+
+
+class _StoredEnding(BaseModel):
+    code: int | None
+    message: str
+    at: _Time | None
+    process_ended: bool
+
+
+class _Record(BaseModel):
+    """The content of one file. Each field that has the name of a submission's field holds the same value."""
+
+    launch: str
+    job: int | None
+    restarts: int
+    last_end: str
+    submitted_at: _Time
+    unsure_until: _Time | None
+    started_at: _Time | None
+    stop_by: _Time | None
+    draining_since: _Time | None
+    retired: bool
+    restart_count: int | None
+    queued_at: str
+    nodes: str
+    ready: str
+    url: str
+    """The URL of a backend that serves. It is empty for all other submissions."""
+    ending: _StoredEnding | None
+    workload: Workload
+
+
+_COPIED: Final = tuple(_Record.model_fields.keys() - {"url", "ending"})
+
+
+class Records:
+    """The files with the submissions of one home."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def load(self) -> list[Submission]:
+        """Return the submissions of earlier runs, oldest first.
+
+        A file that cannot be read is renamed and left out.
+        """
+        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        submissions = []
+        for path in sorted(self._folder.glob("*.json")):
+            try:
+                submissions.append(_submission(_Record.model_validate(read_json(path))))
+            except (KeyError, TypeError, ValueError):  # A ValidationError is a ValueError.
+                path.rename(path.with_suffix(".unreadable"))
+        return sorted(submissions, key=lambda submission: submission.submitted_at)
+
+    def save(self, submission: Submission) -> None:
+        """Write the file of a submission, either completely or not at all.
+
+        Raises:
+            OSError: The home cannot be written.
+        """
+        write_json(self._folder / f"{submission.launch}.json", _record(submission).model_dump(mode="json"))
+
+    def forget(self, submission: Submission) -> None:
+        """Remove the file of a submission."""
+        (self._folder / f"{submission.launch}.json").unlink(missing_ok=True)
+
+
+def _record(submission: Submission) -> _Record:
+    """Return the record of a submission."""
+    values: dict[str, Any] = {name: getattr(submission, name) for name in _COPIED}
+    ending = submission.ending
+    if ending is not None:
+        values["ending"] = _StoredEnding(
+            code=ending.code,
+            message=ending.message,
+            at=submission.ended_at,
+            process_ended=ending.process_ended,
+        )
+    return _Record.model_validate(
+        {"ending": None, "url": submission.url if submission.health.warmed_up else "", **values}
+    )
+
+
+def _submission(record: _Record) -> Submission:
+    """Return the submission that a record describes."""
+    submission = fresh(record.launch, record.workload, record.restarts, record.submitted_at)
+    for name in _COPIED:
+        value = getattr(record, name)
+        setattr(submission, name, value.astimezone(UTC) if isinstance(value, datetime) else value)
+    if record.url:
+        # The backend served when the last bridge ended. It counts as serving until its checks say otherwise.
+        submission.url = record.url
+        submission.health = BackendHealth(url=record.url, ready=True, warmed_up=True, message="")
+    if record.ending is not None:
+        stored = record.ending
+        submission.ending = JobEnding(stored.code, stored.message, False, stored.process_ended)
+        submission.ended_at = None if record.ending.at is None else record.ending.at.astimezone(UTC)
+    return submission
 
 
 class HomeSubmissions:
@@ -38,19 +187,19 @@ class HomeSubmissions:
         """
         return iter(list(self._all))
 
-    def add(self, one: Submission) -> None:
+    def add(self, submission: Submission) -> None:
         """Add a submission that has no record on disk yet."""
-        self._all.append(one)
+        self._all.append(submission)
 
-    def save(self, one: Submission) -> None:
+    def save(self, submission: Submission) -> None:
         """Write the record of a submission.
 
         Raises:
             OSError: The home cannot be written.
         """
-        self._records.save(one)
+        self._records.save(submission)
 
-    def give(self, one: Submission, workload: Workload, now: datetime) -> None:
+    def give(self, submission: Submission, workload: Workload, now: datetime) -> None:
         """Make a worker that stands ready the worker of a RolloutJob.
 
         From now on its record says so. No other RolloutJob takes it, whatever becomes of the bridge.
@@ -58,46 +207,48 @@ class HomeSubmissions:
         Raises:
             OSError: The home cannot be written. The worker still stands ready.
         """
-        before = one.workload, one.submitted_at, one.started_at
-        one.ready, one.workload = one.workload.name, workload
-        one.submitted_at = one.started_at = now
+        before = submission.workload, submission.submitted_at, submission.started_at
+        submission.ready, submission.workload = submission.workload.name, workload
+        submission.submitted_at = submission.started_at = now
         try:
-            self._records.save(one)
+            self._records.save(submission)
         except OSError:
-            one.ready = ""
-            one.workload, one.submitted_at, one.started_at = before
+            submission.ready = ""
+            submission.workload, submission.submitted_at, submission.started_at = before
             raise
         # The submissions of a workload are in the order in which they became its submissions.
-        self._all.remove(one)
-        self._all.append(one)
+        self._all.remove(submission)
+        self._all.append(submission)
 
-    def remove_record(self, one: Submission) -> None:
+    def remove_record(self, submission: Submission) -> None:
         """Remove the record of a submission for which Slurm made no job."""
-        self._records.forget(one)
+        self._records.forget(submission)
 
-    def forget(self, one: Submission) -> None:
+    def forget(self, submission: Submission) -> None:
         """Remove a submission and its files."""
-        self.health_checks.end(one)
-        if one.job is not None:
-            self._site.trouble_file(one.submitted_as, one.job).unlink(missing_ok=True)
-        if one in self._all:
-            self._all.remove(one)
-        self._records.forget(one)
-        if all(other.workload.owner != one.workload.owner for other in self._all):
-            self._site.token_file(one.workload).unlink(missing_ok=True)
-        if one.ready:
-            self._site.ready_token_file(one.workload.owner.namespace, one.ready).unlink(missing_ok=True)
+        self.health_checks.end(submission)
+        if submission.job is not None:
+            self._site.trouble_file(submission.submitted_as, submission.job).unlink(missing_ok=True)
+        if submission in self._all:
+            self._all.remove(submission)
+        self._records.forget(submission)
+        if all(another.workload.owner != submission.workload.owner for another in self._all):
+            self._site.token_file(submission.workload).unlink(missing_ok=True)
+        if submission.ready:
+            self._site.ready_token_file(submission.workload.owner.namespace, submission.ready).unlink(
+                missing_ok=True
+            )
 
     @property
     def owners(self) -> set[Owner]:
         """The jobs and pools that have at least one submission."""
-        return {one.workload.owner for one in self._all if not one.standing}
+        return {submission.workload.owner for submission in self._all if not submission.standing}
 
     def groups(self) -> dict[str, SubmissionGroup]:
         """Return the groups of submissions, keyed by the names of their workloads."""
         groups: dict[str, list[Submission]] = {}
-        for one in self._all:
-            groups.setdefault(one.workload.name, []).append(one)
+        for submission in self._all:
+            groups.setdefault(submission.workload.name, []).append(submission)
         return {name: SubmissionGroup(members) for name, members in groups.items()}
 
     def named(self) -> dict[str, Submission]:
@@ -110,21 +261,25 @@ class HomeSubmissions:
         for name, group in self.groups().items():
             front = group.front
             named[name] = front
-            named |= {f"{name}-j{one.job}": one for one in group.predecessors if one is not front}
+            named |= {
+                f"{name}-j{submission.job}": submission
+                for submission in group.predecessors
+                if submission is not front
+            }
         return named
 
     def retire_predecessors(self) -> None:
         """Mark each submission whose successor serves as retired."""
         for group in self.groups().values():
             front = group.front
-            for one in group.predecessors:
-                if front.serving and not one.retired:
-                    one.retired = True
-                    self.save(one)
+            for submission in group.predecessors:
+                if front.serving and not submission.retired:
+                    submission.retired = True
+                    self.save(submission)
 
-    def _health_changed(self, one: Submission) -> None:
+    def _health_changed(self, submission: Submission) -> None:
         self.retire_predecessors()
-        self.save(one)
+        self.save(submission)
         self._wake()
 
     async def close(self) -> None:
@@ -134,4 +289,4 @@ class HomeSubmissions:
 
 def jobs_of(submissions: Iterable[Submission]) -> list[int]:
     """Return the numbers of the Slurm jobs of some submissions, without those that have no job."""
-    return [one.job for one in submissions if one.job is not None]
+    return [submission.job for submission in submissions if submission.job is not None]

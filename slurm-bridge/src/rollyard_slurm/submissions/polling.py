@@ -7,7 +7,9 @@ everything counts as it was last seen.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import datetime, timedelta
+from typing import Final
 
 from rollyard_drivers.host.log_file import telling_line
 
@@ -24,9 +26,15 @@ from rollyard_slurm.submissions.home_submissions import HomeSubmissions
 from rollyard_slurm.submissions.submission import Submission
 from rollyard_slurm.submissions.worker_ends import WorkerEnds
 
-ENDS_AT_ONCE = 16
+SOON_SECONDS: Final = 1.0
+"""The shortest interval between two polls, in seconds."""
+BUSY_SECONDS: Final = 10.0
+"""The longest interval between two polls while there are jobs, in seconds."""
+IDLE_SECONDS: Final = 60.0
+"""The longest interval between two polls while there are no jobs, in seconds."""
+ENDS_AT_ONCE: Final = 16
 """The largest number of jobs that left the queue and are asked about in one poll."""
-CLOCK_SECONDS = 5.0
+CLOCK_SECONDS: Final = 5.0
 """The time that a job has run may seem to shrink by so many seconds although the job was not restarted."""
 
 
@@ -95,17 +103,19 @@ class QueuePoller:
             identity = self._identity(job)
             if identity is not None:
                 by_launch[identity.launch] = job
-        for one in self._submissions:
-            if not one.living or one.refused:
+        for submission in self._submissions:
+            if not submission.living or submission.refused:
                 continue
-            seen = by_launch.get(one.launch) if one.job is None else by_id.get(one.job)
-            if seen is None:
-                if one.job is None and (one.unsure_until is None or now >= one.unsure_until):
-                    self._submissions.forget(one)  # sbatch did not submit the job.
+            queued = by_launch.get(submission.launch) if submission.job is None else by_id.get(submission.job)
+            if queued is None:
+                if submission.job is None and (
+                    submission.unsure_until is None or now >= submission.unsure_until
+                ):
+                    self._submissions.forget(submission)  # sbatch did not submit the job.
                 continue
-            if _has_restarted(one, seen):
-                restarted.append(one)
-            self._see(one, seen, now)
+            if _has_restarted(submission, queued):
+                restarted.append(submission)
+            self._see(submission, queued, now)
         return restarted
 
     def _identity(self, job: QueuedJob) -> SlurmJobIdentity | None:
@@ -113,63 +123,67 @@ class QueuePoller:
         identity = SlurmJobIdentity.parse(job.comment)
         return identity if identity is not None and identity.instance == self._site.instance else None
 
-    def _see(self, one: Submission, seen: QueuedJob, now: datetime) -> None:
+    def _see(self, submission: Submission, job: QueuedJob, now: datetime) -> None:
         """Update a submission from its job in the queue."""
-        before, one.seen = one.seen, seen
-        if one.job is not None and before is not None and before.state == seen.state:
+        before, submission.seen = submission.seen, job
+        if submission.job is not None and before is not None and before.state == job.state:
             return
-        one.job, one.unsure_until = seen.id, None
-        running = seen.state == "RUNNING"
-        one.queued_at = one.queued_at or seen.submitted
-        one.nodes = one.nodes or seen.used_nodes
-        one.started_at = (one.started_at or now - timedelta(seconds=seen.used)) if running else None
+        submission.job, submission.unsure_until = job.id, None
+        running = job.state == "RUNNING"
+        submission.queued_at = submission.queued_at or job.submitted
+        submission.nodes = submission.nodes or job.used_nodes
+        submission.started_at = (
+            (submission.started_at or now - timedelta(seconds=job.used)) if running else None
+        )
         if not running and before is not None and before.state == "RUNNING":
-            self._submissions.health_checks.end(one)
-        self._submissions.save(one)
+            self._submissions.health_checks.end(submission)
+        self._submissions.save(submission)
 
     async def _ends(self, listed: set[int], now: datetime) -> None:
         """Ask Slurm what became of the jobs that squeue does not list any longer."""
-        gone = [
-            one for one in self._submissions if one.living and one.job is not None and one.job not in listed
+        missing = [
+            submission
+            for submission in self._submissions
+            if submission.living and submission.job is not None and submission.job not in listed
         ]
-        for one in gone[:ENDS_AT_ONCE]:
-            assert one.job is not None
-            known = await self._calls.details(one.job)
+        for submission in missing[:ENDS_AT_ONCE]:
+            assert submission.job is not None
+            known = await self._calls.details(submission.job)
             if known is not None and known.live:
                 continue  # The job was requeued, or squeue lists it again in a moment.
-            wanted = self._site.profile.of(one.workload.kind)
-            proven = await self._worker_ends.is_proven(one, known)
-            one.restart_count = None if known is None else known.restarts
-            end = time_limits.FORGOTTEN if known is None else time_limits.ending(known, wanted)
+            profile = self._site.profile.of(submission.workload.kind)
+            proven = await self._worker_ends.is_proven(submission, known)
+            submission.restart_count = None if known is None else known.restarts
+            end = time_limits.FORGOTTEN if known is None else time_limits.ending(known, profile)
             message = end.message
             if not message and end.code:
-                message = telling_line(self._site.log(one.submitted_as, one.job))
-            if end.code == NODE_UNUSABLE and one.seen is not None:
-                self._avoided.add(one.seen.nodes, now)
-            self._end(one, time_limits.JobEnding(end.code, message, end.expected, proven), now)
+                message = telling_line(self._site.log(submission.submitted_as, submission.job))
+            if end.code == NODE_UNUSABLE and submission.seen is not None:
+                self._avoided.add(submission.seen.nodes, now)
+            self._end(submission, time_limits.JobEnding(end.code, message, end.expected, proven), now)
 
-    def _end(self, one: Submission, end: time_limits.JobEnding, now: datetime) -> None:
+    def _end(self, submission: Submission, end: time_limits.JobEnding, now: datetime) -> None:
         """Note how the job of a submission ended, or forget the submission if nothing depends on it."""
-        self._submissions.health_checks.end(one)
+        self._submissions.health_checks.end(submission)
         self._submissions.changed = True
-        is_front = one is self._submissions.groups()[one.workload.name].front
-        one.ending, one.ended_at = end, now
-        if is_front and not end.expected and one.stop_by is None and not one.retired:
-            self._submissions.save(one)
+        is_front = submission is self._submissions.groups()[submission.workload.name].front
+        submission.ending, submission.ended_at = end, now
+        if is_front and not end.expected and submission.stop_by is None and not submission.retired:
+            self._submissions.save(submission)
             return
         if end.process_ended:
-            self._worker_ends.note(one)
+            self._worker_ends.note(submission)
         # Another submission has taken its place, or the next plan launches the workload again at once.
-        if not is_front and not end.expected and not one.retired:
-            self._successor_failed(one.workload.name, now)
-        self._submissions.forget(one)
+        if not is_front and not end.expected and not submission.retired:
+            self._successor_failed(submission.workload.name, now)
+        self._submissions.forget(submission)
 
     async def _cancel_strangers(self, listed: list[QueuedJob]) -> None:
         """Cancel the jobs of this home that have no record.
 
         sbatch submitted these jobs, but did not answer.
         """
-        mine = {one.job for one in self._submissions if one.job is not None}
+        mine = {submission.job for submission in self._submissions if submission.job is not None}
         strangers = [
             job.id
             for job in listed
@@ -185,26 +199,57 @@ class QueuePoller:
 
     def _read_troubles(self) -> None:
         """Read the files in which running workers report trouble with their nodes."""
-        for one in self._submissions:
-            if one.workload.kind == "stage-worker" and one.job is not None:
-                file = self._site.trouble_file(one.submitted_as, one.job)
+        for submission in self._submissions:
+            if submission.workload.kind == "stage-worker" and submission.job is not None:
+                file = self._site.trouble_file(submission.submitted_as, submission.job)
                 try:
-                    one.trouble = file.read_text()[:500] if one.running else ""
+                    submission.trouble = file.read_text()[:500] if submission.running else ""
                 except FileNotFoundError:
-                    one.trouble = ""
+                    submission.trouble = ""
 
 
-def _has_restarted(one: Submission, seen: QueuedJob) -> bool:
+def _has_restarted(submission: Submission, job: QueuedJob) -> bool:
     """Return whether Slurm itself has restarted the job of a stage worker since its restarts were counted."""
-    if one.workload.kind != "stage-worker":
+    if submission.workload.kind != "stage-worker":
         return False
-    if one.queued_at not in ("", seen.submitted):
+    if submission.queued_at not in ("", job.submitted):
         return True
     # Slurm keeps the time of submission if a script could not be launched, for example on a lost node.
-    if not one.nodes:
+    if not submission.nodes:
         return False
-    if seen.state != "RUNNING":
-        return seen.state in PENDING_STATES
-    before = one.seen
-    shrank = before is not None and before.state == "RUNNING" and seen.used < before.used - CLOCK_SECONDS
-    return shrank or seen.nodes != one.nodes
+    if job.state != "RUNNING":
+        return job.state in PENDING_STATES
+    before = submission.seen
+    shrank = before is not None and before.state == "RUNNING" and job.used < before.used - CLOCK_SECONDS
+    return shrank or job.nodes != submission.nodes
+
+
+@dataclass(slots=True)
+class PollInterval:
+    """Decides when to poll next: soon after a change, and seldom while nothing happens.
+
+    The interval doubles with each poll that finds nothing new.
+    """
+
+    next: float = 0.0
+    pause: float = SOON_SECONDS
+    last: float = float("-inf")
+
+    def due(self, now: float, changed: bool) -> bool:
+        """Return whether to poll now. After a change, a poll is due one second after the last one."""
+        return now >= self.next or (changed and now >= self.last + SOON_SECONDS)
+
+    def polled(self, now: float, changed: bool, idle: bool, unavailable: bool) -> None:
+        """Note that Slurm was polled.
+
+        Args:
+            now: The time of the poll in seconds, on the clock that `due` uses.
+            changed: Whether the poll found something new.
+            idle: Whether there are no jobs.
+            unavailable: Whether Slurm did not answer. It is then polled less and less often, but at least
+                every ten seconds.
+        """
+        longest = IDLE_SECONDS if idle and not unavailable else BUSY_SECONDS
+        self.pause = SOON_SECONDS if changed and not unavailable else min(longest, self.pause * 2)
+        self.last = now
+        self.next = now + self.pause

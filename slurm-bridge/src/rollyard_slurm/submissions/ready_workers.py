@@ -15,7 +15,7 @@ from typing import Final
 
 from rollyard_crds.fields.pod_template import PodTemplate
 from rollyard_crds.workers import AssignmentOffer
-from rollyard_drivers.commands.worker import work_arguments
+from rollyard_drivers.commands import work_arguments
 from rollyard_drivers.loop.driver import StoreTrouble
 from rollyard_drivers.reconcile.naming import made_of
 from rollyard_drivers.reconcile.plan import Launch, Owner, Stop, Workload
@@ -96,15 +96,17 @@ class ReadyWorkers:
             return False
         if self._refused_until is not None and now < self._refused_until:
             return False
-        fit = {one.launch: one for one in self._standing() if not self._is_old(one)}
-        observed = [_observed(one) for one in fit.values()]
+        fit = {
+            submission.launch: submission for submission in self._standing() if not self._is_old(submission)
+        }
+        observed = [_observed(submission) for submission in fit.values()]
         chosen = choose(observed, workload.owner.namespace, workload.made_of)
         if chosen is None:
             return False
-        one = fit[chosen.uid]
-        self._submissions.give(one, workload, now)
+        submission = fit[chosen.uid]
+        self._submissions.give(submission, workload, now)
         self._failures.pop(workload.owner.namespace, None)
-        self._say(f"{workload.name}: Slurm job {one.job}, which stood ready, works for it")
+        self._say(f"{workload.name}: Slurm job {submission.job}, which stood ready, works for it")
         return True
 
     async def offer(self, now: datetime, send: Callable[[AssignmentOffer], Awaitable[str]]) -> None:
@@ -117,14 +119,20 @@ class ReadyWorkers:
             send: Sends an offer to the control plane, and returns why the worker cannot have the RolloutJob,
                 or an empty string. It raises StoreTrouble if the control plane does not answer.
         """
-        for one in self._submissions:
-            if not one.ready or one.offered or one.stopping or not one.living or not one.worker:
+        for submission in self._submissions:
+            if (
+                not submission.ready
+                or submission.offered
+                or submission.stopping
+                or not submission.living
+                or not submission.worker
+            ):
                 continue
-            owner = one.workload.owner
-            arguments = [*work_arguments(one.workload), "--name", one.worker]
+            owner = submission.workload.owner
+            arguments = [*work_arguments(submission.workload), "--name", submission.worker]
             offered = AssignmentOffer(
                 namespace=owner.namespace,
-                worker=one.ready,
+                worker=submission.ready,
                 job=owner.name,
                 uid=owner.uid,
                 arguments=arguments,
@@ -133,11 +141,13 @@ class ReadyWorkers:
                 refusal = await send(offered)
             except StoreTrouble:
                 return  # The next pass offers again.
-            one.offered = True
+            submission.offered = True
             if refusal:
                 self._refused_until = now + timedelta(seconds=REFUSED_SECONDS)
-                self._say(f"{one.workload.name}: the worker that stood ready cannot have the job: {refusal}")
-                self._stopper.stop(Stop(one.workload.name, STOP_SECONDS))
+                self._say(
+                    f"{submission.workload.name}: the worker that stood ready cannot have the job: {refusal}"
+                )
+                self._stopper.stop(Stop(submission.workload.name, STOP_SECONDS))
 
     async def keep(self, now: datetime, submitter: Submitter) -> None:
         """Submit and stop ready workers, so that there are as many as the profile says.
@@ -148,19 +158,29 @@ class ReadyWorkers:
         standing = self._standing()
         if not count and not standing:
             return
-        others = [one for one in self._submissions if not one.standing and one.living and not one.stopping]
-        if any(one.refused and one.retry_at is not None and one.retry_at <= now for one in others):
+        others = [
+            submission
+            for submission in self._submissions
+            if not submission.standing and submission.living and not submission.stopping
+        ]
+        if any(
+            submission.refused and submission.retry_at is not None and submission.retry_at <= now
+            for submission in others
+        ):
             return  # They are tried first.
-        if any(_waits_for_place(one, now) for one in others):
+        if any(_waits_for_place(submission, now) for submission in others):
             count = 0
-        old = [one for one in standing if self._is_old(one)]
+        old = [submission for submission in standing if self._is_old(submission)]
         self._resting = {namespace: end for namespace, end in self._resting.items() if end > now}
-        observed = [_observed(one) for one in standing if one not in old]
+        observed = [_observed(submission) for submission in standing if submission not in old]
         plan = plan_ready(observed, self._namespaces, count, self._shape, now, self._resting)
         self._tell_failures(standing)
         for namespace in plan.broken:
             self._rest(namespace, now)
-        for name in [*(one.workload.name for one in old), *(worker.name for worker in plan.delete)]:
+        for name in [
+            *(submission.workload.name for submission in old),
+            *(worker.name for worker in plan.delete),
+        ]:
             self._stopper.stop(Stop(name, STOP_SECONDS))
         for namespace, missing in plan.create.items():
             for _ in range(missing):
@@ -171,24 +191,24 @@ class ReadyWorkers:
 
     async def _submit(self, workload: Workload, submitter: Submitter, now: datetime) -> bool:
         """Submit one ready worker, and return whether another one may be submitted in this pass."""
-        one = await submitter.submit_ready(workload, now)
-        if one is None or not one.refused or one.blocked:
-            return one is not None and not one.blocked
+        submission = await submitter.submit_ready(workload, now)
+        if submission is None or not submission.refused or submission.blocked:
+            return submission is not None and not submission.blocked
         # RolloutJobs and pools come first where the site limits the number of jobs. It is therefore not
         # submitted again with their next tries.
-        self._tell(one.refused)
+        self._tell(submission.refused)
         self._rest(workload.owner.namespace, now)
-        self._submissions.forget(one)
+        self._submissions.forget(submission)
         return False
 
     def _standing(self) -> list[Submission]:
-        return [one for one in self._submissions if one.standing]
+        return [submission for submission in self._submissions if submission.standing]
 
-    def _is_old(self, one: Submission) -> bool:
+    def _is_old(self, submission: Submission) -> bool:
         """Return whether a ready worker is so close to its time limit that a worker would be replaced."""
-        if one.seen is None or not one.living:
+        if submission.seen is None or not submission.living:
             return False
-        return time_limits.wants_successor(one.seen, self._site.profile.of(one.workload.kind))
+        return time_limits.wants_successor(submission.seen, self._site.profile.of(submission.workload.kind))
 
     def _rest(self, namespace: str, now: datetime) -> None:
         """Submit no ready workers of a namespace for a while, which grows with each failure in a row."""
@@ -197,11 +217,14 @@ class ReadyWorkers:
 
     def _tell_failures(self, standing: list[Submission]) -> None:
         """Say why ready workers have ended or cannot be submitted."""
-        for one in standing:
-            if one.blocked:
-                self._tell(one.refused)
-            elif one.ending is not None:
-                self._tell(one.ending.message or f"Slurm job {one.job} ended with {one.ending.code}")
+        for submission in standing:
+            if submission.blocked:
+                self._tell(submission.refused)
+            elif submission.ending is not None:
+                self._tell(
+                    submission.ending.message
+                    or f"Slurm job {submission.job} ended with {submission.ending.code}"
+                )
 
     def _tell(self, trouble: str) -> None:
         if trouble != self._trouble:
@@ -209,27 +232,34 @@ class ReadyWorkers:
         self._trouble = trouble
 
 
-def _observed(one: Submission) -> ReadyWorker:
+def _observed(submission: Submission) -> ReadyWorker:
     """Return a worker that stands ready as it is observed."""
-    seen = one.observed(one.workload.name)
+    workload = submission.observed(submission.workload.name)
     states: dict[str, ReadyState] = {
-        "starting": "starting", "running": "running", "stopping": "leaving", "exited": "ended",
-    }  # fmt: skip
+        "starting": "starting",
+        "running": "running",
+        "stopping": "leaving",
+        "exited": "ended",
+    }
     return ReadyWorker(
-        namespace=one.workload.owner.namespace,
-        name=one.workload.name,
-        uid=one.launch,
-        shape=one.workload.made_of,
-        state=states[seen.state],
-        created_at=one.submitted_at,
+        namespace=submission.workload.owner.namespace,
+        name=submission.workload.name,
+        uid=submission.launch,
+        shape=submission.workload.made_of,
+        state=states[workload.state],
+        created_at=submission.submitted_at,
         pending=True,
     )
 
 
-def _waits_for_place(one: Submission, now: datetime) -> bool:
+def _waits_for_place(submission: Submission, now: datetime) -> bool:
     """Return whether a worker or backend waits for a place that a ready worker might hold."""
-    if one.refused:
+    if submission.refused:
         return True
-    if one.seen is None or one.seen.state not in PENDING_STATES or reasons.is_blocked(one.seen):
+    if (
+        submission.seen is None
+        or submission.seen.state not in PENDING_STATES
+        or reasons.is_blocked(submission.seen)
+    ):
         return False
-    return (now - one.submitted_at).total_seconds() > YIELD_SECONDS
+    return (now - submission.submitted_at).total_seconds() > YIELD_SECONDS

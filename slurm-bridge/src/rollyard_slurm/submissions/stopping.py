@@ -6,6 +6,7 @@ A job is first asked to drain, then to hand over its rollouts at once, and is fi
 from __future__ import annotations
 
 from datetime import UTC, datetime, timedelta
+from typing import Final
 
 from rollyard_drivers.reconcile.plan import Stop
 
@@ -13,9 +14,9 @@ from rollyard_slurm.calls.protocol import SlurmCalls
 from rollyard_slurm.submissions.home_submissions import HomeSubmissions, jobs_of
 from rollyard_slurm.submissions.submission import Submission
 
-CANCEL_AGAIN_SECONDS = 30.0
+CANCEL_AGAIN_SECONDS: Final = 30.0
 """The time after which a job that scancel has not ended is cancelled again, in seconds."""
-HAND_OVER_SECONDS = 6.0
+HAND_OVER_SECONDS: Final = 6.0
 """The time that a stage worker has to hand over its rollouts after the second signal, in seconds."""
 
 
@@ -31,12 +32,12 @@ class Stopper:
 
         The job is cancelled when the grace of the stop is over.
         """
-        one = self._submissions.named().get(stop.name)
-        if one is None:
+        submission = self._submissions.named().get(stop.name)
+        if submission is None:
             return
-        group = self._submissions.groups()[one.workload.name]
+        group = self._submissions.groups()[submission.workload.name]
         # A workload is stopped together with the submissions that were to succeed it.
-        ending = [one, *group.successors] if one is group.front else [one]
+        ending = [submission, *group.successors] if submission is group.front else [submission]
         now = datetime.now(UTC)
         for each in ending:
             if not each.living or each.refused:
@@ -54,15 +55,15 @@ class Stopper:
             grace_seconds: The time until the jobs are cancelled, in seconds.
             now: The present time.
         """
-        for one in self._submissions:
-            if one.workload.kind != kind:
+        for submission in self._submissions:
+            if submission.workload.kind != kind:
                 continue
-            if not one.living or one.refused:
-                self._submissions.forget(one)
+            if not submission.living or submission.refused:
+                self._submissions.forget(submission)
                 continue
             by = now + timedelta(seconds=grace_seconds)
-            one.stop_by = by if one.stop_by is None else min(by, one.stop_by)
-            self._submissions.save(one)
+            submission.stop_by = by if submission.stop_by is None else min(by, submission.stop_by)
+            self._submissions.save(submission)
 
     async def proceed(self, now: datetime) -> None:
         """Send the signals that are due, and cancel the jobs whose grace is over.
@@ -73,33 +74,40 @@ class Stopper:
         drain: list[Submission] = []
         insist: list[Submission] = []
         cancel: list[Submission] = []
-        for one in self._submissions:
-            if one.stop_by is None or not one.living or one.job is None:
+        for submission in self._submissions:
+            if submission.stop_by is None or not submission.living or submission.job is None:
                 continue
-            left = (one.stop_by - now).total_seconds()
-            if one.waits or left <= 0:
-                if _may_cancel(one, now):
-                    cancel.append(one)
-            elif not one.drained:
-                drain.append(one)
-            elif left <= HAND_OVER_SECONDS and not one.insisted and one.workload.kind == "stage-worker":
-                insist.append(one)
+            left = (submission.stop_by - now).total_seconds()
+            if submission.waits or left <= 0:
+                if _may_cancel(submission, now):
+                    cancel.append(submission)
+            elif not submission.drained:
+                drain.append(submission)
+            elif (
+                left <= HAND_OVER_SECONDS
+                and not submission.insisted
+                and submission.workload.kind == "stage-worker"
+            ):
+                insist.append(submission)
         if cancel:
             await self._calls.cancel(jobs_of(cancel))
-            for one in cancel:
-                one.cancelled_at = now
+            for submission in cancel:
+                submission.cancelled_at = now
         if drain:
             await self._calls.signal(jobs_of(drain), "USR1")
-            for one in drain:
-                one.drained = True
+            for submission in drain:
+                submission.drained = True
         if insist:
             await self._calls.signal(jobs_of(insist), "USR2")
-            for one in insist:
-                one.insisted = True
+            for submission in insist:
+                submission.insisted = True
         if cancel or drain or insist:
             self._submissions.changed = True
 
 
-def _may_cancel(one: Submission, now: datetime) -> bool:
+def _may_cancel(submission: Submission, now: datetime) -> bool:
     """Return whether a job has not been cancelled yet, or so long ago that it may be cancelled again."""
-    return one.cancelled_at is None or (now - one.cancelled_at).total_seconds() > CANCEL_AGAIN_SECONDS
+    return (
+        submission.cancelled_at is None
+        or (now - submission.cancelled_at).total_seconds() > CANCEL_AGAIN_SECONDS
+    )

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
 
-from rollyard_drivers.health.backend import BackendHealth
+from rollyard_drivers.health import BackendHealth
 from rollyard_drivers.reconcile.plan import ObservedWorkload, Workload
 
 from rollyard_slurm.readers import reasons
@@ -135,7 +135,7 @@ class Submission:
         Args:
             name: The name under which reconcile knows the submission.
         """
-        ending, seen, health = self.ending, self.seen, self.health
+        ending, queued, health = self.ending, self.seen, self.health
         backend = self.workload.kind == "backend"
         state, message, pending, blocked = self._state()
         return ObservedWorkload(
@@ -149,7 +149,7 @@ class Submission:
             exited_at=self.ended_at if ending is not None else self.submitted_at,
             ready=health.ready if backend else True,
             unready_since=health.unready_since,
-            url=self.url if seen is not None and seen.state == "RUNNING" else "",
+            url=self.url if queued is not None and queued.state == "RUNNING" else "",
             policy_version=health.policy_version,
             message=message,
             trouble=self.trouble if state == "running" else "",
@@ -162,7 +162,7 @@ class Submission:
 
     def _state(self) -> tuple[Any, str, bool, bool]:
         """Return the state, its message, whether the submission is pending, and whether it is blocked."""
-        seen = self.seen
+        queued = self.seen
         if self.ending is not None:
             return "exited", self.ending.message, False, False
         if self.blocked:
@@ -178,13 +178,13 @@ class Submission:
                 True,
                 False,
             )
-        if seen is None:
+        if queued is None:
             return "starting", f"Slurm job {self.job} was submitted", True, False
-        if seen.state in PENDING_STATES:
-            return "starting", reasons.waits(seen), True, reasons.is_blocked(seen)
-        if seen.state in SUSPENDED_STATES:
+        if queued.state in PENDING_STATES:
+            return "starting", reasons.waits(queued), True, reasons.is_blocked(queued)
+        if queued.state in SUSPENDED_STATES:
             return "starting", f"Slurm has suspended job {self.job}", True, False
-        if seen.state == "COMPLETING":
+        if queued.state == "COMPLETING":
             return "stopping", "", False, False
         if self.workload.kind == "backend":
             return ("running" if self.health.warmed_up else "starting"), self.health.message, False, False

@@ -8,10 +8,11 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable
 from datetime import datetime, timedelta
+from typing import Final
 
 from rollyard_drivers.host.private_files import write_private
 from rollyard_drivers.reconcile.plan import Launch, Owner, Stop, Workload
-from rollyard_drivers.reconcile.replacements import Replacements
+from rollyard_drivers.reconcile.workloads import Replacements
 
 from rollyard_slurm.calls.protocol import SlurmCalls
 from rollyard_slurm.errors import SlurmError, SlurmUnavailable, SubmitRefused
@@ -21,17 +22,16 @@ from rollyard_slurm.scheduling.avoided_nodes import AvoidedNodes
 from rollyard_slurm.scripts.batch import batch_script
 from rollyard_slurm.scripts.site import Site
 from rollyard_slurm.submissions.availability import SlurmAvailability
-from rollyard_slurm.submissions.group import SubmissionGroup
-from rollyard_slurm.submissions.home_submissions import HomeSubmissions
+from rollyard_slurm.submissions.home_submissions import HomeSubmissions, SubmissionGroup
 from rollyard_slurm.submissions.submission import Submission, fresh
 
-UNSURE_SECONDS = 90.0
+UNSURE_SECONDS: Final = 90.0
 """The time in which a job appears if sbatch submitted it before it was cut off, in seconds."""
-RETRY_SECONDS = 15.0
+RETRY_SECONDS: Final = 15.0
 """The time between two tries after a limit of the site refused a job, in seconds."""
-SUCCESSOR_AGAIN_SECONDS = 60.0
+SUCCESSOR_AGAIN_SECONDS: Final = 60.0
 """The time between the failure of a successor and the submission of the next one, in seconds."""
-SUBMITTED_AT_ONCE = 32
+SUBMITTED_AT_ONCE: Final = 32
 """The largest number of jobs that are submitted in one pass. The next passes submit the others."""
 
 
@@ -89,8 +89,11 @@ class Submitter:
         enough jobs were submitted in this pass. In the second case, the next plan launches the workload.
         """
         name = launch.workload.name
-        earlier = [one for one in self._submissions if one.workload.name == name]
-        if any(one.living and not one.retired for one in earlier) or self._submitted >= SUBMITTED_AT_ONCE:
+        earlier = [submission for submission in self._submissions if submission.workload.name == name]
+        if (
+            any(submission.living and not submission.retired for submission in earlier)
+            or self._submitted >= SUBMITTED_AT_ONCE
+        ):
             return
         for old in earlier:
             if not old.living:
@@ -102,9 +105,14 @@ class Submitter:
 
     async def retry(self, now: datetime) -> None:
         """Submit the workloads that were refused before and are due for another try."""
-        for one in self._submissions:
-            if one.refused and not one.blocked and one.retry_at is not None and now >= one.retry_at:
-                await self._try(one, now)
+        for submission in self._submissions:
+            if (
+                submission.refused
+                and not submission.blocked
+                and submission.retry_at is not None
+                and now >= submission.retry_at
+            ):
+                await self._try(submission, now)
 
     async def submit_successors(self, now: datetime) -> None:
         """Submit successors of the jobs that are close to their time limits."""
@@ -135,12 +143,12 @@ class Submitter:
 
     async def _submit(self, launch: Launch, now: datetime) -> Submission:
         """Add a new submission of a workload, submit it, and return it."""
-        one = fresh(secrets.token_hex(6), launch.workload, launch.restarts, now, launch.last_end)
-        self._submissions.add(one)
-        await self._try(one, now)
-        return one
+        submission = fresh(secrets.token_hex(6), launch.workload, launch.restarts, now, launch.last_end)
+        self._submissions.add(submission)
+        await self._try(submission, now)
+        return submission
 
-    async def _try(self, one: Submission, now: datetime) -> None:
+    async def _try(self, submission: Submission, now: datetime) -> None:
         """Submit one workload, if Slurm answers and no limit of the site was met in this pass.
 
         If it is not submitted, the submission holds the reason.
@@ -148,56 +156,62 @@ class Submitter:
         self._submissions.changed = True
         trouble = self._availability.trouble or self._limit
         if trouble or not self._availability.answered_once:
-            one.refused = f"not submitted yet: {trouble}"
-            one.retry_at = now + timedelta(seconds=RETRY_SECONDS if self._limit else 0.0)
+            submission.refused = f"not submitted yet: {trouble}"
+            submission.retry_at = now + timedelta(seconds=RETRY_SECONDS if self._limit else 0.0)
             return
         self._submitted += 1
-        one.refused, one.retry_at, one.submitted_at = "", None, now
-        one.unsure_until = now + timedelta(seconds=UNSURE_SECONDS)
+        submission.refused, submission.retry_at, submission.submitted_at = "", None, now
+        submission.unsure_until = now + timedelta(seconds=UNSURE_SECONDS)
         try:
-            await self._call_sbatch(one)
+            await self._call_sbatch(submission)
         except SubmitRefused as refusal:
-            self._submissions.remove_record(one)
-            one.unsure_until = None
-            self._refused(one, refusal, now)
+            self._submissions.remove_record(submission)
+            submission.unsure_until = None
+            self._refused(submission, refusal, now)
             return
         except SlurmUnavailable as error:
             self._availability.lost(str(error))
             if not error.unsure:
-                self._submissions.remove_record(one)
-                one.unsure_until, one.refused, one.retry_at = None, f"not submitted yet: {error}", now
+                self._submissions.remove_record(submission)
+                submission.unsure_until, submission.refused, submission.retry_at = (
+                    None,
+                    f"not submitted yet: {error}",
+                    now,
+                )
             return
         except SlurmError as error:
-            self._submissions.remove_record(one)
-            one.unsure_until, one.refused, one.blocked = None, str(error), True
+            self._submissions.remove_record(submission)
+            submission.unsure_until, submission.refused, submission.blocked = None, str(error), True
             return
         except OSError as error:
-            one.unsure_until, one.blocked = None, True
-            one.refused = f"the home cannot be written: {error.filename}: {error.strerror}"
+            submission.unsure_until, submission.blocked = None, True
+            submission.refused = f"the home cannot be written: {error.filename}: {error.strerror}"
             return
-        one.unsure_until = None
-        self._submissions.save(one)
+        submission.unsure_until = None
+        self._submissions.save(submission)
 
-    async def _call_sbatch(self, one: Submission) -> None:
+    async def _call_sbatch(self, submission: Submission) -> None:
         """Write the files of a submission, and submit its batch script."""
-        workload = one.workload
-        identity = SlurmJobIdentity.of(workload, self._site.instance, one.launch, one.restarts)
+        workload = submission.workload
+        identity = SlurmJobIdentity.of(workload, self._site.instance, submission.launch, submission.restarts)
         if workload.kind == "stage-worker":
             write_private(self._site.token_file(workload), self._worker_token(workload.owner))
-            one.avoided = self._avoided.nodes
+            submission.avoided = self._avoided.nodes
         # The record is written before sbatch runs. The job is found again even if this process is killed.
-        self._submissions.save(one)
-        one.job = await self._calls.submit(batch_script(workload, self._site, identity, one.avoided))
+        self._submissions.save(submission)
+        submission.job = await self._calls.submit(
+            batch_script(workload, self._site, identity, submission.avoided)
+        )
 
-    def _refused(self, one: Submission, refusal: SubmitRefused, now: datetime) -> None:
+    def _refused(self, submission: Submission, refusal: SubmitRefused, now: datetime) -> None:
         """Note that Slurm refused a job, and decide whether and when to try again."""
-        one.refused = f"{refusal.by}: {refusal}"
+        submission.refused = f"{refusal.by}: {refusal}"
         if refusal.limit:
-            self._limit = one.refused
-            one.retry_at = now + timedelta(seconds=RETRY_SECONDS)
-        elif one.avoided:
+            self._limit = submission.refused
+            submission.retry_at = now + timedelta(seconds=RETRY_SECONDS)
+        elif submission.avoided:
             # Perhaps only the avoided nodes can run the job. It is submitted without `--exclude` at once.
             self._avoided.clear()
-            one.retry_at = now
+            submission.retry_at = now
         else:
-            one.blocked = True
+            submission.blocked = True

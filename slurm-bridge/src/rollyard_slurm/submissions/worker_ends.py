@@ -50,26 +50,26 @@ class WorkerEnds:
         if (owner, worker) in self._found:
             self._found.remove((owner, worker))
 
-    def note(self, one: Submission) -> None:
+    def note(self, submission: Submission) -> None:
         """Keep the present worker of a submission, which has ended, until it is reported."""
-        found = (one.workload.owner, one.worker)
-        if one.worker and found not in self._found:
-            self._found.append(found)
+        end = (submission.workload.owner, submission.worker)
+        if submission.worker and end not in self._found:
+            self._found.append(end)
 
-    async def is_proven(self, one: Submission, job: JobDetails | None) -> bool:
+    async def is_proven(self, submission: Submission, job: JobDetails | None) -> bool:
         """Return whether the worker of a job that has ended certainly runs no more.
 
         Args:
-            one: The submission of the job.
+            submission: The submission of the job.
             job: The job as Slurm knows it, or None if Slurm has forgotten it.
         """
-        if one.workload.kind != "stage-worker" or job is None or job.state in _NODE_LOST:
+        if submission.workload.kind != "stage-worker" or job is None or job.state in _NODE_LOST:
             return False
-        if job.state in _BY_THEMSELVES or not (one.nodes or job.used):
+        if job.state in _BY_THEMSELVES or not (submission.nodes or job.used):
             return True
-        if not one.nodes or job.restarts != one.restart_count:
+        if not submission.nodes or job.restarts != submission.restart_count:
             return False  # The nodes of the last worker are not known.
-        return await self._respond(one.nodes)
+        return await self._respond(submission.nodes)
 
     async def _respond(self, nodes: str) -> bool:
         """Return whether Slurm shows that these nodes answer it. If Slurm cannot be asked, it does not."""
@@ -87,16 +87,16 @@ class WorkerEnds:
         Raises:
             SlurmError: Slurm does not answer.
         """
-        for one in list(restarted)[:RESTARTS_AT_ONCE]:
-            assert one.job is not None
-            assert one.seen is not None
-            job = await self._calls.details(one.job)
+        for submission in list(restarted)[:RESTARTS_AT_ONCE]:
+            assert submission.job is not None
+            assert submission.seen is not None
+            job = await self._calls.details(submission.job)
             if job is None:
                 continue
             # If two restarts were seen as one, the known nodes are not those of the last worker.
-            once = one.restart_count is not None and job.restarts == one.restart_count + 1
-            if once and one.nodes and await self._respond(one.nodes):
-                self.note(one)
-            one.restart_count, one.queued_at = job.restarts, one.seen.submitted
-            one.nodes = one.seen.used_nodes
-            self._submissions.save(one)
+            once = submission.restart_count is not None and job.restarts == submission.restart_count + 1
+            if once and submission.nodes and await self._respond(submission.nodes):
+                self.note(submission)
+            submission.restart_count, submission.queued_at = job.restarts, submission.seen.submitted
+            submission.nodes = submission.seen.used_nodes
+            self._submissions.save(submission)

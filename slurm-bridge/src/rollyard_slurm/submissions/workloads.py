@@ -90,12 +90,12 @@ class SlurmWorkloads:
 
         This is so when Slurm has answered, or when no submission can have a job.
         """
-        return self._availability.answered_once or all(one.refused for one in self._submissions)
+        return self._availability.answered_once or all(submission.refused for submission in self._submissions)
 
     @property
     def jobs(self) -> list[Submission]:
         """The submissions that have or may have a job that has not ended, or will be tried again."""
-        return [one for one in self._submissions if one.living]
+        return [submission for submission in self._submissions if submission.living]
 
     @property
     def changed(self) -> bool:
@@ -113,9 +113,9 @@ class SlurmWorkloads:
     def observed(self, owner: Owner) -> tuple[ObservedWorkload, ...]:
         """Return the observed workloads of an owner. Jobs that were replaced have names of their own."""
         return tuple(
-            one.observed(name)
-            for name, one in self._submissions.named().items()
-            if one.workload.owner == owner
+            submission.observed(name)
+            for name, submission in self._submissions.named().items()
+            if submission.workload.owner == owner
         )
 
     def ended_workers(self, owner: Owner) -> tuple[str, ...]:
@@ -132,9 +132,9 @@ class SlurmWorkloads:
 
     def find_endpoints(self) -> None:
         """Begin to check the health of backends that have announced their URLs."""
-        for one in self._submissions:
-            wanted = one.workload.kind == "backend" and one.living and not one.stopping
-            if wanted and self._submissions.health_checks.find(one):
+        for submission in self._submissions:
+            serves = submission.workload.kind == "backend" and submission.living and not submission.stopping
+            if serves and self._submissions.health_checks.find(submission):
                 self._submissions.changed = True
 
     # These methods act on the jobs.
@@ -147,12 +147,12 @@ class SlurmWorkloads:
         for stop in plan.stop:
             self.stop(stop)
         now = datetime.now(UTC)
-        for name, one in self._submissions.named().items():
-            if one.workload.owner == owner:
-                since = (one.draining_since or now) if name in plan.drain else None
-                if since != one.draining_since:
-                    one.draining_since = since
-                    self._submissions.save(one)
+        for name, submission in self._submissions.named().items():
+            if submission.workload.owner == owner:
+                since = (submission.draining_since or now) if name in plan.drain else None
+                if since != submission.draining_since:
+                    submission.draining_since = since
+                    self._submissions.save(submission)
         for launch in plan.launch:
             await self._submitter.launch(launch, now)
 
@@ -191,7 +191,11 @@ class SlurmWorkloads:
 
     def logs(self) -> set[Path]:
         """Return the log files of the jobs that have not ended."""
-        return {self._site.log(one.submitted_as, one.job) for one in self.jobs if one.job is not None}
+        return {
+            self._site.log(submission.submitted_as, submission.job)
+            for submission in self.jobs
+            if submission.job is not None
+        }
 
     # These methods are called when the bridge ends.
 
@@ -207,7 +211,7 @@ class SlurmWorkloads:
 
     def left(self, kind: str) -> list[Submission]:
         """Return the submissions of one kind that have not ended."""
-        return [one for one in self.jobs if one.workload.kind == kind]
+        return [submission for submission in self.jobs if submission.workload.kind == kind]
 
     async def close(self) -> None:
         """End the health checks. The Slurm jobs continue to run."""

@@ -150,8 +150,8 @@ def hurry(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rollyard_operator.controllers.children.LEFTOVER_SECONDS", 0.02)
     for name in ("POLL_SECONDS", "COUNTS_SECONDS"):
         monkeypatch.setattr(f"rollyard_operator.controllers.pool.{name}", 0.02)
-    monkeypatch.setattr("rollyard_drivers.health.backend.FIRST_CHECK_SECONDS", 0.01)
-    monkeypatch.setattr("rollyard_drivers.health.backend.CHECK_SECONDS", 0.02)
+    monkeypatch.setattr("rollyard_drivers.health.FIRST_CHECK_SECONDS", 0.01)
+    monkeypatch.setattr("rollyard_drivers.health.CHECK_SECONDS", 0.02)
     for user in ("controllers.object_loop", "controllers.rest_sync", "kube.reflector"):
         monkeypatch.setattr(f"rollyard_operator.{user}.TRY_AGAIN", Backoff(first=0.05, longest=0.05))
 

@@ -1,1 +1,0 @@
-"""The command lines of the processes that every driver starts."""

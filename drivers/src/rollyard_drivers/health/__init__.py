@@ -1,1 +1,0 @@
-"""The health checks of inference backends that a driver has started."""

@@ -37,7 +37,11 @@ class ApiServer:
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
         if request.path == "/api":
-            return web.json_response({"versions": []})
+            return web.json_response({"versions": ["v1"]})
+        if request.path == "/api/v1":
+            # kopf watches nothing before it has found this kind.
+            kind = {"name": "namespaces", "singularName": "", "kind": "Namespace", "namespaced": False}
+            return web.json_response({"resources": [kind | {"verbs": ["get"]}]})
         if request.path == "/apis":
             version = {"version": "v1alpha1", "groupVersion": API}
             group = {"name": "rollyard.dev", "versions": [version], "preferredVersion": version}

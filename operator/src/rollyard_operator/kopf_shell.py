@@ -11,8 +11,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import signal
-from collections.abc import Awaitable, Callable, Collection
-from typing import Any, Protocol
+from collections.abc import Awaitable, Callable, Coroutine
+from contextlib import suppress
+from typing import Any, Protocol, TypeVar
 
 import kopf
 
@@ -30,6 +31,7 @@ LOOK_SECONDS = 1.0
 """The time between two looks at the namespaces that may be watched, in seconds."""
 STEADY_SECONDS = 60.0
 """After a run of this many seconds, the pause before the next start is short again."""
+ResultT = TypeVar("ResultT")
 _log = logging.getLogger(__name__)
 
 
@@ -59,44 +61,102 @@ def kopf_settings() -> kopf.OperatorSettings:
     own.persistence.finalizer = f"{PREFIX}/operator"
     own.persistence.progress_storage = kopf.AnnotationsProgressStorage(prefix=PREFIX)
     own.networking.connect_timeout = 10.0
-    # kopf would kill the process some time after each of its ends, which are no ends of the process here.
+    # kopf's end is no end of the process, so it must not kill the process some time afterwards.
     own.process.ultimate_exiting_timeout = None
     return own
 
 
-def handlers(operator: Watched, kube: KubeClient, watching: bool) -> kopf.OperatorRegistry:
-    """Return kopf's handlers: the login, the probe, and (if `watching`) one for the events of each kind."""
-    registry = kopf.OperatorRegistry()
+class Kopf:
+    """One run of kopf, in a thread with an event loop of its own.
 
-    # kopf calls it again when the credentials have expired.
-    @kopf.on.login(registry=registry, id="login")
-    async def _login(**_: Any) -> kopf.ConnectionInfo:
-        access = await kube.access()
-        return kopf.ConnectionInfo(
-            server=access.server,
-            ca_path=access.ca_file,
-            insecure=access.insecure,
-            scheme=access.scheme,
-            token=access.token,
-            certificate_path=access.cert_file,
-            private_key_path=access.key_file,
-            proxy_url=access.proxy,
+    At its end, kopf cancels all tasks of its event loop, because it has lost track of its own.
+    """
+
+    def __init__(self, operator: Watched, kube: KubeClient, liveness: str) -> None:
+        self._operator = operator
+        self._kube = kube
+        self._liveness = liveness
+        self._home = asyncio.get_running_loop()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._stop = asyncio.Event()
+        self.watched = operator.watchable()
+        """The namespaces that this run watches."""
+
+    async def run(self) -> None:
+        """Run until `stop` was called.
+
+        Raises:
+            Exception: kopf has failed.
+        """
+        running = asyncio.ensure_future(asyncio.to_thread(asyncio.run, self._serve()))
+        try:
+            await asyncio.shield(running)
+        finally:
+            self.stop()
+            await asyncio.wait([running])
+
+    def stop(self) -> None:
+        """End the run."""
+        self._stop.set()
+        if self._loop is not None:
+            with suppress(RuntimeError):  # It has ended.
+                self._loop.call_soon_threadsafe(self._ended.set)
+
+    async def _serve(self) -> None:
+        self._ended, self._loop = asyncio.Event(), asyncio.get_running_loop()
+        if self._stop.is_set():
+            return
+        everywhere = not self.watched or None in self.watched
+        await kopf.operator(
+            registry=self._handlers(),
+            settings=kopf_settings(),
+            standalone=True,
+            clusterwide=everywhere,
+            namespaces=() if everywhere else sorted(name for name in self.watched if name is not None),
+            liveness_endpoint=self._liveness or None,
+            stop_flag=self._ended,
         )
 
-    # A probe is repeated by the kubelet and not by kopf.
-    @kopf.on.probe(registry=registry, id="loops", errors=kopf.ErrorsMode.PERMANENT)
-    async def _alive(**_: Any) -> bool:
-        if not operator.alive():
-            raise kopf.PermanentError("the control plane is not polled any more")
-        return True
+    async def _at_home(self, coroutine: Coroutine[Any, Any, ResultT]) -> ResultT:
+        """Return the result of a coroutine that runs in the operator's event loop."""
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(coroutine, self._home))
 
-    async def _seen(event: kopf.RawEvent, **_: Any) -> None:
-        operator.seen(event["type"], dict(event["object"]))
+    def _handlers(self) -> kopf.OperatorRegistry:
+        """Return kopf's handlers: the login, the probe, and one for the events of each kind."""
+        registry = kopf.OperatorRegistry()
 
-    for kind in OWN_KINDS if watching else ():
-        group, _, version = RESOURCES[kind].api.partition("/")
-        kopf.on.event(group, version, RESOURCES[kind].plural, registry=registry, id="seen")(_seen)
-    return registry
+        # kopf calls it again when the credentials have expired.
+        @kopf.on.login(registry=registry, id="login")
+        async def _login(**_: Any) -> kopf.ConnectionInfo:
+            access = await self._at_home(self._kube.access())
+            return kopf.ConnectionInfo(
+                server=access.server,
+                ca_path=access.ca_file,
+                insecure=access.insecure,
+                scheme=access.scheme,
+                token=access.token,
+                certificate_path=access.cert_file,
+                private_key_path=access.key_file,
+                proxy_url=access.proxy,
+            )
+
+        async def is_alive() -> bool:
+            return self._operator.alive()
+
+        # A probe is repeated by the kubelet and not by kopf. It hangs if the operator's event loop does.
+        @kopf.on.probe(registry=registry, id="loops", errors=kopf.ErrorsMode.PERMANENT)
+        async def _alive(**_: Any) -> bool:
+            if not await self._at_home(is_alive()):
+                raise kopf.PermanentError("the control plane is not polled any more")
+            return True
+
+        async def _seen(event: kopf.RawEvent, **_: Any) -> None:
+            self._home.call_soon_threadsafe(self._operator.seen, event["type"], dict(event["object"]))
+
+        for kind in OWN_KINDS if self.watched else ():
+            group, _, version = RESOURCES[kind].api.partition("/")
+            kopf.on.event(group, version, RESOURCES[kind].plural, registry=registry, id="seen")(_seen)
+        return registry
 
 
 async def run_under_kopf(
@@ -117,14 +177,20 @@ async def run_under_kopf(
     working.add_done_callback(lambda _: stop.set())
     failures, started = 0, loop.time()
     try:
-        _stop_on_signals(stop)
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, stop.set)
         while not (stop.is_set() or operator.watchable() or loop.time() - started > FIRST_LIST_SECONDS):
             await _set_within(stop, 0.1)
         while not stop.is_set():
             began = loop.time()
             try:
-                await _run_kopf(operator, kube, liveness, stop)
-            except Exception as error:
+                run = Kopf(operator, kube, liveness)
+                async with asyncio.TaskGroup() as group:
+                    ending = group.create_task(_until_changed(run, operator, stop))
+                    await run.run()
+                    ending.cancel()
+            except* Exception as errors:
+                error = errors.exceptions[0]
                 failures = 1 if loop.time() - began > STEADY_SECONDS else failures + 1
                 _log.warning("kopf is started again: %s: %s", type(error).__name__, error)
                 operator.watches_broke()
@@ -136,41 +202,11 @@ async def run_under_kopf(
         working.result()
 
 
-async def _run_kopf(operator: Watched, kube: KubeClient, liveness: str, stop: asyncio.Event) -> None:
-    """Run kopf until `stop`, or until other namespaces may be watched.
-
-    Raises:
-        Exception: kopf has failed.
-    """
-    watched = operator.watchable()
-    everywhere = not watched or None in watched
-    # kopf.operator() would, at its end, cancel all tasks of the process that began after it.
-    tasks = await kopf.spawn_tasks(
-        registry=handlers(operator, kube, bool(watched)),
-        settings=kopf_settings(),
-        standalone=True,
-        clusterwide=everywhere,
-        namespaces=() if everywhere else sorted(name for name in watched if name is not None),
-        liveness_endpoint=liveness or None,
-        stop_flag=stop,
-    )
-    _stop_on_signals(stop)  # kopf has replaced the handlers with some that end only itself.
-    try:
-        while operator.watchable() == watched:
-            done, _ = await asyncio.wait(tasks, timeout=LOOK_SECONDS, return_when=asyncio.FIRST_COMPLETED)
-            if done:
-                break
-    finally:
-        await _end(tasks)
-    for task in tasks:
-        if not task.cancelled():
-            task.result()
-
-
-async def _end(tasks: Collection[asyncio.Task[Any]]) -> None:
-    for task in tasks:
-        task.cancel()
-    await asyncio.wait(tasks)
+async def _until_changed(kopf_run: Kopf, operator: Watched, stop: asyncio.Event) -> None:
+    """Wait until `stop`, or until other namespaces may be watched, and end the run of kopf."""
+    while not stop.is_set() and operator.watchable() == kopf_run.watched:
+        await _set_within(stop, LOOK_SECONDS)
+    kopf_run.stop()
 
 
 async def _set_within(event: asyncio.Event, seconds: float) -> None:
@@ -180,8 +216,3 @@ async def _set_within(event: asyncio.Event, seconds: float) -> None:
             await event.wait()
     except TimeoutError:
         pass
-
-
-def _stop_on_signals(stop: asyncio.Event) -> None:
-    for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, stop.set)

@@ -19,7 +19,7 @@ from rollyard_process.telemetry.options import add_log_option
 from rollyard_process.telemetry.variables import TraceOptionError
 
 from rollyard_operator.installation import Operator
-from rollyard_operator.kopf_shell import LIVENESS, login_of, run_under_kopf
+from rollyard_operator.kopf_shell import LIVENESS, run_under_kopf
 from rollyard_operator.kube.client import KubeClient
 from rollyard_operator.kube.errors import KubeError
 from rollyard_operator.kube.watch import KubeWatch
@@ -100,9 +100,7 @@ async def _run(
     )
     operator.job_changed = sandboxes.wake
     looking = (witnesses.run,) if settings.isolation.external else ()
-    await run_under_kopf(
-        lambda: operator.run(sandboxes.run, *looking), operator.alive, login_of(kube), liveness
-    )
+    await run_under_kopf(lambda: operator.run(sandboxes.run, *looking), operator, kube, liveness)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -31,8 +31,9 @@ from rollyard_operator.kube.errors import KubeError
 from rollyard_operator.kube.event_recorder import EventRecorder
 from rollyard_operator.kube.interface import Kube
 from rollyard_operator.kube.labels import Object
-from rollyard_operator.kube.object_cache import Key, ObjectCache, PodCache, key_of
-from rollyard_operator.kube.reflector import Reflector, Watcher
+from rollyard_operator.kube.object_cache import Key, ObjectCache, PodCache, key_of, uid_of
+from rollyard_operator.kube.reflector import Lister, Reflector, Watcher
+from rollyard_operator.kube.resources import OWN_KINDS
 from rollyard_operator.settings import OperatorSettings
 
 PASSES_AT_ONCE = 64
@@ -49,18 +50,18 @@ SWEEP_SECONDS = 120.0
 """The time between two comparisons of all jobs of the control plane, finished ones too, with the cluster."""
 TOKEN_SECONDS = 10.0
 """The time between two looks at the file with the token of all workers, in seconds."""
-KINDS = ("RolloutJob", "BackendPool")
 _log = logging.getLogger(__name__)
 
 
 class Operator:
     """All parts of one installation that run in one event loop.
 
-    Reflectors keep its caches of jobs, pools and pods. Two operators at once do no harm, because names are
-    deterministic, deletions name the uid, and registration is idempotent.
+    A reflector keeps its cache of pods, and kopf's watches with a list every minute those of jobs and pools.
+    Two operators at once do no harm, because names are deterministic, deletions name the uid, and
+    registration is idempotent.
 
     Args:
-        watcher: Lists and watches the cluster for the reflectors.
+        watcher: Lists the cluster for the caches, and watches its pods.
     """
 
     def __init__(
@@ -96,21 +97,47 @@ class Operator:
         self.job_changed: Callable[[], None] = lambda: None
         """Called when a RolloutJob appeared, changed or disappeared."""
         self._polled_at = 0.0
-        self._reflectors = [
-            self._reflector(watcher, kind, namespace)
-            for kind in ("Pod", *KINDS)
-            for namespace in settings.namespaces or (None,)
+        namespaces, access = settings.namespaces or (None,), self.context.access
+        self._listers = {
+            namespace: [
+                Lister(watcher, kind, namespace, self._cache(kind), access.reporter(namespace, kind))
+                for kind in OWN_KINDS
+            ]
+            for namespace in namespaces
+        }
+        selector = labels.selector(settings.instance)
+        self._reflectors: list[Reflector] = [
+            Reflector(watcher, "Pod", namespace, selector, pods, access.reporter(namespace, "Pod"))
+            for namespace in namespaces
         ]
-
-    def _reflector(self, watcher: Watcher, kind: str, namespace: str | None) -> Reflector:
-        selector = labels.selector(self.context.settings.instance) if kind == "Pod" else ""
-        report = self.context.access.reporter(namespace, kind)
-        return Reflector(watcher, kind, namespace, selector, self._cache(kind), report)
+        for listers in self._listers.values():
+            self._reflectors += listers
 
     def _cache(self, kind: str) -> ObjectCache:
         return {"Pod": self.context.pods, "RolloutJob": self.context.jobs, "BackendPool": self.context.pools}[
             kind
         ]
+
+    # What kopf watches
+
+    def watchable(self) -> frozenset[str | None]:
+        """Return the namespaces, or None for all, whose RolloutJobs and BackendPools may be read."""
+        readable = (all(one.readable for one in listers) for listers in self._listers.values())
+        return frozenset(namespace for namespace, ok in zip(self._listers, readable, strict=True) if ok)
+
+    def seen(self, type: str | None, obj: Object) -> None:
+        """Take an event about a RolloutJob or a BackendPool. `type` is as in the API, or None in a list."""
+        cache = self._cache(obj["kind"])
+        if type == "DELETED":
+            cache.remove(key_of(obj), uid_of(obj))
+        else:
+            cache.put(obj)
+
+    def watches_broke(self) -> None:
+        """List the RolloutJobs and BackendPools at once, because events about them may have been lost."""
+        for listers in self._listers.values():
+            for lister in listers:
+                lister.look()
 
     # Which change wakes which loop
 

@@ -1,25 +1,54 @@
-"""The shell around the operator: kopf starts and stops it, answers probes and handles signals.
+"""The framework around the operator: kopf watches RolloutJobs and BackendPools, answers probes and logs in.
 
-kopf does not watch anything here. Its watches end for good after answers that every API server gives now and
-then (410, an error inside a watch, a broken connection), and they do not show what was deleted while they
-were broken. The module `reflector` watches instead.
+Its handlers put what they see into the operator's caches, which wake the loop of an object. kopf ends for
+good after answers that every API server gives now and then, such as an error inside a watch, so it is started
+again within the process, and the operator's loops continue meanwhile. A list finds what was deleted while a
+watch was broken.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
-from typing import Any
+import logging
+import signal
+from collections.abc import Awaitable, Callable, Coroutine
+from contextlib import suppress
+from typing import Any, Protocol, TypeVar
 
 import kopf
 
-from rollyard_operator.kube.client import KubeClient
+from rollyard_operator.kube.client import TRY_AGAIN, KubeClient
+from rollyard_operator.kube.labels import Object
+from rollyard_operator.kube.resources import OWN_KINDS, RESOURCES
 
 PREFIX = "rollyard.dev"
 LIVENESS = "http://0.0.0.0:8080/healthz"
 ENDING_SECONDS = 10.0
-"""The time within which the operator's work and kopf's own tasks have to end."""
-Login = Callable[[], Awaitable[kopf.ConnectionInfo]]
+"""The time within which the operator's work has to end."""
+FIRST_LIST_SECONDS = 10.0
+"""kopf starts without its watches if the cluster has not been listed after this many seconds."""
+LOOK_SECONDS = 1.0
+"""The time between two looks at the namespaces that may be watched, in seconds."""
+STEADY_SECONDS = 60.0
+"""After a run of this many seconds, the pause before the next start is short again."""
+ResultT = TypeVar("ResultT")
+_log = logging.getLogger(__name__)
+
+
+class Watched(Protocol):
+    """The operator as kopf drives it. Operator implements it."""
+
+    def watchable(self) -> frozenset[str | None]:
+        """Return the namespaces that may be watched. None stands for all."""
+
+    def seen(self, type: str | None, obj: Object) -> None:
+        """Take an event of a watch."""
+
+    def watches_broke(self) -> None:
+        """Find out what changed without an event."""
+
+    def alive(self) -> bool:
+        """Return whether a liveness probe succeeds."""
 
 
 def kopf_settings() -> kopf.OperatorSettings:
@@ -28,82 +57,162 @@ def kopf_settings() -> kopf.OperatorSettings:
     own.posting.enabled = False
     own.posting.loggers = False
     own.peering.standalone = True
-    own.scanning.disabled = True  # There are no resources to look for.
+    own.scanning.disabled = True  # The operator may list neither namespaces nor definitions of resources.
     own.persistence.finalizer = f"{PREFIX}/operator"
     own.persistence.progress_storage = kopf.AnnotationsProgressStorage(prefix=PREFIX)
     own.networking.connect_timeout = 10.0
-    own.process.ultimate_exiting_timeout = 2 * ENDING_SECONDS
+    # kopf's end is no end of the process, so it must not kill the process some time afterwards.
+    own.process.ultimate_exiting_timeout = None
     return own
 
 
-def login_of(kube: KubeClient) -> Login:
-    """Return a login handler with the credentials of a client. kopf calls it again when they have expired."""
+class Kopf:
+    """One run of kopf, in a thread with an event loop of its own.
 
-    async def login() -> kopf.ConnectionInfo:
-        access = await kube.access()
-        return kopf.ConnectionInfo(
-            server=access.server,
-            ca_path=access.ca_file,
-            insecure=access.insecure,
-            scheme=access.scheme,
-            token=access.token,
-            certificate_path=access.cert_file,
-            private_key_path=access.key_file,
-            proxy_url=access.proxy,
+    At its end, kopf cancels all tasks of its event loop, because it has lost track of its own.
+    """
+
+    def __init__(self, operator: Watched, kube: KubeClient, liveness: str) -> None:
+        self._operator = operator
+        self._kube = kube
+        self._liveness = liveness
+        self._home = asyncio.get_running_loop()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._stop = asyncio.Event()
+        self.watched = operator.watchable()
+        """The namespaces that this run watches."""
+
+    async def run(self) -> None:
+        """Run until `stop` was called.
+
+        Raises:
+            Exception: kopf has failed.
+        """
+        running = asyncio.ensure_future(asyncio.to_thread(asyncio.run, self._serve()))
+        try:
+            await asyncio.shield(running)
+        finally:
+            self.stop()
+            await asyncio.wait([running])
+
+    def stop(self) -> None:
+        """End the run."""
+        self._stop.set()
+        if self._loop is not None:
+            with suppress(RuntimeError):  # It has ended.
+                self._loop.call_soon_threadsafe(self._ended.set)
+
+    async def _serve(self) -> None:
+        self._ended, self._loop = asyncio.Event(), asyncio.get_running_loop()
+        if self._stop.is_set():
+            return
+        everywhere = not self.watched or None in self.watched
+        await kopf.operator(
+            registry=self._handlers(),
+            settings=kopf_settings(),
+            standalone=True,
+            clusterwide=everywhere,
+            namespaces=() if everywhere else sorted(name for name in self.watched if name is not None),
+            liveness_endpoint=self._liveness or None,
+            stop_flag=self._ended,
         )
 
-    return login
+    async def _at_home(self, coroutine: Coroutine[Any, Any, ResultT]) -> ResultT:
+        """Return the result of a coroutine that runs in the operator's event loop."""
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(coroutine, self._home))
+
+    def _handlers(self) -> kopf.OperatorRegistry:
+        """Return kopf's handlers: the login, the probe, and one for the events of each kind."""
+        registry = kopf.OperatorRegistry()
+
+        # kopf calls it again when the credentials have expired.
+        @kopf.on.login(registry=registry, id="login")
+        async def _login(**_: Any) -> kopf.ConnectionInfo:
+            access = await self._at_home(self._kube.access())
+            return kopf.ConnectionInfo(
+                server=access.server,
+                ca_path=access.ca_file,
+                insecure=access.insecure,
+                scheme=access.scheme,
+                token=access.token,
+                certificate_path=access.cert_file,
+                private_key_path=access.key_file,
+                proxy_url=access.proxy,
+            )
+
+        async def is_alive() -> bool:
+            return self._operator.alive()
+
+        # A probe is repeated by the kubelet and not by kopf. It hangs if the operator's event loop does.
+        @kopf.on.probe(registry=registry, id="loops", errors=kopf.ErrorsMode.PERMANENT)
+        async def _alive(**_: Any) -> bool:
+            if not await self._at_home(is_alive()):
+                raise kopf.PermanentError("the control plane is not polled any more")
+            return True
+
+        async def _seen(event: kopf.RawEvent, **_: Any) -> None:
+            self._home.call_soon_threadsafe(self._operator.seen, event["type"], dict(event["object"]))
+
+        for kind in OWN_KINDS if self.watched else ():
+            group, _, version = RESOURCES[kind].api.partition("/")
+            kopf.on.event(group, version, RESOURCES[kind].plural, registry=registry, id="seen")(_seen)
+        return registry
 
 
 async def run_under_kopf(
-    work: Callable[[], Awaitable[None]], alive: Callable[[], bool], login: Login, liveness: str
+    work: Callable[[], Awaitable[None]], operator: Watched, kube: KubeClient, liveness: str
 ) -> None:
-    """Run `work` until SIGTERM or SIGINT, and answer liveness probes in the meantime.
+    """Run `work` until SIGTERM or SIGINT, with kopf beside it. kopf is started again whenever it fails.
 
     Args:
-        work: The operator. It is cancelled at the end.
-        alive: Returns whether a liveness probe succeeds.
+        work: The operator's loops. They are cancelled at the end.
         liveness: The URL on which probes are answered, or an empty string for none.
 
     Raises:
         Exception: The error that ended `work`. The process should exit, and its supervisor starts another
             one.
     """
-    registry = kopf.OperatorRegistry()
-    stop = asyncio.Event()
-    working: list[asyncio.Task[None]] = []
+    loop, stop = asyncio.get_running_loop(), asyncio.Event()
+    working = asyncio.ensure_future(work())
+    working.add_done_callback(lambda _: stop.set())
+    failures, started = 0, loop.time()
+    try:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, stop.set)
+        while not (stop.is_set() or operator.watchable() or loop.time() - started > FIRST_LIST_SECONDS):
+            await _set_within(stop, 0.1)
+        while not stop.is_set():
+            began = loop.time()
+            try:
+                run = Kopf(operator, kube, liveness)
+                async with asyncio.TaskGroup() as group:
+                    ending = group.create_task(_until_changed(run, operator, stop))
+                    await run.run()
+                    ending.cancel()
+            except* Exception as errors:
+                error = errors.exceptions[0]
+                failures = 1 if loop.time() - began > STEADY_SECONDS else failures + 1
+                _log.warning("kopf is started again: %s: %s", type(error).__name__, error)
+                operator.watches_broke()
+                await _set_within(stop, TRY_AGAIN.pause(failures))
+    finally:
+        working.cancel()
+        await asyncio.wait([working], timeout=ENDING_SECONDS)
+    if working.done() and not working.cancelled():
+        working.result()
 
-    @kopf.on.login(registry=registry, id="login")
-    async def _login(**_: Any) -> kopf.ConnectionInfo:
-        return await login()
 
-    @kopf.on.startup(registry=registry, id="begin")
-    async def _begin(**_: Any) -> None:
-        task = asyncio.ensure_future(work())
-        task.add_done_callback(lambda _: stop.set())
-        working.append(task)
+async def _until_changed(kopf_run: Kopf, operator: Watched, stop: asyncio.Event) -> None:
+    """Wait until `stop`, or until other namespaces may be watched, and end the run of kopf."""
+    while not stop.is_set() and operator.watchable() == kopf_run.watched:
+        await _set_within(stop, LOOK_SECONDS)
+    kopf_run.stop()
 
-    # A probe is repeated by the kubelet and not by kopf.
-    @kopf.on.probe(registry=registry, id="loops", errors=kopf.ErrorsMode.PERMANENT)
-    async def _alive(**_: Any) -> bool:
-        if not alive():
-            raise kopf.PermanentError("the control plane is not polled any more")
-        return True
 
-    @kopf.on.cleanup(registry=registry, id="end")
-    async def _end(**_: Any) -> None:
-        for task in working:
-            task.cancel()
-        await asyncio.wait(working, timeout=ENDING_SECONDS)
-
-    await kopf.operator(
-        registry=registry,
-        settings=kopf_settings(),
-        standalone=True,
-        clusterwide=True,
-        liveness_endpoint=liveness or None,
-        stop_flag=stop,
-    )
-    for task in working:
-        if task.done() and not task.cancelled():
-            task.result()
+async def _set_within(event: asyncio.Event, seconds: float) -> None:
+    """Wait for an event, for at most this many seconds."""
+    try:
+        async with asyncio.timeout(seconds):
+            await event.wait()
+    except TimeoutError:
+        pass

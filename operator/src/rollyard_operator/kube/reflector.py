@@ -1,4 +1,8 @@
-"""A reflector keeps a cache in line with the cluster. It lists, watches, and lists again when necessary."""
+"""Reflectors keep a cache in line with the cluster. They list, watch, and list again when necessary.
+
+Pods are many and have a whole reflector. kopf watches RolloutJobs and BackendPools, which are only listed
+here.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +20,8 @@ from rollyard_operator.kube.watch import WatchError, WatchEvent
 
 REFUSED_SECONDS = 120.0
 """A cluster that refuses a watch for this many seconds will not accept it later, and the operator ends."""
+LIST_SECONDS = 55.0
+"""The time between two lists of a kind that kopf watches, in seconds: with the pauses, less than a minute."""
 FORBIDDEN = 403
 _log = logging.getLogger(__name__)
 
@@ -61,6 +67,8 @@ class Reflector:
         self._access = access
         self.settled = asyncio.Event()
         """Set once the objects were listed, or once a single namespace has refused to list them."""
+        self.readable = False
+        """Whether the objects were listed, and no single namespace has refused it since."""
         self._version = ""
         """The resource version from which the next watch starts. If it is empty, a list comes first."""
         self._failures = 0
@@ -94,6 +102,7 @@ class Reflector:
         self._cache.take(listed, int(version or 0), self._namespace)
         self._version = version
         self._access(None)
+        self.readable = True
         self.settled.set()
 
     async def _watch(self) -> None:
@@ -119,6 +128,7 @@ class Reflector:
             self._version = ""
         if error.status == FORBIDDEN and self._namespace is not None:
             self._access(error)
+            self.readable = False
             self.settled.set()
         elif (
             (self._failures or not self.settled.is_set())
@@ -143,3 +153,34 @@ class Reflector:
 
     def _where(self) -> str:
         return f"watch of {self._kind}s in {self._namespace or 'all namespaces'}"
+
+
+class Lister(Reflector):
+    """Lists a kind that kopf watches, for what a watch does not show: above all what was deleted while it was
+    broken.
+    """
+
+    def __init__(
+        self,
+        watcher: Watcher,
+        kind: str,
+        namespace: str | None,
+        cache: ObjectCache,
+        access: Callable[[KubeError | None], None] = lambda refused: None,
+    ) -> None:
+        super().__init__(watcher, kind, namespace, "", cache, access)
+        self._due = asyncio.Event()
+
+    def look(self) -> None:
+        """List at once, because a watch was broken."""
+        self._due.set()
+
+    async def _watch(self) -> None:
+        self._progressed()
+        try:
+            async with asyncio.timeout(LIST_SECONDS):
+                await self._due.wait()
+        except TimeoutError:
+            pass
+        self._due.clear()
+        self._version = ""

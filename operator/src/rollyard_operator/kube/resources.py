@@ -40,3 +40,5 @@ RESOURCES: Mapping[str, KubeResource] = {
     "RolloutJob": KubeResource("rollyard.dev/v1alpha1", "rolloutjobs"),
     "BackendPool": KubeResource("rollyard.dev/v1alpha1", "backendpools"),
 }
+OWN_KINDS = ("RolloutJob", "BackendPool")
+"""The kinds that the operator reconciles. kopf watches them."""

@@ -12,7 +12,9 @@ import httpx
 import pytest
 from rollyard_drivers.reconcile.plan import Profile
 from rollyard_operator.installation import Operator
+from rollyard_operator.kube.errors import KubeError
 from rollyard_operator.kube.labels import Object
+from rollyard_operator.kube.resources import OWN_KINDS
 from rollyard_operator.settings import OperatorSettings
 from rollyard_process.backoff import Backoff
 
@@ -156,12 +158,30 @@ def hurry(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(f"rollyard_operator.{user}.TRY_AGAIN", Backoff(first=0.05, longest=0.05))
 
 
+async def watch_as_kopf_does(lab: Lab, kind: str, namespace: str | None) -> None:
+    """Tell the operator the events of one kind, and after an error what `run_under_kopf` does."""
+    await until(lambda: namespace in lab.operator.watchable(), seconds=3600.0)
+    while True:
+        try:
+            listed, version = await lab.kube.snapshot(kind, namespace, "")
+            for obj in listed:
+                lab.operator.seen(None, obj)
+            async for event in lab.kube.watch(kind, namespace, "", version):
+                lab.operator.seen(event.type, event.object)
+        except KubeError:
+            lab.operator.watches_broke()
+            await asyncio.sleep(0.05)
+
+
 @asynccontextmanager
 async def running(lab: Lab) -> AsyncIterator[Lab]:
-    task = asyncio.create_task(lab.operator.run())
+    tasks = [asyncio.create_task(lab.operator.run())]
+    for namespace in lab.operator.context.settings.namespaces or (None,):
+        tasks += [asyncio.create_task(watch_as_kopf_does(lab, kind, namespace)) for kind in OWN_KINDS]
     try:
         yield lab
     finally:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
         await lab.http.aclose()

@@ -1,17 +1,25 @@
-"""The checks of Slurm, from a login node or from within a job."""
+"""The checks of Slurm, from a login node or from within a job, and of slurmrestd."""
 
 from __future__ import annotations
 
+import asyncio
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
 
-from rollyard.checks.finding import Finding, Runner, run
+from rollyard.checks.finding import TIMEOUT_SECONDS, Finding, Runner, run
+
+if TYPE_CHECKING:
+    from rollyard_slurm.profile import RestProfile
 
 PROGRAMS = ("sbatch", "squeue", "scontrol", "scancel")
 OLDEST = (20, 11)
 _VERSION = re.compile(r"(\d+)\.(\d+)(?:\.\S+)?")
+SOCKETS = (Path("/run/slurmrestd/slurmrestd.socket"), Path("/run/slurmrestd.socket"))
+NAME = "slurmrestd"
 
 
 def is_slurm_machine(env: Mapping[str, str] = os.environ, runner: Runner = run) -> bool:
@@ -121,3 +129,39 @@ def examine() -> Iterator[Finding]:
         yield check_controller()
         yield check_tracking()
         yield check_limits()
+
+
+def check_slurmrestd(profile: Path | None, sockets: Iterable[Path] = SOCKETS) -> Finding | None:
+    """Check that slurmrestd answers. Return None if no profile names one and no socket of it exists."""
+    from rollyard_slurm.errors import ProfileInvalid
+    from rollyard_slurm.profile import RestProfile, load
+
+    try:
+        wanted = load(profile).rest if profile is not None else None
+    except ProfileInvalid as error:
+        return Finding("slurm profile", "missing", str(error))
+    if wanted is not None:
+        return _asked(wanted, needed=True)
+    for path in sockets:
+        if path.is_socket():
+            return _asked(RestProfile(url=f"unix:{path}"), needed=False)
+    return None
+
+
+def _asked(wanted: RestProfile, needed: bool) -> Finding:
+    from rollyard_slurm.calls.call_counts import CallCounts
+    from rollyard_slurm.calls.slurmrestd import SlurmrestdClient
+    from rollyard_slurm.errors import SlurmError
+
+    server = SlurmrestdClient(wanted, TIMEOUT_SECONDS, CallCounts())
+    try:
+        server.check()
+        api = asyncio.run(server.api())
+    except SlurmError as error:
+        advice = "a token is renewed with `scontrol token`" if wanted.token_file is not None else ""
+        if not needed:
+            advice = "only needed where Slurm's commands are not; `doctor --profile FILE` tries a profile's"
+        return Finding(NAME, "missing" if needed else "optional", str(error), advice)
+    how = "signals batch scripts itself" if api.signals_batch else "batch scripts hear by a file in the home"
+    advice = "" if needed else f"where Slurm's commands are missing: --rest-url {wanted.url}"
+    return Finding(NAME, "ok", f"{wanted.url} has v0.0.{api.version}; {how}", advice)

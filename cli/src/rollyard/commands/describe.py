@@ -29,7 +29,7 @@ def command(kind: str, name: str | None, url: str | None, home: Path | None, nam
     from rollyard_crds import RolloutJob
 
     from rollyard.commands.get import JOB_WORDS, POOL_WORDS, find
-    from rollyard.page.links import link_if_any
+    from rollyard.page import link_if_any
     from rollyard.render.describe import describe_job, describe_pool
 
     if name is None and kind in (*JOB_WORDS, *POOL_WORDS):

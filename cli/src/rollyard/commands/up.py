@@ -114,7 +114,7 @@ def _checked(options: Options) -> Options:
 def _foreground(options: Options) -> None:
     import asyncio
 
-    from rollyard.local.run import run_supervisor
+    from rollyard.local.supervisor import run_supervisor
 
     drop_variables(Options, os.environ)
     asyncio.run(run_supervisor(options, speaker(click.echo, "rollyard.up")))

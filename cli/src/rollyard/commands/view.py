@@ -107,7 +107,7 @@ def command(
 
 def _print_link(name: str, rest: tuple[str, ...], url: str | None, home: Path | None, namespace: str) -> None:
     from rollyard.connection import connection
-    from rollyard.page.links import job_link, rollout_id
+    from rollyard.page import job_link, rollout_id
 
     with connection(url, home, namespace) as made:
         client = made.client
@@ -120,8 +120,7 @@ def _list(client: Client, name: str, filters: dict[str, Any]) -> None:
     """Print the rows of the rollouts that the options select."""
     from rollyard_client import RolloutQuery
 
-    from rollyard.render.rollout_rows import rows_table
-    from rollyard.render.tables import print_table
+    from rollyard.render.tables import print_table, rows_table
 
     print_table(terminal.console(), rows_table(client.rollout_rows(name, RolloutQuery(**filters))))
 

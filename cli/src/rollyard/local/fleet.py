@@ -32,9 +32,8 @@ from rollyard_drivers.reconcile.replacements import Replacements
 from rollyard_drivers.reconcile.workloads import exit_text
 
 from rollyard.errors import CannotStart
-from rollyard.local.gpus import choose, visible_gpus
 from rollyard.local.options import Options
-from rollyard.local.vllm import free_port, vllm_server
+from rollyard.local.vllm import choose, free_port, visible_gpus, vllm_server
 
 WORKER: Final = WORKER_MODULE[1]
 """The package that is run as a stage worker."""

@@ -279,7 +279,7 @@ def conclude(
         wall: The wall time of the job in seconds.
         policies: The backends and policy versions of the job, if vLLM served it.
     """
-    from rollyard.render.summary import print_policies, print_summary
+    from rollyard.render.tables import print_policies, print_summary
     from rollyard.trajectories.reading import most_telling, read_file
     from rollyard.trajectories.summary import summarize
 

@@ -8,17 +8,18 @@ import shutil
 import subprocess
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rollyard_crds import RolloutJob
+from rollyard_crds.weights import WeightUpdate
 from rollyard_drivers.host.installed_vllm import installed_version
 from rollyard_drivers.reconcile.vllm_version import MINIMUM_TEXT, is_too_old
 
 from rollyard.errors import StartFailed, UsageProblem
 from rollyard.local.options import DEFAULT_POOL
-from rollyard.quickstart.checkpoint import ReferenceRun, check_model, perturbed
-from rollyard.quickstart.weight_update import MidwayUpdate, NewVersion
+from rollyard.quickstart.checkpoint import ReferenceLogprobs, ReferenceRun, check_model, perturbed
 from rollyard.trajectories.reading import read_file
 from rollyard.trajectories.versions import PolicySummary, summarize_policies
 
@@ -51,6 +52,9 @@ CPU_ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
 }
 _MIN_RUN_PLACES, _SHARE_OF_RUN_PLACES = 4, 8
+START_AT = 0.25
+"""The share of the rollouts that have ended when the update is sent."""
+FINISH_SECONDS = 180.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,3 +213,74 @@ class VllmServers:
             raise StartFailed(f"the weight update {NEW_VERSION} did not succeed: {why}")
         backends = client.pool(DEFAULT_POOL).status.backends
         return summarize_policies(read_file(trajectories), backends, [update] if update is not None else [])
+
+
+@dataclass(frozen=True, slots=True)
+class NewVersion:
+    """A checkpoint to which the servers are updated."""
+
+    version: str
+    folder: Path
+    reference: ReferenceLogprobs
+
+
+class MidwayUpdate:
+    """Sends one update when enough of the job's rollouts have ended, and follows it.
+
+    It is called with each observed state of the job.
+
+    Args:
+        client: The client of the control plane.
+        pool: The BackendPool from which the job samples.
+        new: The new version of the pool's weights.
+        console: The console for messages about the update.
+    """
+
+    def __init__(self, client: Client, pool: str, new: NewVersion, console: Console) -> None:
+        self._client = client
+        self._pool = pool
+        self._new = new
+        self._console = console
+        self._update: WeightUpdate | None = None
+
+    def __call__(self, job: RolloutJob) -> None:
+        """Send the update if it is due, or check the update that was sent."""
+        if self._update is None:
+            counts = job.status.counts
+            ended = counts.succeeded + counts.failed + counts.cancelled
+            if counts.total and ended >= START_AT * counts.total:
+                self._update = self._client.update_weights(
+                    self._pool,
+                    self._new.version,
+                    checkpoint=str(self._new.folder.resolve()),
+                    reference=asdict(self._new.reference),
+                    require_verified=True,
+                )
+                self._say(f"sent after {ended} of {counts.total} rollouts")
+        elif self._update.state == "Running":
+            number = self._update.id
+            self._seen(next(one for one in self._client.weight_updates(self._pool) if one.id == number))
+
+    def finish(self) -> WeightUpdate | None:
+        """Wait until the update has ended and return it, or None if it was never sent.
+
+        Raises:
+            WaitTimeout: The update still runs after `FINISH_SECONDS`.
+        """
+        if self._update is not None and self._update.state == "Running":
+            self._seen(self._client.wait_weights(self._pool, self._update.id, FINISH_SECONDS))
+        return self._update
+
+    def _seen(self, update: WeightUpdate) -> None:
+        self._update = update
+        if update.state != "Running":
+            self._say(_account(update))
+
+    def _say(self, text: str) -> None:
+        self._console.print(f"Weights {self._new.version}: {text}", soft_wrap=True)
+
+
+def _account(update: WeightUpdate) -> str:
+    if update.state != "Succeeded":
+        return f"{update.state.lower()}: {update.message}"
+    return f"on all {len(update.backends)} servers, {'verified' if update.verified else 'not verified'}"

@@ -1,4 +1,4 @@
-"""The command `rollyard images`."""
+"""The command `rollyard images`, which builds images of sandboxes ahead of time."""
 
 from __future__ import annotations
 
@@ -70,9 +70,9 @@ def build(
     from rollyard import extras
 
     extras.require("`rollyard images`", "worker")
-    from rollyard.commands.images import building
+    from rollyard import images
 
-    wanted = building.wanted_images(folder, given, lambda line: terminal.echo(f"rollyard: {line}", err=True))
+    wanted = images.wanted_images(folder, given, lambda line: terminal.echo(f"rollyard: {line}", err=True))
     if out is not None and len(wanted) > 1:
         raise UsageProblem(f"--out: {folder} needs {len(wanted)} images; use --cache DIR")
     for each in wanted:
@@ -81,9 +81,9 @@ def build(
             terminal.echo(f"{each.names[0]}: {note}", err=True)
     if dry_run:
         for each in wanted:
-            click.echo(f"# {', '.join(each.names)}\n{building.definition_of(each.image)}")
+            click.echo(f"# {', '.join(each.names)}\n{images.definition_of(each.image)}")
     elif out is not None:
-        asyncio.run(building.build_one(wanted[0], out.absolute(), apptainer, timeout, click.echo))
+        asyncio.run(images.build_one(wanted[0], out.absolute(), apptainer, timeout, click.echo))
     else:
         assert cache is not None
-        asyncio.run(building.build_all(wanted, cache, apptainer, timeout, click.echo))
+        asyncio.run(images.build_all(wanted, cache, apptainer, timeout, click.echo))

@@ -1,4 +1,4 @@
-"""The link that `rollyard open` makes."""
+"""The command `rollyard open`, which prints a link that signs a browser in."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def command(
     The link works once, within a minute. With `--kubernetes`, the command runs until Ctrl-C and keeps
     the way into the cluster open.
     """
-    from rollyard.page.links import page_url, path_of, rollout_id
+    from rollyard.page import page_url, path_of, rollout_id
 
     if len(arguments) > 2:
         raise click.UsageError("give at most the job's NAME and a ROLLOUT")
@@ -75,7 +75,7 @@ def command(
 def _show(link: str, browser: bool | None) -> None:
     from rollyard_drivers.host.home import default_home
 
-    from rollyard.page.desktop import has_desktop, open_in_browser
+    from rollyard.page import has_desktop, open_in_browser
 
     wanted = (sys.stdout.isatty() and has_desktop()) if browser is None else browser
     if wanted and open_in_browser(link, default_home().expanduser().resolve() / "page"):

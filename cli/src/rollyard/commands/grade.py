@@ -1,4 +1,4 @@
-"""The options of `rollyard grade`."""
+"""The command `rollyard grade`."""
 
 from __future__ import annotations
 
@@ -73,8 +73,8 @@ def command(
     ANSWER is the policy's last message; `-` reads it from standard input. The exit status is 0 if each answer
     was graded, and got the reward that its line of --file expects; 2 for wrong usage, else 1.
     """
-    from rollyard.commands.grade.grading import grade, pairs_of, single
     from rollyard.extras import require
+    from rollyard.jobs.grading import grade, pairs_of, single
 
     require("`rollyard grade`", "worker")
     unknown = next((word for word in words if word.startswith("--")), None)

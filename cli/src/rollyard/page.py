@@ -1,7 +1,13 @@
-"""Links to the page."""
+"""The page from the command line: links to it, and the browser in which it is opened."""
 
 from __future__ import annotations
 
+import html
+import os
+import sys
+import webbrowser
+from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import quote, urlsplit, urlunsplit
 
@@ -14,6 +20,14 @@ if TYPE_CHECKING:
 
 EVERYWHERE = {"0.0.0.0": "127.0.0.1", "[::]": "[::1]", "::": "[::1]"}
 """What stands in a link for the address of a listener on all addresses of this machine."""
+FILE_NAME = "open.html"
+_DOCUMENT = """<!doctype html>
+<meta charset="utf-8">
+<meta name="referrer" content="no-referrer">
+<meta http-equiv="refresh" content="0; url={link}">
+<title>Rollyard</title>
+<a href="{link}">Rollyard</a>
+"""
 
 
 class NoLink(CliError):
@@ -107,3 +121,33 @@ def rollout_id(client: Client, job: str, given: str, namespace: str) -> str:
         more = ", …" if len(near) > 8 else ""
         raise LookupFailed(f"{given!r} fits {len(near)} rollouts: {', '.join(near[:8])}{more}")
     raise LookupFailed(f"no rollout {given!r}; `rollyard view {job} --list` lists those that have ended")
+
+
+def has_desktop(env: Mapping[str, str] = os.environ) -> bool:
+    """Return whether programs with windows can be started here."""
+    if env.get("SSH_CONNECTION"):
+        return False
+    return sys.platform == "darwin" or bool(env.get("DISPLAY") or env.get("WAYLAND_DISPLAY"))
+
+
+def open_in_browser(link: str, folder: Path) -> bool:
+    """Open a link in the user's browser, and return whether one was started.
+
+    The command line of a process is visible to all users of a machine, so the browser is given a file that
+    only this user can read, and the file leads to the link. The next call replaces the file, whose code has
+    expired long before.
+
+    Args:
+        link: The link, with its one-time code.
+        folder: The folder for the file, which is made if it is missing.
+    """
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    path = folder / FILE_NAME
+    path.unlink(missing_ok=True)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+        file.write(_DOCUMENT.format(link=html.escape(link, quote=True)))
+    try:
+        return webbrowser.open(path.as_uri())
+    except webbrowser.Error:
+        return False

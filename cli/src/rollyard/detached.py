@@ -9,13 +9,14 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Final
 
 from rollyard_drivers.host.log_file import last_line
 
 from rollyard.errors import StartFailed
 
-LOOK_SECONDS = 0.05
-END_SECONDS = 30.0
+LOOK_SECONDS: Final = 0.05
+END_SECONDS: Final = 30.0
 """The time in seconds that a program has to end before its failure is reported. It ends by itself later."""
 
 

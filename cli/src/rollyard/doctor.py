@@ -13,17 +13,18 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Final
 
 from rollyard.checks import slurm, storage
 from rollyard.checks.finding import Finding, Verdict
 from rollyard.checks.finding import run as _run
 from rollyard.extras import missing
 
-FAR_SECONDS = 5.0
+FAR_SECONDS: Final = 5.0
 """A difference that makes logs hard to read. Rollyard itself measures durations only."""
-_UNSYNCHRONISED = 0x0040
-_TIMEX_BYTES = 512
-_STATUS_OFFSET = 40 if ctypes.sizeof(ctypes.c_long) == 8 else 20
+_UNSYNCHRONISED: Final = 0x0040
+_TIMEX_BYTES: Final = 512
+_STATUS_OFFSET: Final = 40 if ctypes.sizeof(ctypes.c_long) == 8 else 20
 
 
 def check_python() -> Finding:
@@ -135,7 +136,7 @@ def check_cluster() -> Finding:
     return Finding("kubernetes", "optional", f"context {context!r} does not answer: {text[:120]}", advice)
 
 
-CHECKS: tuple[Callable[[], Finding], ...] = (check_model, check_gpu, check_vllm)
+CHECKS: Final[tuple[Callable[[], Finding], ...]] = (check_model, check_gpu, check_vllm)
 
 
 def examine(run_dir: Path, profile: Path | None = None) -> Iterator[Finding]:

@@ -10,7 +10,7 @@ import io
 import os
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final
 
 import click
 from rollyard_drivers.host.errors import HostError
@@ -18,7 +18,7 @@ from rollyard_drivers.host.errors import HostError
 from rollyard import terminal
 from rollyard.errors import UsageProblem
 
-COMMANDS: dict[str, str] = {
+COMMANDS: Final[dict[str, str]] = {
     "up": "Start control plane, workers and a backend on this machine",
     "down": "Stop what `rollyard up` started",
     "doctor": "What works on this machine, and what to do about the rest",

@@ -8,7 +8,7 @@ import sys
 import webbrowser
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 from urllib.parse import quote, urlsplit, urlunsplit
 
 from rollyard.errors import CliError, LookupFailed
@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 
     from rollyard.connection import OpenConnection
 
-EVERYWHERE = {"0.0.0.0": "127.0.0.1", "[::]": "[::1]", "::": "[::1]"}
+EVERYWHERE: Final = {"0.0.0.0": "127.0.0.1", "[::]": "[::1]", "::": "[::1]"}
 """What stands in a link for the address of a listener on all addresses of this machine."""
-FILE_NAME = "open.html"
-_DOCUMENT = """<!doctype html>
+FILE_NAME: Final = "open.html"
+_DOCUMENT: Final = """<!doctype html>
 <meta charset="utf-8">
 <meta name="referrer" content="no-referrer">
 <meta http-equiv="refresh" content="0; url={link}">

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ssl
 from collections.abc import Mapping, Sequence
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Final, Self
 
 from rollyard_crds.backendpool import BackendPool, BackendPoolStatus, BackendStatus
 from rollyard_crds.claims import Claim, ClaimList, ClaimStatus
@@ -21,7 +21,7 @@ from rollyard_client.paging import Listing
 from rollyard_client.requests import claims, jobs, pools, workers
 from rollyard_client.transport import AsyncTransport
 
-REGISTER_SECONDS = 120.0
+REGISTER_SECONDS: Final = 120.0
 """The seconds beyond the usual timeout in which the server reads and stores the tasks of a job."""
 
 

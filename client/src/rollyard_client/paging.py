@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Generic, Protocol, TypeVar
+from typing import Final, Generic, Protocol, TypeVar
 
 from rollyard_client.call import Call
 from rollyard_client.requests.results import Page
@@ -13,7 +13,7 @@ from rollyard_client.requests.results import Page
 P = TypeVar("P")
 T = TypeVar("T")
 
-LONG_POLL = 20.0
+LONG_POLL: Final = 20.0
 """The length of one long poll while a job is followed, in seconds."""
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Final, Literal
 
 Verdict = Literal["ok", "missing", "optional"]
-TIMEOUT_SECONDS = 10.0
+TIMEOUT_SECONDS: Final = 10.0
 Runner = Callable[..., tuple[int, str]]
 """A function that runs a command, given word by word, and returns its exit status and its last line.
 

@@ -8,18 +8,18 @@ import re
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from rollyard.checks.finding import TIMEOUT_SECONDS, Finding, Runner, run
 
 if TYPE_CHECKING:
     from rollyard_slurm.profile import RestProfile
 
-PROGRAMS = ("sbatch", "squeue", "scontrol", "scancel")
-OLDEST = (20, 11)
-_VERSION = re.compile(r"(\d+)\.(\d+)(?:\.\S+)?")
-SOCKETS = (Path("/run/slurmrestd/slurmrestd.socket"), Path("/run/slurmrestd.socket"))
-NAME = "slurmrestd"
+PROGRAMS: Final = ("sbatch", "squeue", "scontrol", "scancel")
+OLDEST: Final = (20, 11)
+_VERSION: Final = re.compile(r"(\d+)\.(\d+)(?:\.\S+)?")
+SOCKETS: Final = (Path("/run/slurmrestd/slurmrestd.socket"), Path("/run/slurmrestd.socket"))
+NAME: Final = "slurmrestd"
 
 
 def is_slurm_machine(env: Mapping[str, str] = os.environ, runner: Runner = run) -> bool:

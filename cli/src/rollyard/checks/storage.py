@@ -10,16 +10,17 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
 from rollyard.checks.finding import TIMEOUT_SECONDS, Finding
 
-NETWORKED = {
+NETWORKED: Final = {
     "nfs", "nfs4", "lustre", "gpfs", "beegfs", "ceph", "cifs", "smb3", "afs", "9p", "fuse.sshfs",
     "fuse.glusterfs", "fuse.ceph-fuse", "panfs", "pvfs2", "orangefs", "wekafs", "vastfs", "daos",
 }  # fmt: skip
-LEAST_FREE = 1 << 30
-PROBE_BYTES = 1 << 20
-_TRY_LOCK = """
+LEAST_FREE: Final = 1 << 30
+PROBE_BYTES: Final = 1 << 20
+_TRY_LOCK: Final = """
 import fcntl, sys
 with open(sys.argv[1], "r+b") as file:
     try:

@@ -8,16 +8,17 @@ import contextlib
 import json
 import re
 from dataclasses import dataclass
+from typing import Final
 
 from rollyard.cluster.kubectl import ClusterProblem, KubectlRefused, kubectl
 from rollyard.errors import LookupFailed, UsageProblem
 
-SCHEME = "kubernetes://"
+SCHEME: Final = "kubernetes://"
 """The scheme of URLs `kubernetes://NAMESPACE/RELEASE`. Either part may be left out."""
-SELECTOR = "app.kubernetes.io/name=rollyard,app.kubernetes.io/component=api"
-INSTANCE = "app.kubernetes.io/instance"
-TOKENS_SECRET = "rollyard.dev/tokens-secret"
-TOKEN_KEY = "admin"
+SELECTOR: Final = "app.kubernetes.io/name=rollyard,app.kubernetes.io/component=api"
+INSTANCE: Final = "app.kubernetes.io/instance"
+TOKENS_SECRET: Final = "rollyard.dev/tokens-secret"
+TOKEN_KEY: Final = "admin"
 
 
 @dataclass(frozen=True, slots=True)

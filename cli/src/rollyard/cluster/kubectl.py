@@ -7,10 +7,11 @@ import shutil
 import subprocess
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Final
 
 from rollyard.errors import CliError
 
-CALL_SECONDS = 15
+CALL_SECONDS: Final = 15
 """The limit of one kubectl call, in seconds."""
 
 

@@ -21,11 +21,11 @@ from rollyard.cluster.installations import Installation
 from rollyard.cluster.kubectl import ClusterProblem
 from rollyard.errors import CliError, NoServer
 
-START_SECONDS = 30.0
+START_SECONDS: Final = 30.0
 """The limit of the time until the tunnel is open, in seconds."""
 _PAUSES: Final = Backoff(first=0.1, longest=1.0)
 """The seconds between two attempts to restore a broken tunnel."""
-_FORWARDING = re.compile(rb"^Forwarding from 127\.0\.0\.1:(\d+) ")
+_FORWARDING: Final = re.compile(rb"^Forwarding from 127\.0\.0\.1:(\d+) ")
 
 
 class Tunnel:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import click
 
@@ -13,7 +13,7 @@ from rollyard.connection import connection, server_options
 if TYPE_CHECKING:
     from rollyard_client import Client
 
-MAX_RETRIED = 10_000
+MAX_RETRIED: Final = 10_000
 """The number of retried rollouts whose attempts are counted."""
 
 

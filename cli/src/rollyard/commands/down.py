@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Final
 
 import click
 
-GRACE_SECONDS = 25.0
+GRACE_SECONDS: Final = 25.0
 
 
 @click.command()

@@ -5,13 +5,14 @@ from __future__ import annotations
 import sys
 import threading
 from pathlib import Path
+from typing import Final
 
 import click
 
 from rollyard import terminal
 from rollyard.connection import connection, server_options
 
-CODE_SECONDS = 60
+CODE_SECONDS: Final = 60
 """The seconds in which the link must be opened, as the control plane has them."""
 
 

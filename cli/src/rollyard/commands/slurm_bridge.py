@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import click
 from rollyard_api.options.command_line import GroupedCommand, declared_options
@@ -24,15 +24,15 @@ from rollyard.telemetry_options import speaker
 if TYPE_CHECKING:
     from rollyard_slurm.options import BridgeOptions
 
-DOWN_SECONDS = 240.0
-HOME = click.option(
+DOWN_SECONDS: Final = 240.0
+HOME: Final = click.option(
     "--home",
     type=click.Path(path_type=Path),
     help="State folder, on storage that the nodes share [~/.local/state/rollyard].",
 )
-DETACH_SECONDS = 120.0
-_SUBMIT = "Submit with `rollyard submit -f job.yaml`"
-_END = "Ctrl-C ends bridge and Slurm jobs."
+DETACH_SECONDS: Final = 120.0
+_SUBMIT: Final = "Submit with `rollyard submit -f job.yaml`"
+_END: Final = "Ctrl-C ends bridge and Slurm jobs."
 
 
 @click.group()

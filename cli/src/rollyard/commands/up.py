@@ -6,7 +6,7 @@ import os
 import shutil
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import click
 from rollyard_api.options.command_line import GroupedCommand, declared_options
@@ -19,11 +19,11 @@ from rollyard.telemetry_options import set_telemetry, speaker
 if TYPE_CHECKING:
     from rollyard_drivers.host.home import Home
 
-DETACH_SECONDS = 90.0
-MODEL_SECONDS = 60.0
+DETACH_SECONDS: Final = 90.0
+MODEL_SECONDS: Final = 60.0
 """The time in seconds after which `--detach` returns although no backend is ready. vLLM may load a model for
 minutes."""
-PROGRAM = "rollyard up"
+PROGRAM: Final = "rollyard up"
 
 
 @click.command(cls=GroupedCommand)

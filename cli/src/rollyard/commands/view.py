@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import click
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from rollyard.render.trajectory import Decode
 
 
-SORTS = ("id", "ended", "-ended", "reward", "-reward", "duration", "-duration", "-tokens", "since")
+SORTS: Final = ("id", "ended", "-ended", "reward", "-reward", "duration", "-duration", "-tokens", "since")
 
 
 @dataclass(frozen=True, slots=True)

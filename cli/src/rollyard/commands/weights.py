@@ -6,7 +6,7 @@ import contextlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import click
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from rich.table import Table
     from rollyard_crds.weights import WeightUpdate
 
-MODES = click.Choice(["abort", "wait", "keep"])
+MODES: Final = click.Choice(["abort", "wait", "keep"])
 
 
 @click.command()

@@ -10,10 +10,11 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from typing import Final
 
 from rollyard_crds.trajectory import Segment, Trajectory
 
-_STEP = re.compile(r"(\d+)$")
+_STEP: Final = re.compile(r"(\d+)$")
 
 
 @dataclass(frozen=True, slots=True)

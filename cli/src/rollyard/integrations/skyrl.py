@@ -6,14 +6,14 @@ The names are those of `skyrl.train.generators.base` (SkyRL 0.3).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final
 
 from rollyard_crds.trajectory import Trajectory
 
 from rollyard.integrations.errors import SegmentsRefused
 from rollyard.integrations.sequences import TrainingSequence, is_scored, sequences
 
-EPISODE_SECONDS = ("init", "run", "eval")
+EPISODE_SECONDS: Final = ("init", "run", "eval")
 
 
 def generator_output(

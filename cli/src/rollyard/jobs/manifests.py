@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Any, TextIO, cast
+from typing import Any, Final, TextIO, cast
 from urllib.parse import unquote, urlsplit
 
 from pydantic import ValidationError
@@ -38,16 +38,16 @@ from rollyard_tasks.task_list import MAX_SPECS_BYTES, TaskLines, TaskListError, 
 
 from rollyard.errors import InvalidInput, LookupFailed
 
-MAX_MANIFEST_BYTES = 16 << 20
-MAX_PROBLEMS = 20
-SHOWN_TASKS = 2
+MAX_MANIFEST_BYTES: Final = 16 << 20
+MAX_PROBLEMS: Final = 20
+SHOWN_TASKS: Final = 2
 """The number of mapped tasks that `rollyard validate` shows."""
-SHOWN_CHARACTERS = 600
-_RECOGNISED_BYTES = 64 << 10
+SHOWN_CHARACTERS: Final = 600
+_RECOGNISED_BYTES: Final = 64 << 10
 """The size of the part of a file that tells manifests from tasks."""
-_YAML = re.compile(rb"""#|---|%YAML|["']?[A-Za-z]+["']?[ \t]*:""")
+_YAML: Final = re.compile(rb"""#|---|%YAML|["']?[A-Za-z]+["']?[ \t]*:""")
 """The beginning of a text that is meant to be a manifest, although it has no apiVersion."""
-_API_VERSION = re.compile(rb"""(?:^|[{,])[ \t]*["']?apiVersion["']?[ \t]*:""", re.MULTILINE)
+_API_VERSION: Final = re.compile(rb"""(?:^|[{,])[ \t]*["']?apiVersion["']?[ \t]*:""", re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True)

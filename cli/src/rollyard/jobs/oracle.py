@@ -7,7 +7,7 @@ import os
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from rollyard_crds import RolloutJob, Task
 from rollyard_crds.rolloutjob import RolloutJobSpec, TaskSource
@@ -19,7 +19,7 @@ from rollyard.jobs.manifests import MAX_PROBLEMS, CheckReport
 if TYPE_CHECKING:
     from rollyard_pipeline.stages.alone import StagesAlone
 
-_ORACLE = "oracle"
+_ORACLE: Final = "oracle"
 
 
 def oracle_spec(spec: RolloutJobSpec, tasks: Sequence[Task]) -> RolloutJobSpec:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from typing import Final
 
 import httpx
 from rollyard_inference.errors import BackendError, ModelNotServed
@@ -13,7 +14,7 @@ from rollyard_inference.transports.with_httpx import HttpxTransport
 
 from rollyard.errors import LookupFailed, StartFailed, UsageProblem
 
-TIMEOUT_SECONDS = 10.0
+TIMEOUT_SECONDS: Final = 10.0
 
 
 async def _found(url: str, model: str) -> ServedModel:

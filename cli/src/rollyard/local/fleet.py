@@ -39,10 +39,10 @@ WORKER: Final = WORKER_MODULE[1]
 """The package that is run as a stage worker."""
 ENGINE: Final = ENGINE_MODULE[1]
 """The package that is run as the embedded engine."""
-HAND_OVER_SECONDS = 6.0
+HAND_OVER_SECONDS: Final = 6.0
 """A stage worker gets a second SIGTERM so many seconds before its grace ends. It then gives back the rollouts
 that it holds at once."""
-PORT_CHECK_SECONDS = 0.1
+PORT_CHECK_SECONDS: Final = 0.1
 """The time between two checks whether an embedded engine has written its port, in seconds."""
 
 

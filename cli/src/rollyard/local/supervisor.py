@@ -17,7 +17,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 import httpx
 from rollyard_api.options.declared import document
@@ -42,26 +42,28 @@ from rollyard.local.fleet import ENGINE, WORKER, Fleet
 from rollyard.local.options import DEFAULT_POOL, Options, shipped_model
 from rollyard.local.vllm import API_SERVER
 
-TURN_SECONDS = 0.5
-WORKER_GRACE_SECONDS = 8.0
-BACKEND_GRACE_SECONDS = 3.0
-CONTROL_PLANE_GRACE_SECONDS = 3.0
-WORKER_IMPORTS = (
+TURN_SECONDS: Final = 0.5
+WORKER_GRACE_SECONDS: Final = 8.0
+BACKEND_GRACE_SECONDS: Final = 3.0
+CONTROL_PLANE_GRACE_SECONDS: Final = 3.0
+WORKER_IMPORTS: Final = (
     "aiohttp",
     "encodings.idna",
     "encodings.unicode_escape",
 )
 """The modules that a stage worker imports with its first requests."""
-ENGINE_IMPORTS = ("rollyard_engine.server", "onnxruntime_genai", "jinja2.filters")
+ENGINE_IMPORTS: Final = ("rollyard_engine.server", "onnxruntime_genai", "jinja2.filters")
 """The modules that the engine imports after it has read its arguments."""
-PLANE_IMPORTS = ("uvloop", "httptools", "anyio.streams.tls")
+PLANE_IMPORTS: Final = ("uvloop", "httptools", "anyio.streams.tls")
 """The modules that the control plane imports when it begins to serve."""
-REPLACEMENTS_AFTER = 30.0
+REPLACEMENTS_AFTER: Final = 30.0
 """The seconds after which a control plane, an engine and a second worker stand ready. What has just begun
 needs the processor more. After one that dies sooner, the next one stands ready at once."""
-PROFILE = Profile(combine_stages=True, backoff_seconds=0.5, backoff_cap_seconds=30.0, stable_seconds=60.0)
-SWEEP_SECONDS = 15.0
-REPORT_SECONDS = 5.0
+PROFILE: Final = Profile(
+    combine_stages=True, backoff_seconds=0.5, backoff_cap_seconds=30.0, stable_seconds=60.0
+)
+SWEEP_SECONDS: Final = 15.0
+REPORT_SECONDS: Final = 5.0
 """The time that the control plane has to take note of the sandboxes that end, in seconds."""
 
 

@@ -9,6 +9,7 @@ import shutil
 import socket
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 from rollyard_crds.reading.engine_arguments import given_port
 from rollyard_drivers.commands.vllm import DEFAULT_COMMAND, SERVER_ENV, vllm_command
@@ -18,10 +19,10 @@ from rollyard_drivers.reconcile.vllm_version import MINIMUM_TEXT, is_too_old
 
 from rollyard.errors import CannotStart
 
-API_SERVER = "vllm.entrypoints.openai.api_server"
-PORT_TRIES = 100
-LIST_SECONDS = 20.0
-_LISTED = re.compile(r"^GPU (\d+): ", re.MULTILINE)
+API_SERVER: Final = "vllm.entrypoints.openai.api_server"
+PORT_TRIES: Final = 100
+LIST_SECONDS: Final = 20.0
+_LISTED: Final = re.compile(r"^GPU (\d+): ", re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True)

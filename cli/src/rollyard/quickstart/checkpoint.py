@@ -13,15 +13,15 @@ import struct
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 
 from rollyard.errors import InvalidInput, StartFailed
 
-PROMPT_TOKENS = 24
-_HEADER_LIMIT = 100 << 20  # The safetensors format limits the header to this number of bytes.
-_REFERENCE_SCRIPT = """
+PROMPT_TOKENS: Final = 24
+_HEADER_LIMIT: Final = 100 << 20  # The safetensors format limits the header to this number of bytes.
+_REFERENCE_SCRIPT: Final = """
 import json, sys
 import torch
 from transformers import AutoModelForCausalLM

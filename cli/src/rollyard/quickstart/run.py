@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from rollyard_drivers.host import launcher
 from rollyard_drivers.host.home import Home, read_json
@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     from rollyard.quickstart.vllm_servers import VllmOptions, VllmServers
     from rollyard.trajectories.versions import PolicySummary
 
-START_SECONDS = 120.0
-STOP_SECONDS = 30.0
+START_SECONDS: Final = 120.0
+STOP_SECONDS: Final = 30.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from rollyard_crds import RolloutJob
 from rollyard_crds.weights import WeightUpdate
@@ -27,22 +27,22 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rollyard_client import Client
 
-READY_SECONDS = 900.0
-POLL_SECONDS = 0.5
-LINE_SECONDS = 15.0
-PROBE_SECONDS = 120.0
-REFERENCE_SECONDS = 180.0
-NEW_VERSION = "step-1"
-NOISE = 0.02
+READY_SECONDS: Final = 900.0
+POLL_SECONDS: Final = 0.5
+LINE_SECONDS: Final = 15.0
+PROBE_SECONDS: Final = 120.0
+REFERENCE_SECONDS: Final = 180.0
+NEW_VERSION: Final = "step-1"
+NOISE: Final = 0.02
 """The noise as a fraction of each matrix's standard deviation. It changes log-probabilities by hundredths."""
-CPU_ARGUMENTS = (
+CPU_ARGUMENTS: Final = (
     "--enforce-eager",
     "--dtype=float32",
     "--block-size=32",
     # The CPU build of vLLM 0.32 crashes if a prompt is prefilled in chunks and its request has a seed.
     "--no-enable-chunked-prefill",
 )
-CPU_ENVIRONMENT = {
+CPU_ENVIRONMENT: Final = {
     "TORCHDYNAMO_DISABLE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "$(BACKEND_INDEX)",
     "VLLM_CPU_KVCACHE_SPACE": "1",  # GB
@@ -52,9 +52,9 @@ CPU_ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
 }
 _MIN_RUN_PLACES, _SHARE_OF_RUN_PLACES = 4, 8
-START_AT = 0.25
+START_AT: Final = 0.25
 """The share of the rollouts that have ended when the update is sent."""
-FINISH_SECONDS = 180.0
+FINISH_SECONDS: Final = 180.0
 
 
 @dataclass(frozen=True, slots=True)

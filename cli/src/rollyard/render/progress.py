@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Protocol, Self
+from typing import Final, Protocol, Self
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
@@ -13,10 +13,10 @@ from rich.table import Column
 from rich.text import Text
 from rollyard_crds import STAGES, RolloutCounts, RolloutJob, StageName
 
-LINE_SECONDS = 2.0
-WAITING_SECONDS = 3.0
+LINE_SECONDS: Final = 2.0
+WAITING_SECONDS: Final = 3.0
 MIN_BAR, MAX_BAR = 4, 36
-TEXT_WIDTH = 72
+TEXT_WIDTH: Final = 72
 """The width of a bar's line without the bar itself, in characters."""
 
 

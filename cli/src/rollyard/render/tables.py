@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from rich.console import Console
 from rich.table import Table
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
     from rollyard.trajectories.summary import Summary
     from rollyard.trajectories.versions import PolicySummary, UpdateSummary
 
-WRAPPED = frozenset({"why", "message"})
-PIPE_WIDTH = 8192
-GAPS = (3, 2, 1)
+WRAPPED: Final = frozenset({"why", "message"})
+PIPE_WIDTH: Final = 8192
+GAPS: Final = (3, 2, 1)
 """The spaces between columns. The widest gap with which a table fits the terminal is used."""
-ROLLOUT_COLUMNS = (
+ROLLOUT_COLUMNS: Final = (
     "rollout",
     "task",
     "sample",
@@ -148,7 +148,7 @@ def pools_table(pools: Iterable[BackendPool]) -> Table:
     return table
 
 
-BACKEND_COLUMNS = (
+BACKEND_COLUMNS: Final = (
     *("backend", "health", "circuit", "weights", "version", "active", "running", "waiting"),
     *("hit rate", "tokens/s"),
 )

@@ -9,7 +9,7 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from rich.console import Console
 from rich.text import Text
@@ -20,11 +20,11 @@ from rollyard_process.telemetry.identity import trace_id
 
 Decode = Callable[[Sequence[int]], str]
 
-SAMPLED = "bold green"
-OUTSIDE = "default"
-DIM = "dim"
+SAMPLED: Final = "bold green"
+OUTSIDE: Final = "default"
+DIM: Final = "dim"
 OPEN, CLOSE = "«", "»"
-PROMPT_LIMIT = 2000
+PROMPT_LIMIT: Final = 2000
 
 
 @dataclass(frozen=True, slots=True)

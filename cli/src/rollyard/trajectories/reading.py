@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from pydantic import ValidationError
 from rollyard_crds.reading.manifest import describe
@@ -14,9 +14,9 @@ from rollyard_crds.trajectory import RescoredTrajectory, Trajectory
 from rollyard.errors import InvalidInput, LookupFailed
 from rollyard.jobs.manifests import text_file
 
-RESCORED = '"rescored":'
+RESCORED: Final = '"rescored":'
 """The text in each line of a file that `rollyard rescore` wrote."""
-JSON_COLUMNS = frozenset({"reward_components", "messages", "turns", "sampling", "timings", "metadata"})
+JSON_COLUMNS: Final = frozenset({"reward_components", "messages", "turns", "sampling", "timings", "metadata"})
 
 
 def read_file(path: Path) -> Iterator[Trajectory]:

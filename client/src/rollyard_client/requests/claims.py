@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 # A model is imported when it is first used, because it takes a third of a second to build all of them.
 import rollyard_crds as crds
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     import httpx
     from rollyard_crds.claims import Claim, ClaimList, ClaimStatus
 
-CLAIMS = "/v1/claims"
+CLAIMS: Final = "/v1/claims"
 
 
 def claims(namespace: str | None, revision: int | None, wait: float) -> Call[ClaimList]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 # A model is imported when it is first used, because it takes a third of a second to build all of them.
 import rollyard_crds as crds
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from rollyard_crds.task import Task
     from rollyard_crds.unfinished import UnfinishedJobs
 
-JOBS = "/v1/rolloutjobs"
-NDJSON = "application/x-ndjson"
+JOBS: Final = "/v1/rolloutjobs"
+NDJSON: Final = "application/x-ndjson"
 
 Manifest: TypeAlias = "RolloutJob | BackendPool | Mapping[str, Any]"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import orjson
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from rollyard_crds.task import Task
     from rollyard_crds.trajectory import Attempt, Trajectory
 
-PARQUET = "application/vnd.apache.parquet"
+PARQUET: Final = "application/vnd.apache.parquet"
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 RolloutSort = Literal[
     "id", "ended", "-ended", "reward", "-reward", "duration", "-duration", "-tokens", "since"
 ]
-PAGE_ROWS = 200
+PAGE_ROWS: Final = 200
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,10 +26,10 @@ if TYPE_CHECKING:
 G = TypeVar("G", Group, GroupArrays)
 B = TypeVar("B")
 
-MAX_GROUPS = 65_536
+MAX_GROUPS: Final = 65_536
 """The most groups of one batch."""
-PAGE_GROUPS = 16
-BACKLOG_SECONDS = 60.0
+PAGE_GROUPS: Final = 16
+BACKLOG_SECONDS: Final = 60.0
 """How long groups that have ended already are read after the time of a call is up."""
 
 Steps = Generator[Call[Any], Any, B]

@@ -33,7 +33,7 @@ def start(arguments: Sequence[str], log: Path, ready: Callable[[int], str], seco
     Raises:
         StartFailed: The program ended, or it was not ready in time or failed, and was asked to end.
     """
-    what = f"`rollyard {' '.join(word for word in arguments[:2] if not word.startswith('-'))}`"
+    name = f"`rollyard {' '.join(word for word in arguments[:2] if not word.startswith('-'))}`"
     with log.open("ab") as output:
         begin = output.tell()
         process = subprocess.Popen(
@@ -49,11 +49,11 @@ def start(arguments: Sequence[str], log: Path, ready: Callable[[int], str], seco
         if process.poll() is not None:
             wrote = log.stat().st_size > begin
             text = last_line(log).removeprefix("rollyard: ") if wrote else ""
-            text = text or f"{what} ended"
+            text = text or f"{name} ended"
             raise StartFailed(text if "(log: " in text else f"{text} (log: {log})")
         try:
-            if told := ready(process.pid):
-                return told
+            if message := ready(process.pid):
+                return message
         except StartFailed:
             process.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -61,4 +61,4 @@ def start(arguments: Sequence[str], log: Path, ready: Callable[[int], str], seco
             raise
         time.sleep(LOOK_SECONDS)
     process.terminate()
-    raise StartFailed(f"{what} was not ready within {seconds:.0f} s (log: {log})")
+    raise StartFailed(f"{name} was not ready within {seconds:.0f} s (log: {log})")

@@ -50,7 +50,7 @@ def check_containers(on_slurm: bool) -> list[Finding]:
 
     from rollyard_pipeline.sandboxes.doctor import apptainer_checks
 
-    found = []
+    findings = []
     for check in asyncio.run(apptainer_checks()):
         if check.ok:
             # A check that succeeds and has a remedy found something that works in part.
@@ -58,8 +58,8 @@ def check_containers(on_slurm: bool) -> list[Finding]:
         else:
             needed = on_slurm or check.name == "user namespaces"
             verdict = "missing" if needed else "optional"
-        found.append(Finding(check.name, verdict, check.meaning, check.remedy))
-    return found
+        findings.append(Finding(check.name, verdict, check.meaning, check.remedy))
+    return findings
 
 
 def check_installation() -> Finding:
@@ -111,8 +111,8 @@ def check_vllm() -> Finding:
         )
     if path is not None:
         gpus = _run("nvidia-smi", "-L")
-        seen = "a GPU is seen" if gpus[0] == 0 and gpus[1].startswith("GPU") else "no GPU is seen"
-        return Finding("vllm", "ok", f"{path}; {seen}")
+        visible = "a GPU is seen" if gpus[0] == 0 and gpus[1].startswith("GPU") else "no GPU is seen"
+        return Finding("vllm", "ok", f"{path}; {visible}")
     advice = "`pip install 'rollyard[vllm]'`, or name another environment: --vllm-python, spec.engine.command"
     if find_spec("vllm") is not None:
         return Finding(
@@ -146,7 +146,7 @@ def examine(run_dir: Path, profile: Path | None = None) -> Iterator[Finding]:
     yield check_installation()
     rootless = check_containers(on_slurm)
     # On clusters, Apptainer makes the sandboxes. Bubblewrap is rarely installed there and is not needed.
-    contained = on_slurm and all(one.verdict != "missing" for one in rootless)
+    contained = on_slurm and all(finding.verdict != "missing" for finding in rootless)
     for finding in check_sandboxes(run_dir):
         if finding.name == "user namespaces" and finding.verdict == "ok":
             continue  # The check of containers reports them below, where it tries them without bubblewrap.
@@ -209,14 +209,16 @@ def check_clocks(
     if ahead is not None and abs(ahead) > FAR_SECONDS:
         side = "behind" if ahead > 0 else "ahead of"
         return Finding(
-            name, "missing", f"{abs(ahead):.0f} s {side} the server of {folder}",
+            name,
+            "missing",
+            f"{abs(ahead):.0f} s {side} the server of {folder}",
             "ask the administrator for chrony or NTP on this node; leases go by durations and hold all the "
             "same, but time stamps of different nodes cannot be compared",
-        )  # fmt: skip
-    kept = synchronised()
-    if kept:
+        )
+    state = synchronised()
+    if state:
         return Finding(name, "ok", "kept right by NTP or the like")
-    words = "nothing keeps it right (NTP, chrony)" if kept is False else "the kernel does not say"
+    words = "nothing keeps it right (NTP, chrony)" if state is False else "the kernel does not say"
     return Finding(
         name, "optional", words, "time stamps of different nodes may differ; nothing else depends on them"
     )

@@ -68,35 +68,35 @@ def path_of(namespace: str, job: str = "", rollout: str = "") -> str:
     return "/" + "/".join(quote(part, safe="") for part in parts)
 
 
-def job_link(made: OpenConnection, namespace: str, job: str, rollout: str = "") -> str:
+def job_link(opened: OpenConnection, namespace: str, job: str, rollout: str = "") -> str:
     """Return the link of a job or of a rollout, without a code.
 
     Raises:
         NoLink: No browser can reach the control plane at its address once the command has ended.
     """
-    if made.is_tunnel:
+    if opened.is_tunnel:
         words = " ".join(part for part in (job, rollout) if part)
         raise NoLink(
             "the way into the cluster ends with this command; `rollyard open --kubernetes "
             f"{words}` keeps one open for the browser"
         )
-    prefix = made.client.page_prefix()
-    return page_url(made.client.url, prefix) + path_of(namespace, job, rollout)
+    prefix = opened.client.page_prefix()
+    return page_url(opened.client.url, prefix) + path_of(namespace, job, rollout)
 
 
-def link_if_any(made: OpenConnection, namespace: str, job: str) -> str:
+def link_if_any(opened: OpenConnection, namespace: str, job: str) -> str:
     """Return the link of a job, or what to do for one, or "" if this caller has no page."""
     from rollyard_client.errors import Unauthorized
 
     try:
-        return job_link(made, namespace, job)
+        return job_link(opened, namespace, job)
     except NoLink as error:
-        return str(error) if made.is_tunnel else ""
+        return str(error) if opened.is_tunnel else ""
     except Unauthorized:
         return ""  # The token is that of a driver.
 
 
-def rollout_id(client: Client, job: str, given: str, namespace: str) -> str:
+def rollout_id(client: Client, job: str, name: str, namespace: str) -> str:
     """Return the id of a rollout that is named by its id, the end of it, or the id of its only task.
 
     Raises:
@@ -106,21 +106,21 @@ def rollout_id(client: Client, job: str, given: str, namespace: str) -> str:
 
     # A whole id is found by one call, and a part of one by reading the list of all rollouts.
     try:
-        return client.trajectory(job, given, namespace).id
+        return client.trajectory(job, name, namespace).id
     except Conflict:
-        return given  # The rollout has not ended, so it has no trajectory yet.
+        return name  # The rollout has not ended, so it has no trajectory yet.
     except NotFound:
         pass
-    near = []
+    matches = []
     for rollout in client.rollouts(job, namespace=namespace):
-        if rollout.id.endswith(given) or rollout.task_id == given:
-            near.append(rollout.id)
-    if len(near) == 1:
-        return near[0]
-    if near:
-        more = ", …" if len(near) > 8 else ""
-        raise LookupFailed(f"{given!r} fits {len(near)} rollouts: {', '.join(near[:8])}{more}")
-    raise LookupFailed(f"no rollout {given!r}; `rollyard view {job} --list` lists those that have ended")
+        if rollout.id.endswith(name) or rollout.task_id == name:
+            matches.append(rollout.id)
+    if len(matches) == 1:
+        return matches[0]
+    if matches:
+        more = ", …" if len(matches) > 8 else ""
+        raise LookupFailed(f"{name!r} fits {len(matches)} rollouts: {', '.join(matches[:8])}{more}")
+    raise LookupFailed(f"no rollout {name!r}; `rollyard view {job} --list` lists those that have ended")
 
 
 def has_desktop(env: Mapping[str, str] = os.environ) -> bool:

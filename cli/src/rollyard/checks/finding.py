@@ -28,7 +28,7 @@ class Finding:
 def run(*command: str) -> tuple[int, str]:
     """Run a program for ten seconds at most, and return its exit status and the last line of its output."""
     try:
-        done = subprocess.run(
+        process = subprocess.run(
             command, capture_output=True, text=True, timeout=TIMEOUT_SECONDS, stdin=subprocess.DEVNULL
         )
     except FileNotFoundError:
@@ -37,5 +37,5 @@ def run(*command: str) -> tuple[int, str]:
         return 126, f"{command[0]}: permission denied"
     except subprocess.TimeoutExpired:
         return 124, f"{command[0]}: no answer within {TIMEOUT_SECONDS:.0f} s"
-    lines = (done.stdout + done.stderr).strip().splitlines()
-    return done.returncode, lines[-1] if lines else ""
+    lines = (process.stdout + process.stderr).strip().splitlines()
+    return process.returncode, lines[-1] if lines else ""

@@ -37,19 +37,19 @@ def command(kind: str, name: str | None, url: str | None, home: Path | None, nam
             f"give the NAME too: rollyard describe {kind} NAME (`rollyard get {kind}` lists them)"
         )
     console = terminal.console()
-    with connection(url, home, namespace) as made:
-        client = made.client
+    with connection(url, home, namespace) as opened:
+        client = opened.client
         thing = find(client, kind, name, namespace)
         if isinstance(thing, RolloutJob):
             meta = thing.metadata
             reasons: Counter[tuple[str, str]] = Counter(_failures(client, meta.name, meta.namespace))
             retried = client.rollouts(meta.name, retried=True, namespace=meta.namespace)
             attempts: Counter[tuple[str, str, bool]] = Counter(
-                (one.stage, one.reason, one.counted)
+                (attempt.stage, attempt.reason, attempt.counted)
                 for item in islice(retried, MAX_RETRIED)
-                for one in item.attempts
+                for attempt in item.attempts
             )
-            link = link_if_any(made, meta.namespace, meta.name)
+            link = link_if_any(opened, meta.namespace, meta.name)
             describe_job(console, thing, reasons, attempts, link)
         else:
             describe_pool(console, thing)
@@ -57,5 +57,5 @@ def command(kind: str, name: str | None, url: str | None, home: Path | None, nam
 
 def _failures(client: Client, name: str, namespace: str) -> dict[tuple[str, str], int]:
     """Return the number of failed rollouts for each reason, with the message of the newest one."""
-    kept = client.statistics(name, namespace)["failures"]
-    return {(one["reason"], one.get("message", "")): one["n"] for one in kept}
+    failures = client.statistics(name, namespace)["failures"]
+    return {(row["reason"], row.get("message", "")): row["n"] for row in failures}

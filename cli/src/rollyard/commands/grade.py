@@ -85,8 +85,8 @@ def command(
     numeric = None if unit is None and tolerance is None else {"unit": unit, "relative": tolerance}
     if (key is not None or choices or numeric is not None) and (tasks is not None or pairs_file is not None):
         raise click.UsageError("--key, --choice, --unit and --tolerance are for an ANSWER without --tasks")
-    given = {"--choice": choices, "--unit": unit is not None, "--tolerance": tolerance is not None}
-    unused = next((option for option, value in given.items() if value), None)
+    options = {"--choice": choices, "--unit": unit is not None, "--tolerance": tolerance is not None}
+    unused = next((option for option, value in options.items() if value), None)
     if unused is not None and handler in WITHOUT_CHOICES:
         raise click.UsageError(f"{unused}: the handler {handler!r} does not use it")
     if task_id is not None and (tasks is None or pairs_file is not None):

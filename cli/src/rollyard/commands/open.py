@@ -52,8 +52,8 @@ def command(
         raise click.UsageError("give at most the job's NAME and a ROLLOUT")
     if revoke_all and (arguments or browser):
         raise click.UsageError("--revoke-all takes no NAME and no --browser")
-    with connection(url, home, namespace) as made:
-        client = made.client
+    with connection(url, home, namespace) as opened:
+        client = opened.client
         if revoke_all:
             ended = client.end_sessions()
             click.echo(f"{ended} {'session or link' if ended == 1 else 'sessions and links'} ended")
@@ -67,7 +67,7 @@ def command(
         code = client.sign_in_code("admin" if role == "admin" else "viewer")
         link = f"{page_url(client.url, code.prefix)}{path_of(namespace, name, rollout)}#code={code.code}"
         _show(link, browser)
-        if made.is_tunnel:
+        if opened.is_tunnel:
             click.echo("The way into the cluster stays open until Ctrl-C.", err=True)
             # Python handles the signal of Ctrl-C, which ends the command, only in the main thread.
             threading.Event().wait()
@@ -78,8 +78,8 @@ def _show(link: str, browser: bool | None) -> None:
 
     from rollyard.page import has_desktop, open_in_browser
 
-    wanted = (sys.stdout.isatty() and has_desktop()) if browser is None else browser
-    if wanted and open_in_browser(link, default_home().expanduser().resolve() / "page"):
+    use_browser = (sys.stdout.isatty() and has_desktop()) if browser is None else browser
+    if use_browser and open_in_browser(link, default_home().expanduser().resolve() / "page"):
         terminal.echo_line("Your browser opens the page. If it does not, open this link:", err=True)
     elif browser:
         terminal.echo_line("No browser could be started here. Open this link:", err=True)

@@ -57,16 +57,16 @@ def up(
     dry_run: bool,
     files: tuple[Path, ...],
     detach: bool,
-    **given: Any,
+    **arguments: Any,
 ) -> None:
     """Start the control plane here, and workers and backends as Slurm jobs.
 
     Ctrl-C or `down` ends them all; SIGTERM ends the bridge alone, and the next `up` on the same
     home finds its Slurm jobs again.
     """
-    if not given["join"]:
+    if not arguments["join"]:
         require("`rollyard slurm-bridge up`", "slurm", "api")
-    chosen = load_options(BridgeCommandOptions, given, config, "rollyard slurm-bridge up")
+    chosen = load_options(BridgeCommandOptions, arguments, config, "rollyard slurm-bridge up")
     options = bridge_options(chosen)
     if dry_run:
         print_scripts(options, files)
@@ -95,24 +95,24 @@ def down(home: Path | None, keep_jobs: bool) -> None:
     from rollyard_slurm.bridge import end_home
     from rollyard_slurm.options import BridgeOptions
 
-    place = bridge_home(home)
-    running = place.supervisor()
+    folder = bridge_home(home)
+    running = folder.supervisor()
     if running is not None:
         send(running, signal.SIGTERM if keep_jobs else signal.SIGINT)
         deadline = time.monotonic() + DOWN_SECONDS
         while is_alive(running) and time.monotonic() < deadline:
             time.sleep(0.05)
         if is_alive(running):
-            raise CliError(f"process {running.pid} does not end; see {place.logs}")
-        click.echo(f"stopped (process {running.pid}); state and trajectories stay in {place.root}")
+            raise CliError(f"process {running.pid} does not end; see {folder.logs}")
+        click.echo(f"stopped (process {running.pid}); state and trajectories stay in {folder.root}")
         return
-    if not (place.root / "bridge.json").exists():
-        click.echo(f"nothing runs on {place.root}")
+    if not (folder.root / "bridge.json").exists():
+        click.echo(f"nothing runs on {folder.root}")
         return
-    with place.locked():
+    with folder.locked():
         say = lambda line: terminal.echo_line(line, err=True)  # noqa: E731
-        count = 0 if keep_jobs else asyncio.run(end_home(place, BridgeOptions(place.root), say))
-    click.echo(f"no bridge runs on {place.root}; Slurm jobs ended: {count}")
+        count = 0 if keep_jobs else asyncio.run(end_home(folder, BridgeOptions(folder.root), say))
+    click.echo(f"no bridge runs on {folder.root}; Slurm jobs ended: {count}")
 
 
 @command.command()
@@ -123,8 +123,8 @@ def status(home: Path | None) -> None:
 
     from rollyard_slurm.status import overview
 
-    place = bridge_home(home)
-    for line in asyncio.run(overview(place)):
+    folder = bridge_home(home)
+    for line in asyncio.run(overview(folder)):
         click.echo(line)
 
 
@@ -172,12 +172,12 @@ def run_here(options: BridgeOptions) -> None:
     say = speaker(click.echo, "rollyard.slurm-bridge")
     trouble = speaker(lambda line: terminal.echo_line(line, err=True), "rollyard.slurm-bridge")
 
-    def ready(what: BridgeReady) -> None:
-        say(f"{_how(options)} {what.url}")
+    def ready(state: BridgeReady) -> None:
+        say(f"{_how(options)} {state.url}")
         say(f"  sandbox  {options.sandbox}")
-        say(f"  home     {what.home.root}  (logs in {what.home.logs})")
-        if what.found:
-            say(f"  {what.found} Slurm jobs of an earlier run continue")
+        say(f"  home     {state.home.root}  (logs in {state.home.logs})")
+        if state.found:
+            say(f"  {state.found} Slurm jobs of an earlier run continue")
         if options.join:
             say(f"  serves   {served(options.namespaces)}")
             say(

@@ -30,7 +30,7 @@ PROGRAM: Final = "rollyard up"
 @declared_options(Options)
 @click.option("--detach", is_flag=True, help="Return once a backend is ready; stop it with `rollyard down`.")
 @click.pass_context
-def command(ctx: click.Context, /, config: Path | None, detach: bool, **given: Any) -> None:
+def command(ctx: click.Context, /, config: Path | None, detach: bool, **arguments: Any) -> None:
     """Start control plane, workers and a backend on this machine; Ctrl-C stops everything.
 
     With vLLM: `rollyard up --engine vllm --model DIR --replicas 2 --gpus 1
@@ -41,9 +41,11 @@ def command(ctx: click.Context, /, config: Path | None, detach: bool, **given: A
     from rollyard.declared import load_options
     from rollyard.extras import require
 
-    embedded = ("engine",) if given["engine"] in (None, "embedded") and not given["backend_url"] else ()
+    embedded = (
+        ("engine",) if arguments["engine"] in (None, "embedded") and not arguments["backend_url"] else ()
+    )
     require("`rollyard up`", "local", "api", "worker", "sandbox", *embedded)
-    options = load_options(Options, given, config, PROGRAM)
+    options = load_options(Options, arguments, config, PROGRAM)
     if options.engine == "embedded" and not options.backend_url:
         require("`rollyard up`", "local", "engine")
     # Every process that is started inherits the environment.

@@ -38,9 +38,14 @@ Several = Literal["refuse", "longest", "last"]
 TASK_KEY: Final = "rollyard_task"
 """The key of a prompt's last message that names the task. TRL hands prompts on as they are in the dataset."""
 _BESIDE: Final = (
-    "reward", "rollout_id", "rollout_status", "rollout_reason", "truncated", "policy_versions",
+    "reward",
+    "rollout_id",
+    "rollout_status",
+    "rollout_reason",
+    "truncated",
+    "policy_versions",
     "tokens_left_out",
-)  # fmt: skip
+)
 Convert = Callable[[Path, Path], None]
 UPDATE_SECONDS: Final = 600.0
 
@@ -70,20 +75,22 @@ def rollout_output(
     output: dict[str, list[Any]] = {
         name: [] for name in ("prompt_ids", "completion_ids", "logprobs", "env_mask", *_BESIDE)
     }
-    for one in trajectories:
-        row = _chosen(by_rollout[id(one)], several)
+    for trajectory in trajectories:
+        row = _chosen(by_rollout[id(trajectory)], several)
         output["prompt_ids"].append(list(row.segment.prompt_ids))
         output["completion_ids"].append(list(row.segment.response_ids))
         output["logprobs"].append(list(row.segment.logprobs))
         output["env_mask"].append(row.loss_mask)
-        output["reward"].append(one.reward if is_scored(one) else None)
-        output["rollout_id"].append(one.id)
-        output["rollout_status"].append(one.status)
-        output["rollout_reason"].append(one.reason or one.reward_reason or one.truncated_reason)
-        output["truncated"].append(one.truncated)
+        output["reward"].append(trajectory.reward if is_scored(trajectory) else None)
+        output["rollout_id"].append(trajectory.id)
+        output["rollout_status"].append(trajectory.status)
+        output["rollout_reason"].append(
+            trajectory.reason or trajectory.reward_reason or trajectory.truncated_reason
+        )
+        output["truncated"].append(trajectory.truncated)
         output["policy_versions"].append(list(row.segment.policy_versions))
-        kept = sum(row.segment.loss_mask)
-        output["tokens_left_out"].append(one.sampled_tokens - kept)
+        trained = sum(row.segment.loss_mask)
+        output["tokens_left_out"].append(trajectory.sampled_tokens - trained)
     return output
 
 
@@ -125,9 +132,9 @@ class TrlRollouts:
 
         self.tasks: dict[str, Task] = {}
         for task in tasks:
-            one = task if isinstance(task, crds.Task) else crds.Task.model_validate(task)
-            if self.tasks.setdefault(one.id, one) is not one:
-                raise TrainerMismatch(f"two tasks have the id {one.id!r}; ids must differ")
+            model = task if isinstance(task, crds.Task) else crds.Task.model_validate(task)
+            if self.tasks.setdefault(model.id, model) is not model:
+                raise TrainerMismatch(f"two tasks have the id {model.id!r}; ids must differ")
         self.player = StreamPlayer(client, job)
         self._weights = weights
         self._timeout = timeout
@@ -148,10 +155,10 @@ class TrlRollouts:
             WeightsRefused: The pool did not get the new weights.
         """
         self._check(trainer)
-        asked = [self.tasks[self._named(prompt)] for prompt in prompts]
+        batch = [self.tasks[self._named(prompt)] for prompt in prompts]
         if self._weights is not None:
             self._weights.bring(trainer)
-        played = self.player.play_each(asked, timeout=self._timeout)
+        played = self.player.play_each(batch, timeout=self._timeout)
         pad = int(trainer.processing_class.pad_token_id)
         return rollout_output(played, pad_token_id=pad, several=self._several)
 
@@ -166,12 +173,12 @@ class TrlRollouts:
         return str(name)
 
     def _check(self, trainer: Any) -> None:
-        wanted = self.player.job.spec.sampling.temperature
-        asked = getattr(trainer.args, "temperature", wanted)
-        if abs(asked - wanted) > 1e-9:
+        expected = self.player.job.spec.sampling.temperature
+        temperature = getattr(trainer.args, "temperature", expected)
+        if abs(temperature - expected) > 1e-9:
             raise TrainerMismatch(
-                f"the trainer computes log-probabilities at temperature {asked}, and the job samples at "
-                f"{wanted}: set GRPOConfig.temperature and spec.sampling.temperature to the same number"
+                f"the trainer computes log-probabilities at temperature {temperature}, and the job samples "
+                f"at {expected}: set GRPOConfig.temperature and spec.sampling.temperature to the same number"
             )
 
 
@@ -237,7 +244,7 @@ class TrlWeights:
         # A version must never name other weights, so another run must give other names.
         self._run = uuid.uuid4().hex[:8]
         self._step: int | None = None if at_once else 0
-        self._kept: list[Path] = []
+        self._folders: list[Path] = []
         self.version = ""
         """The version that the pool has, or an empty text before the first update."""
 
@@ -280,6 +287,6 @@ class TrlWeights:
                 f"weights {version} did not reach pool {self._pool}: {update.message or update.state}"
             )
         self.version = version
-        self._kept.append(checkpoint)
-        while len(self._kept) > self._keep:
-            shutil.rmtree(self._kept.pop(0), ignore_errors=True)
+        self._folders.append(checkpoint)
+        while len(self._folders) > self._keep:
+            shutil.rmtree(self._folders.pop(0), ignore_errors=True)

@@ -208,12 +208,12 @@ def packed(path: Path) -> Iterator[Path]:
     Raises:
         TaskListError: There is no task folder, or a folder above them cannot be read.
     """
-    with tempfile.NamedTemporaryFile(suffix=".jsonl.gz") as held:
-        with gzip.GzipFile("", "wb", compresslevel=1, fileobj=held, mtime=0) as file:
+    with tempfile.NamedTemporaryFile(suffix=".jsonl.gz") as archive:
+        with gzip.GzipFile("", "wb", compresslevel=1, fileobj=archive, mtime=0) as file:
             for row in folder_rows_of(path):
                 file.write(f"{json.dumps(row.document)}\n".encode())
-        held.flush()
-        yield Path(held.name)
+        archive.flush()
+        yield Path(archive.name)
 
 
 def text_file(path: Path, encoding: str = "utf-8") -> AbstractContextManager[TextIO]:
@@ -230,7 +230,7 @@ def names_of(group: str) -> list[str]:
 
 def entry_point_problems(job: RolloutJob) -> list[str]:
     """Return a problem for each handler, agent, tool and parser that is not installed here."""
-    wanted = [
+    references = [
         ("spec.handler", "handlers", job.spec.handler),
         ("spec.agent.type", "agents", job.spec.agent.type),
         ("spec.agent.toolParser", "tool_parsers", job.spec.agent.tool_parser),
@@ -239,9 +239,9 @@ def entry_point_problems(job: RolloutJob) -> list[str]:
     ]
     function = None if job.spec.reward is None else job.spec.reward.function
     if function is not None:
-        wanted.append(("spec.reward.function.name", "reward_functions", function.name))
+        references.append(("spec.reward.function.name", "reward_functions", function.name))
     problems = []
-    for field, group, name in wanted:
+    for field, group, name in references:
         installed = names_of(group)
         if name not in installed:
             kind = group.removesuffix("s").replace("_", "-")
@@ -262,17 +262,17 @@ def handler_problems(handler: str, tasks: Sequence[Task], job: RolloutJob | None
     points = [point for point in entry_points(group="rollyard.handlers") if point.name == handler]
     if not points:
         return [f"no handler {handler!r} is installed; installed: {', '.join(names_of('handlers'))}"]
-    made: Any = points[0].load()
-    instance = made() if isinstance(made, type) else made
+    loaded: Any = points[0].load()
+    instance = loaded() if isinstance(loaded, type) else loaded
     check = getattr(instance, "check", None)
     if check is None:
         return []
 
-    def found(task: Task) -> list[str]:
+    def problems_of(task: Task) -> list[str]:
         named = [f"task {task.id!r}: {problem}" for problem in check(task)]
         return named if named or job is None else _eval_problems(job, instance, task)
 
-    return _of_each(tasks, found)
+    return _of_each(tasks, problems_of)
 
 
 def _of_each(tasks: Iterable[Task], check: Callable[[Task], list[str]]) -> list[str]:

@@ -100,6 +100,6 @@ async def _problem(stages: StagesAlone, task: Task) -> str:
         return ""
     reason = f" ({scored.reward_reason})" if scored.reward_reason else ""
     messages = ran.trajectory.messages if ran.trajectory is not None else []
-    seen = [message.content.strip() for message in messages if message.role == "tool"]
-    last = f"; its last call showed: {seen[-1][-500:]}" if seen and seen[-1] else ""
+    results = [message.content.strip() for message in messages if message.role == "tool"]
+    last = f"; its last call showed: {results[-1][-500:]}" if results and results[-1] else ""
     return f"its reference solution got the reward {scored.reward}{reason}{last}"

@@ -141,18 +141,18 @@ class Fleet:
 
     def backends(self) -> list[BackendNote]:
         """Return how each backend fares that is not being stopped."""
-        return [
-            BackendNote(
-                name,
-                entry.workload.owner,
-                entry.health.ready,
-                "" if seen.state != "exited"
-                else f"{name} is not started: {seen.message}" if entry.failure
-                else exit_text(seen),
-            )
-            for name, entry in self._entries.items()
-            if entry.workload.kind == "backend" and (seen := self._observe(entry)).state != "stopping"
-        ]  # fmt: skip
+        notes = []
+        for name, entry in self._entries.items():
+            observed = self._observe(entry)
+            if entry.workload.kind != "backend" or observed.state == "stopping":
+                continue
+            trouble = ""
+            if observed.state == "exited":
+                trouble = (
+                    f"{name} is not started: {observed.message}" if entry.failure else exit_text(observed)
+                )
+            notes.append(BackendNote(name, entry.workload.owner, entry.health.ready, trouble))
+        return notes
 
     def ended_workers(self, owner: Owner) -> tuple[str, ...]:
         """Return no worker, because `observed` holds every worker that has ended."""

@@ -258,13 +258,13 @@ class Supervisor:
     def _note_backends(self, fleet: Fleet) -> None:
         """Report what ends backends, once for each end of another kind, and note how their start fares."""
         backends = fleet.backends()
-        for one in backends:
-            if one.trouble and self._troubles.get(one.name) != one.trouble:
-                self._troubles[one.name] = one.trouble
-                self._on_trouble(one.trouble)
-        own = [one for one in backends if one.owner.name == DEFAULT_POOL]
+        for backend in backends:
+            if backend.trouble and self._troubles.get(backend.name) != backend.trouble:
+                self._troubles[backend.name] = backend.trouble
+                self._on_trouble(backend.trouble)
+        own = [backend for backend in backends if backend.owner.name == DEFAULT_POOL]
         ready = bool(self._options.backend_url or not self._options.replicas or any(o.ready for o in own))
-        trouble = "" if ready else "; ".join(one.trouble for one in own if one.trouble)
+        trouble = "" if ready else "; ".join(backend.trouble for backend in own if backend.trouble)
         noted = {"ready": ready, "trouble": trouble}
         if noted != self._noted:
             self._noted = noted
@@ -274,10 +274,10 @@ class Supervisor:
         # The workers end first, while the control plane can still take back the rollouts that they hold.
         if fleet is not None:
             workers = [
-                WorkerDied(namespace=owner.namespace, job=owner.name, worker=seen.worker)
+                WorkerDied(namespace=owner.namespace, job=owner.name, worker=workload.worker)
                 for owner in fleet.owners()
-                for seen in fleet.observed(owner)
-                if seen.worker
+                for workload in fleet.observed(owner)
+                if workload.worker
             ]
             await fleet.stop_all("stage-worker", WORKER_GRACE_SECONDS)
             await fleet.stop_all("backend", BACKEND_GRACE_SECONDS)
@@ -363,15 +363,15 @@ async def run_supervisor(options: Options, say: Callable[[str], None]) -> None:
         StartFailed: The control plane does not become ready.
     """
 
-    def ready(what: Ready) -> None:
-        if what.swept:
-            say(f"removed what an earlier run left: {', '.join(what.swept)}")
-        docs = f"  (API: {what.url}/docs)" if opens_docs(options) else ""
-        say(f"Rollyard runs at {what.url}{docs}")
-        say(f"  backend  {what.backend}")
+    def ready(facts: Ready) -> None:
+        if facts.swept:
+            say(f"removed what an earlier run left: {', '.join(facts.swept)}")
+        docs = f"  (API: {facts.url}/docs)" if opens_docs(options) else ""
+        say(f"Rollyard runs at {facts.url}{docs}")
+        say(f"  backend  {facts.backend}")
         say(f"  sandbox  {options.sandbox}")
-        if what.prorl:
-            say(f"  ProRL    {what.prorl}  (no token: whoever reaches it can use it)")
+        if facts.prorl:
+            say(f"  ProRL    {facts.prorl}  (no token: whoever reaches it can use it)")
         say(f"  home     {options.home}  (logs in {Home(options.home).logs})")
         say("Submit with `rollyard submit -f job.yaml`; look with `rollyard open`; stop with Ctrl-C.")
 

@@ -125,7 +125,7 @@ async def visible_gpus(env: Mapping[str, str] = os.environ) -> tuple[str, ...]:
     return tuple(_LISTED.findall(output.decode(errors="replace"))) if process.returncode == 0 else ()
 
 
-def choose(wanted: int, index: int, visible: Sequence[str], taken: Iterable[str]) -> tuple[str, ...]:
+def choose(count: int, index: int, visible: Sequence[str], taken: Iterable[str]) -> tuple[str, ...]:
     """Return `wanted` of the visible GPUs that are not taken.
 
     Args:
@@ -137,13 +137,13 @@ def choose(wanted: int, index: int, visible: Sequence[str], taken: Iterable[str]
     Raises:
         CannotStart: Too few GPUs are free.
     """
-    held = set(taken)
-    free = [gpu for gpu in visible if gpu not in held]
-    if len(free) < wanted:
+    in_use = set(taken)
+    free = [gpu for gpu in visible if gpu not in in_use]
+    if len(free) < count:
         verb = "is" if len(free) == 1 else "are"
-        plural = "" if wanted == 1 else "s"
+        plural = "" if count == 1 else "s"
         raise CannotStart(
-            f"wants {wanted} GPU{plural} for backend {index}, {len(free)} {verb} free "
+            f"wants {count} GPU{plural} for backend {index}, {len(free)} {verb} free "
             f"(of {len(visible)}; spec.engine.resources.gpu, CUDA_VISIBLE_DEVICES)"
         )
-    return tuple(free[:wanted])
+    return tuple(free[:count])

@@ -130,9 +130,9 @@ class ReferenceRun:
             StartFailed: The forward pass failed, or it took longer than `timeout` seconds.
         """
         try:
-            said, _ = self._process.communicate(timeout=timeout)
+            output, _ = self._process.communicate(timeout=timeout)
             if self._process.returncode == 0:
-                return ReferenceLogprobs(self._ids, json.loads(said))
+                return ReferenceLogprobs(self._ids, json.loads(output))
         except (subprocess.TimeoutExpired, ValueError):
             self.stop()
         raise StartFailed(f"transformers computed no log-probabilities of the new weights (log: {self._log})")

@@ -291,10 +291,10 @@ def conclude(
     if policies is not None:
         print_policies(console, policies)
     console.print(f"Trajectories: {_short(lines)} and {lines.with_suffix('.parquet').name}", soft_wrap=True)
-    one: Trajectory | None = most_telling(read_file(lines))
+    example: Trajectory | None = most_telling(read_file(lines))
     command = f"{_program()} view --from {shlex.quote(_short(lines))}"
-    if one is not None:
-        console.print(f"Read one:     {command} {one.id}", soft_wrap=True)
+    if example is not None:
+        console.print(f"Read one:     {command} {example.id}", soft_wrap=True)
     console.print(f"What failed:  {command} --failed", soft_wrap=True)
 
 
@@ -307,9 +307,9 @@ def _short(path: Path) -> str:
 
 def _program() -> str:
     """Return the command with which this user can call `rollyard` from the working folder."""
-    found = shutil.which("rollyard")
+    program = shutil.which("rollyard")
     beside = Path(sys.executable).with_name("rollyard")
-    if found is not None and Path(found).resolve() == beside.resolve():
+    if program is not None and Path(program).resolve() == beside.resolve():
         return "rollyard"
     with contextlib.suppress(ValueError):
         return str(beside.relative_to(Path.cwd()))

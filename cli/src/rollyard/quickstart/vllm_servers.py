@@ -51,7 +51,8 @@ CPU_ENVIRONMENT: Final = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "OMP_NUM_THREADS": "1",
 }
-_MIN_RUN_PLACES, _SHARE_OF_RUN_PLACES = 4, 8
+_MIN_RUN_PLACES: Final = 4
+_SHARE_OF_RUN_PLACES: Final = 8
 START_AT: Final = 0.25
 """The share of the rollouts that have ended when the update is sent."""
 FINISH_SECONDS: Final = 180.0
@@ -100,10 +101,10 @@ def gpus() -> int:
     if shutil.which("nvidia-smi") is None:
         return 0
     try:
-        seen = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=30.0)
+        listing = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=30.0)
     except subprocess.TimeoutExpired:
         return 0
-    return sum(line.startswith("GPU ") for line in seen.stdout.splitlines())
+    return sum(line.startswith("GPU ") for line in listing.stdout.splitlines())
 
 
 def up_arguments(options: VllmOptions, gpu_count: int) -> list[str]:
@@ -181,8 +182,8 @@ class VllmServers:
             self.update = MidwayUpdate(client, DEFAULT_POOL, new, self.console)
 
     def _wait_ready(self, client: Client) -> None:
-        began = told_at = time.monotonic()
-        told = ""
+        began = shown_at = time.monotonic()
+        shown = ""
         with self.console.status("vLLM servers start") as spinner:
             while (seconds := time.monotonic() - began) < READY_SECONDS:
                 status = client.pool(DEFAULT_POOL).status
@@ -195,9 +196,9 @@ class VllmServers:
                 state += f" ({trouble})" if trouble else ""
                 spinner.update(f"{state}, {seconds:.0f} s; a start takes about a minute on a CPU")
                 now = time.monotonic()
-                if not self.console.is_terminal and (state != told or now - told_at >= LINE_SECONDS):
+                if not self.console.is_terminal and (state != shown or now - shown_at >= LINE_SECONDS):
                     self.console.print(f"{state}, {seconds:.0f} s", soft_wrap=True)
-                    told, told_at = state, now
+                    shown, shown_at = state, now
                 time.sleep(POLL_SECONDS)
         raise StartFailed(f"{state} within {READY_SECONDS:.0f} s")
 
@@ -259,7 +260,9 @@ class MidwayUpdate:
                 self._say(f"sent after {ended} of {counts.total} rollouts")
         elif self._update.state == "Running":
             number = self._update.id
-            self._seen(next(one for one in self._client.weight_updates(self._pool) if one.id == number))
+            self._note(
+                next(update for update in self._client.weight_updates(self._pool) if update.id == number)
+            )
 
     def finish(self) -> WeightUpdate | None:
         """Wait until the update has ended and return it, or None if it was never sent.
@@ -268,10 +271,10 @@ class MidwayUpdate:
             WaitTimeout: The update still runs after `FINISH_SECONDS`.
         """
         if self._update is not None and self._update.state == "Running":
-            self._seen(self._client.wait_weights(self._pool, self._update.id, FINISH_SECONDS))
+            self._note(self._client.wait_weights(self._pool, self._update.id, FINISH_SECONDS))
         return self._update
 
-    def _seen(self, update: WeightUpdate) -> None:
+    def _note(self, update: WeightUpdate) -> None:
         self._update = update
         if update.state != "Running":
             self._say(_account(update))

@@ -15,7 +15,8 @@ from rollyard_crds import STAGES, RolloutCounts, RolloutJob, StageName
 
 LINE_SECONDS: Final = 2.0
 WAITING_SECONDS: Final = 3.0
-MIN_BAR, MAX_BAR = 4, 36
+MIN_BAR: Final = 4
+MAX_BAR: Final = 36
 TEXT_WIDTH: Final = 72
 """The width of a bar's line without the bar itself, in characters."""
 
@@ -56,8 +57,10 @@ def reward_text(job: RolloutJob) -> str:
     """Return a text such as `reward 0.412, 3 failed`, without the parts that are unknown or zero."""
     status = job.status
     parts = [] if status.reward_mean is None else [f"reward {status.reward_mean:.3f}"]
-    found = status.dynamic_sampling
-    parts += [f"{found.informative_groups} of {found.target_groups} groups"] if found is not None else []
+    sampling = status.dynamic_sampling
+    parts += (
+        [f"{sampling.informative_groups} of {sampling.target_groups} groups"] if sampling is not None else []
+    )
     parts += [f"{status.counts.failed} failed"] if status.counts.failed else []
     parts += [f"{status.counts.cancelled} cancelled"] if status.counts.cancelled else []
     return ", ".join(parts)

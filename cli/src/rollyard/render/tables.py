@@ -132,10 +132,10 @@ def pools_table(pools: Iterable[BackendPool]) -> Table:
     now = datetime.now(UTC)
     for pool in pools:
         backends, external = pool.status.backends, pool.spec.engine.external
-        wanted = len(external.urls) if external else pool.spec.replicas
+        total = len(external.urls) if external else pool.spec.replicas
         table.add_row(
             pool.metadata.name,
-            f"{pool.status.ready_replicas}/{wanted}",
+            f"{pool.status.ready_replicas}/{total}",
             _short(pool.spec.model),
             pool.spec.engine.type,
             version_of(pool),
@@ -177,10 +177,10 @@ def backends_table(pools: Iterable[BackendPool]) -> Table:
     """Return a table with one row for each backend of each pool."""
     rows = [(pool.metadata.name, backend) for pool in pools for backend in pool.status.backends]
     # If there is no message at all, the column is left out because it would only make lines longer.
-    told = ["message"] if any(backend.message for _, backend in rows) else []
-    table = plain_table(["pool", *BACKEND_COLUMNS, *told])
+    message_column = ["message"] if any(backend.message for _, backend in rows) else []
+    table = plain_table(["pool", *BACKEND_COLUMNS, *message_column])
     for name, backend in rows:
-        table.add_row(name, *backend_row(backend), *([backend.message] if told else []))
+        table.add_row(name, *backend_row(backend), *([backend.message] if message_column else []))
     return table
 
 
@@ -201,8 +201,8 @@ def version_of(pool: BackendPool) -> str:
     """
     if pool.status.policy_version:
         return pool.status.policy_version
-    said = {backend.policy_version for backend in pool.status.backends if backend.policy_version}
-    return said.pop() if len(said) == 1 else "mixed" if said else "-"
+    versions = {backend.policy_version for backend in pool.status.backends if backend.policy_version}
+    return versions.pop() if len(versions) == 1 else "mixed" if versions else "-"
 
 
 def mean(values: Iterable[float | None]) -> float | None:
@@ -301,11 +301,15 @@ def print_policies(console: Console, policies: PolicySummary) -> None:
     for column in ("rollouts", "tokens", "cache hits"):
         backends.add_column(column, justify="right")
     backends.add_column("version")
-    for one in policies.backends:
-        rate = one.prefix_cache_hit_rate
+    for backend in policies.backends:
+        rate = backend.prefix_cache_hit_rate
         hits = "-" if rate is None else f"{rate:.0%}"
         backends.add_row(
-            one.url, str(one.rollouts), f"{one.tokens_sampled:,}", hits, one.policy_version or "-"
+            backend.url,
+            str(backend.rollouts),
+            f"{backend.tokens_sampled:,}",
+            hits,
+            backend.policy_version or "-",
         )
     console.print(backends)
     versions = Table(title="Policy versions", title_justify="left", title_style="bold")

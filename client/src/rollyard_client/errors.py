@@ -144,7 +144,9 @@ _BY_STATUS: Final[dict[int, type[RollyardError]]] = {
 }
 
 
-_BY_REASON: Final[dict[str, type[RollyardError]]] = {one.reason: one for one in (CursorGone, CursorBeyondEnd)}
+_BY_REASON: Final[dict[str, type[RollyardError]]] = {
+    kind.reason: kind for kind in (CursorGone, CursorBeyondEnd)
+}
 
 
 def from_answer(status: int, problem: Any, retry_after: str | None) -> RollyardError:

@@ -92,9 +92,9 @@ class Listing(Generic[T]):
 
     def take(self, page: tuple[list[T], str | None]) -> list[T]:
         """Return the items of the page, and set `done` after the last page."""
-        found, self.after = page
+        items, self.after = page
         self.done = self.after is None
-        return found
+        return items
 
 
 @dataclass(slots=True)

@@ -76,9 +76,9 @@ class RolloutSummary:
     @classmethod
     def of(cls, item: Mapping[str, Any]) -> RolloutSummary:
         """Return the summary that a server sent. Unknown fields are left out."""
-        known = {one.name: item[one.name] for one in fields(cls) if one.name in item}
-        listed = [crds.Attempt.model_validate(entry) for entry in known.pop("attempts", [])]
-        return cls(**known, attempts=listed)
+        values = {attribute.name: item[attribute.name] for attribute in fields(cls) if attribute.name in item}
+        listed = [crds.Attempt.model_validate(entry) for entry in values.pop("attempts", [])]
+        return cls(**values, attempts=listed)
 
 
 def tasks(name: str, namespace: str, ids: Sequence[str]) -> Call[list[Task]]:

@@ -25,14 +25,14 @@ Say = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
-class WantedImage:
+class NeededImage:
     """An image to build, and the names of the folders that need it."""
 
     image: Image
     names: tuple[str, ...]
 
 
-def wanted_images(folder: Path, bases: Mapping[str, str], say: Say) -> list[WantedImage]:
+def needed_images(folder: Path, bases: Mapping[str, str], say: Say) -> list[NeededImage]:
     """Return the images that a folder needs, each once.
 
     Args:
@@ -43,7 +43,7 @@ def wanted_images(folder: Path, bases: Mapping[str, str], say: Say) -> list[Want
     Raises:
         InvalidInput: A Dockerfile cannot be translated, or there is none.
     """
-    images: dict[str, WantedImage] = {}
+    images: dict[str, NeededImage] = {}
     problems: list[str] = []
     try:
         folders = dockerfile_folders(folder)
@@ -59,7 +59,7 @@ def wanted_images(folder: Path, bases: Mapping[str, str], say: Say) -> list[Want
             problems.append(f"{each.name}: {error}")
             continue
         names = images[key].names if key in images else ()
-        images[key] = WantedImage(image, (*names, each.name))
+        images[key] = NeededImage(image, (*names, each.name))
     for problem in problems[:-1]:
         say(problem)
     if problems:
@@ -80,7 +80,7 @@ def definition_of(image: Image) -> str:
 
 
 async def build_all(
-    images: list[WantedImage], cache: Path, program: str | None, timeout: float, say: Say
+    images: list[NeededImage], cache: Path, program: str | None, timeout: float, say: Say
 ) -> None:
     """Build the images that the cache lacks, one after the other.
 
@@ -108,7 +108,7 @@ async def build_all(
         raise CliError(f"{names}: not built within {timeout:g} s; nothing of it is left") from error
 
 
-async def build_one(image: WantedImage, out: Path, program: str | None, timeout: float, say: Say) -> None:
+async def build_one(image: NeededImage, out: Path, program: str | None, timeout: float, say: Say) -> None:
     """Build one image into a file, unless the file is that image already.
 
     Raises:

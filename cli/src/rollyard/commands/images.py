@@ -72,7 +72,7 @@ def build(
     extras.require("`rollyard images`", "worker")
     from rollyard import images
 
-    needed = images.wanted_images(
+    needed = images.needed_images(
         folder, substitutes, lambda line: terminal.echo(f"rollyard: {line}", err=True)
     )
     if out is not None and len(needed) > 1:

@@ -142,7 +142,7 @@ def pairs_of(path: Path) -> Iterator[Pair | RefusedLine]:
     name = "standard input" if path == Path("-") else str(path)
     try:
         with _opened(path) as file:
-            for number, line in enumerate(_lines(file), 1):
+            for number, line in enumerate(iter(lambda: file.readline(MAX_LINE + 1), ""), 1):
                 if len(line) > MAX_LINE:
                     raise InvalidInput(f"{name}: line {number}: longer than {MAX_LINE >> 20} MiB")
                 if not line.strip():
@@ -165,10 +165,6 @@ def _opened(path: Path) -> AbstractContextManager[IO[str]]:
     if path == Path("-"):
         return click.open_file("-", encoding="utf-8-sig")
     return text_file(path, "utf-8-sig")
-
-
-def _lines(file: IO[str]) -> Iterator[str]:
-    return iter(lambda: file.readline(MAX_LINE + 1), "")
 
 
 def _from_line(line: str) -> Pair:

@@ -299,14 +299,14 @@ def _eval_problems(job: RolloutJob, handler: Any, task: Task) -> list[str]:
 def host_problems(job: RolloutJob, tasks: Sequence[Task]) -> list[str]:
     """Return a problem for each task that names a host which the job does not."""
 
-    def found(task: Task) -> list[str]:
+    def problems_of(task: Task) -> list[str]:
         try:
             job.spec.sandbox.narrowed(task.sandbox.allowed_hosts)
         except ValueError as error:
             return [f"task {task.id!r}: {error}"]
         return []
 
-    return _of_each(tasks, found)
+    return _of_each(tasks, problems_of)
 
 
 def size_problems(job: RolloutJob, tasks: Sequence[Task]) -> list[str]:
@@ -314,13 +314,13 @@ def size_problems(job: RolloutJob, tasks: Sequence[Task]) -> list[str]:
     if job.spec.handler not in ("harbor", "mixed"):
         return []
 
-    def found(task: Task) -> list[str]:
+    def problems_of(task: Task) -> list[str]:
         if task.harbor is None:
             return []
         problems = resource_problems(harbor_plan(task.harbor), job.spec.sandbox.resources)
         return [f"task {task.id!r}: {problem}" for problem in problems]
 
-    return _of_each(tasks, found)
+    return _of_each(tasks, problems_of)
 
 
 def reward_problems(job: RolloutJob) -> list[str]:

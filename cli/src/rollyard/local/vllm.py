@@ -126,10 +126,10 @@ async def visible_gpus(env: Mapping[str, str] = os.environ) -> tuple[str, ...]:
 
 
 def choose(count: int, index: int, visible: Sequence[str], taken: Iterable[str]) -> tuple[str, ...]:
-    """Return `wanted` of the visible GPUs that are not taken.
+    """Return `count` of the visible GPUs that are not taken.
 
     Args:
-        wanted: The number of GPUs.
+        count: The number of GPUs.
         index: The index of the backend, which the message of the exception names.
         visible: The GPUs of this machine.
         taken: The GPUs that other backends hold.

@@ -84,7 +84,7 @@ class Bars:
         self._tasks: dict[StageName, TaskID] = {}
         self._message = ""
         self._since = 0.0
-        self._told = ""
+        self._shown = ""
 
     def __enter__(self) -> Self:
         self._progress.start()
@@ -116,8 +116,8 @@ class Bars:
         if message != self._message:
             self._message, self._since = message, time.monotonic()
         # Every start takes a moment, so what a job waits for is worth a line only after a while.
-        if message and message != self._told and time.monotonic() - self._since >= WAITING_SECONDS:
-            self._told = message
+        if message and message != self._shown and time.monotonic() - self._since >= WAITING_SECONDS:
+            self._shown = message
             self._progress.console.print(Text(f"{job.status.phase}: {message}"), soft_wrap=True)
 
 

@@ -180,9 +180,9 @@ class TrajectoryView:
 
     def _start(self, trajectory: Trajectory) -> None:
         for message in trajectory.given:
-            self._given(message)
+            self._input(message)
 
-    def _given(self, message: Message) -> None:
+    def _input(self, message: Message) -> None:
         """Print a message that was not sampled in this rollout, with the calls that it holds."""
         self._rule("assistant, given" if message.role == "assistant" else message.role)
         if message.reasoning_content:
@@ -239,8 +239,8 @@ class TrajectoryView:
             f"segment {turn.segment + 1}: the chat template shows earlier turns differently, "
             f"a new prompt of {tokens} tokens"
         )
-        for message in _said_before(trajectory, number):
-            self._given(message)
+        for message in _messages_before(trajectory, number):
+            self._input(message)
 
     def _messages(self, trajectory: Trajectory) -> None:
         turn_numbers, first = trajectory.said, len(trajectory.given)
@@ -264,7 +264,7 @@ def _versions(trajectory: Trajectory, turns: Iterable[Turn]) -> list[str]:
     return list(versions)
 
 
-def _said_before(trajectory: Trajectory, number: int) -> list[Message]:
+def _messages_before(trajectory: Trajectory, number: int) -> list[Message]:
     """Return the messages between turn `number` and the turn before it. Turns are counted from 1."""
     indexes = {turn: index for index, turn in trajectory.said.items()}
     before, here = indexes.get(number - 2), indexes.get(number - 1)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -110,7 +111,7 @@ def down(home: Path | None, keep_jobs: bool) -> None:
         click.echo(f"nothing runs on {folder.root}")
         return
     with folder.locked():
-        say = lambda line: terminal.echo_line(line, err=True)  # noqa: E731
+        say = partial(terminal.echo_line, err=True)
         count = 0 if keep_jobs else asyncio.run(end_home(folder, BridgeOptions(folder.root), say))
     click.echo(f"no bridge runs on {folder.root}; Slurm jobs ended: {count}")
 
@@ -170,7 +171,7 @@ def run_here(options: BridgeOptions) -> None:
     from rollyard_slurm.options import served
 
     say = speaker(click.echo, "rollyard.slurm-bridge")
-    trouble = speaker(lambda line: terminal.echo_line(line, err=True), "rollyard.slurm-bridge")
+    trouble = speaker(partial(terminal.echo_line, err=True), "rollyard.slurm-bridge")
 
     def ready(state: BridgeReady) -> None:
         say(f"{_how(options)} {state.url}")

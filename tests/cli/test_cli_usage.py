@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rollyard.commands.slurm_bridge import group
+from rollyard.commands import slurm_bridge
 from rollyard.declared import arguments_again
 from rollyard.doctor import check_cluster
 from rollyard.local.options import check_model_folder, shipped_model
@@ -351,11 +351,11 @@ def test_a_dry_run_shows_how_workers_reach_the_control_plane(
 @pytest.mark.parametrize("whose", [["--namespace=team-a", "--namespace=team-b"], ["--all-namespaces"]])
 def test_a_bridge_in_the_background_is_started_as_it_was_asked_for(tmp_path: Path, whose: list[str]) -> None:
     asked = [f"--home={tmp_path}/h", "--join=https://head:8765", *whose, "--token-file=t.json", "--port=0"]
-    with group.up.make_context("up", [*asked, "--detach"]) as ctx:
+    with slurm_bridge.up.make_context("up", [*asked, "--detach"]) as ctx:
         again = arguments_again(ctx, ("detach", "dry_run", "files"))
     assert set(asked) <= set(again)
     assert not [word for word in again if word.startswith("--detach") or word.endswith(("=False", "=True"))]
-    with group.up.make_context("up", again) as same:
+    with slurm_bridge.up.make_context("up", again) as same:
         assert {**same.params, "detach": True} == ctx.params
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from rollyard import doctor
-from rollyard.checks import clocks, slurm, slurmrestd, storage
+from rollyard.checks import slurm, storage
 from rollyard.checks.finding import Finding, run
 from rollyard_pipeline.sandboxes.doctor import Check
 
@@ -196,17 +196,17 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.Mon
     ],
 )
 def test_clocks(tmp_path: Path, offset: float | None, kept: bool | None, verdict: str, words: str) -> None:
-    found = clocks.check_clocks(tmp_path, lambda: kept, lambda folder: offset)
+    found = doctor.check_clocks(tmp_path, lambda: kept, lambda folder: offset)
     assert found.verdict == verdict
     assert words in told(found)
 
 
 def test_this_machine_s_clock_agrees_with_its_own_disk(tmp_path: Path) -> None:
-    offset = clocks.storage_offset(tmp_path)
+    offset = doctor.storage_offset(tmp_path)
     assert offset is not None
-    assert abs(offset) < clocks.FAR_SECONDS
-    assert clocks.storage_offset(tmp_path / "none") is None
-    assert clocks.is_synchronised() in (True, False)
+    assert abs(offset) < doctor.FAR_SECONDS
+    assert doctor.storage_offset(tmp_path / "none") is None
+    assert doctor.is_synchronised() in (True, False)
 
 
 def checks(**broken: str) -> Callable[..., Any]:
@@ -262,17 +262,17 @@ def test_a_program_that_hangs_or_is_not_there(tmp_path: Path, monkeypatch: pytes
 
 
 def test_slurmrestd_is_told_of_only_where_one_is_named(tmp_path: Path) -> None:
-    assert slurmrestd.check_slurmrestd(None, ()) is None
+    assert slurm.check_slurmrestd(None, ()) is None
     profile = tmp_path / "p.yaml"
     profile.write_text("partition: cpu")
-    assert slurmrestd.check_slurmrestd(profile, ()) is None
+    assert slurm.check_slurmrestd(profile, ()) is None
     profile.write_text(f"rest: {{url: 'unix:{tmp_path}/none'}}")
-    found = slurmrestd.check_slurmrestd(profile, ())
+    found = slurm.check_slurmrestd(profile, ())
     assert found is not None
     assert (found.verdict, found.name) == ("missing", "slurmrestd")
     assert "rest.url: there is no socket" in found.found
     profile.write_text("rest: {}")
-    found = slurmrestd.check_slurmrestd(profile, ())
+    found = slurm.check_slurmrestd(profile, ())
     assert found is not None
     assert (found.verdict, found.name) == ("missing", "slurm profile")
     assert "rest.url" in found.found
@@ -282,7 +282,7 @@ def test_a_socket_that_nobody_listens_on_is_no_slurmrestd(tmp_path_factory: pyte
     path = tmp_path_factory.mktemp("s") / "s"
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(path))
-    found = slurmrestd.check_slurmrestd(None, (path,))
+    found = slurm.check_slurmrestd(None, (path,))
     assert found is not None
     assert found.verdict == "optional"
     assert "cannot be reached" in found.found

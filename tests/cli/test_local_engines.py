@@ -17,9 +17,8 @@ import httpx
 import pytest
 from rollyard.errors import CannotStart
 from rollyard.local.fleet import Fleet
-from rollyard.local.gpus import choose, visible_gpus
 from rollyard.local.options import Options
-from rollyard.local.vllm import vllm_server
+from rollyard.local.vllm import choose, visible_gpus, vllm_server
 from rollyard_crds import BackendPool, BackendStatus, Condition
 from rollyard_crds.reading.engine_arguments import given
 from rollyard_drivers.host.child import Folders, sweep

@@ -10,10 +10,10 @@ from typing import Any
 
 import httpx
 import pytest
+from rollyard import page
 from rollyard.connection import OpenConnection
 from rollyard.main import main
-from rollyard.page import desktop
-from rollyard.page.links import NoLink, link_if_any, page_url, path_of
+from rollyard.page import NoLink, link_if_any, page_url, path_of
 from rollyard_client import Client
 from rollyard_testing.api.control_plane import a_control_plane
 from rollyard_testing.manifests import job_manifest
@@ -165,10 +165,10 @@ def test_the_browser_gets_the_code_in_a_file_of_this_user(
     opened: list[str] = []
     monkeypatch.setattr(webbrowser, "open", lambda given: opened.append(given) or True)
     (tmp_path / "page").mkdir(mode=0o700)
-    (tmp_path / "page" / desktop.FILE_NAME).symlink_to(tmp_path / "victim")
+    (tmp_path / "page" / page.FILE_NAME).symlink_to(tmp_path / "victim")
     monkeypatch.setenv("ROLLYARD_HOME", str(tmp_path))
     link = shown(capsys, "open", "--browser")
-    path = tmp_path / "page" / desktop.FILE_NAME
+    path = tmp_path / "page" / page.FILE_NAME
     assert opened == [path.as_uri()], "the command line of a browser is no secret"
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert link in path.read_text()
@@ -186,4 +186,4 @@ def test_the_browser_gets_the_code_in_a_file_of_this_user(
 )
 def test_desktops(env: dict[str, str], there: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.platform", "linux")
-    assert desktop.has_desktop(env) is there
+    assert page.has_desktop(env) is there

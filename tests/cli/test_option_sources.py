@@ -11,9 +11,8 @@ from typing import Any
 
 import pytest
 import yaml
-from rollyard.commands import up
-from rollyard.commands.slurm_bridge import group
-from rollyard.commands.slurm_bridge.options import BridgeCommandOptions, bridge_options
+from rollyard.bridge_options import BridgeCommandOptions, bridge_options
+from rollyard.commands import slurm_bridge, up
 from rollyard.declared import arguments_again, load_options
 from rollyard.errors import UsageProblem
 from rollyard.local.options import Options
@@ -165,7 +164,10 @@ def test_a_bridge_passes_options_on_unless_it_joins(
             up.command,
             ["--no-sandbox-templates", "--config=c.yaml", "--port=0", "--engine-arg=--x", "--fakeroot"],
         ),
-        (group.up, ["--no-sandbox-templates", "--config=c.yaml", "--time=1:00", "--prorl", "--no-open-docs"]),
+        (
+            slurm_bridge.up,
+            ["--no-sandbox-templates", "--config=c.yaml", "--time=1:00", "--prorl", "--no-open-docs"],
+        ),
     ],
     ids=["up", "bridge"],
 )

@@ -10,7 +10,7 @@ from typing import Any
 
 import httpx
 import pytest
-from rollyard.commands.rescore.rescoring import RewardChanges
+from rollyard.jobs.rescoring import RewardChanges
 from rollyard.main import main
 from rollyard.trajectories.export import write
 from rollyard.trajectories.reading import read_file

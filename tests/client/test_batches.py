@@ -29,9 +29,8 @@ from rollyard_client.driver import DriverClient
 from rollyard_client.paging import Cursor
 from rollyard_client.requests.results import Group, Page, listed_cursors
 from rollyard_client.training import library
-from rollyard_client.training.batch import MODELS, gather
+from rollyard_client.training.batch import MODELS, WeightHistory, gather
 from rollyard_client.training.iterators import AsyncResultIterator, ResultIterator
-from rollyard_client.training.lag import WeightHistory
 from rollyard_crds.rolloutjob import RolloutJob, RolloutJobStatus
 from rollyard_crds.trajectory import Trajectory
 from rollyard_crds.weights import WeightUpdate

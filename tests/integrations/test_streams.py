@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 from rollyard.integrations.errors import RolloutsLate, StreamEnded, TrainerMismatch, WeightsRefused
 from rollyard.integrations.streams import MAX_ID, StreamPlayer
-from rollyard.integrations.trl import TASK_KEY, TrlRollouts
-from rollyard.integrations.trl_weights import TrlWeights
+from rollyard.integrations.trl import TASK_KEY, TrlRollouts, TrlWeights
 from rollyard_client.errors import ServerUnavailable
 from rollyard_crds import RolloutJob, Task
 from rollyard_crds.base import Condition

@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 
 import click
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-KUBERNETES = "kubernetes://"
+KUBERNETES: Final = "kubernetes://"
 
 
 def server_options(command: F) -> F:
@@ -35,7 +35,7 @@ def server_options(command: F) -> F:
             url = KUBERNETES + kubernetes
         return command(*args, url=url, **kwargs)
 
-    made: Any = folded
+    wrapped: Any = folded
     for option in (
         click.option("-n", "--namespace", default="default", show_default=True, help="Namespace."),
         click.option("--home", type=click.Path(path_type=Path), help="Home of the `rollyard up` to talk to."),
@@ -46,8 +46,8 @@ def server_options(command: F) -> F:
         ),
         click.option("--url", help="Control plane [ROLLYARD_URL, else the running `rollyard up`]."),
     ):
-        made = option(made)
-    return cast(F, made)
+        wrapped = option(wrapped)
+    return cast(F, wrapped)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +62,8 @@ class OpenConnection:
 @contextlib.contextmanager
 def connect(url: str | None, home: Path | None, namespace: str) -> Iterator[Client]:
     """Yield a client whose errors end the command with one line; see `connection`."""
-    with connection(url, home, namespace) as made:
-        yield made.client
+    with connection(url, home, namespace) as opened:
+        yield opened.client
 
 
 @contextlib.contextmanager

@@ -9,13 +9,14 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Final
 
 from rollyard_drivers.host.log_file import last_line
 
 from rollyard.errors import StartFailed
 
-LOOK_SECONDS = 0.05
-END_SECONDS = 30.0
+LOOK_SECONDS: Final = 0.05
+END_SECONDS: Final = 30.0
 """The time in seconds that a program has to end before its failure is reported. It ends by itself later."""
 
 
@@ -32,7 +33,7 @@ def start(arguments: Sequence[str], log: Path, ready: Callable[[int], str], seco
     Raises:
         StartFailed: The program ended, or it was not ready in time or failed, and was asked to end.
     """
-    what = f"`rollyard {' '.join(word for word in arguments[:2] if not word.startswith('-'))}`"
+    name = f"`rollyard {' '.join(word for word in arguments[:2] if not word.startswith('-'))}`"
     with log.open("ab") as output:
         begin = output.tell()
         process = subprocess.Popen(
@@ -48,11 +49,11 @@ def start(arguments: Sequence[str], log: Path, ready: Callable[[int], str], seco
         if process.poll() is not None:
             wrote = log.stat().st_size > begin
             text = last_line(log).removeprefix("rollyard: ") if wrote else ""
-            text = text or f"{what} ended"
+            text = text or f"{name} ended"
             raise StartFailed(text if "(log: " in text else f"{text} (log: {log})")
         try:
-            if told := ready(process.pid):
-                return told
+            if message := ready(process.pid):
+                return message
         except StartFailed:
             process.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -60,4 +61,4 @@ def start(arguments: Sequence[str], log: Path, ready: Callable[[int], str], seco
             raise
         time.sleep(LOOK_SECONDS)
     process.terminate()
-    raise StartFailed(f"{what} was not ready within {seconds:.0f} s (log: {log})")
+    raise StartFailed(f"{name} was not ready within {seconds:.0f} s (log: {log})")

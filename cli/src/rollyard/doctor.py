@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
+import ctypes
+import os
 import platform
 import shutil
 import sys
+import tempfile
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Final
 
-from rollyard.checks import clocks, slurm, slurmrestd, storage
+from rollyard.checks import slurm, storage
 from rollyard.checks.finding import Finding, Verdict
 from rollyard.checks.finding import run as _run
 from rollyard.extras import missing
+
+FAR_SECONDS: Final = 5.0
+"""A difference that makes logs hard to read. Rollyard itself measures durations only."""
+_UNSYNCHRONISED: Final = 0x0040
+_TIMEX_BYTES: Final = 512
+_STATUS_OFFSET: Final = 40 if ctypes.sizeof(ctypes.c_long) == 8 else 20
 
 
 def check_python() -> Finding:
@@ -39,7 +50,7 @@ def check_containers(on_slurm: bool) -> list[Finding]:
 
     from rollyard_pipeline.sandboxes.doctor import apptainer_checks
 
-    found = []
+    findings = []
     for check in asyncio.run(apptainer_checks()):
         if check.ok:
             # A check that succeeds and has a remedy found something that works in part.
@@ -47,8 +58,8 @@ def check_containers(on_slurm: bool) -> list[Finding]:
         else:
             needed = on_slurm or check.name == "user namespaces"
             verdict = "missing" if needed else "optional"
-        found.append(Finding(check.name, verdict, check.meaning, check.remedy))
-    return found
+        findings.append(Finding(check.name, verdict, check.meaning, check.remedy))
+    return findings
 
 
 def check_installation() -> Finding:
@@ -100,8 +111,8 @@ def check_vllm() -> Finding:
         )
     if path is not None:
         gpus = _run("nvidia-smi", "-L")
-        seen = "a GPU is seen" if gpus[0] == 0 and gpus[1].startswith("GPU") else "no GPU is seen"
-        return Finding("vllm", "ok", f"{path}; {seen}")
+        visible = "a GPU is seen" if gpus[0] == 0 and gpus[1].startswith("GPU") else "no GPU is seen"
+        return Finding("vllm", "ok", f"{path}; {visible}")
     advice = "`pip install 'rollyard[vllm]'`, or name another environment: --vllm-python, spec.engine.command"
     if find_spec("vllm") is not None:
         return Finding(
@@ -125,7 +136,7 @@ def check_cluster() -> Finding:
     return Finding("kubernetes", "optional", f"context {context!r} does not answer: {text[:120]}", advice)
 
 
-CHECKS: tuple[Callable[[], Finding], ...] = (check_model, check_gpu, check_vllm)
+CHECKS: Final[tuple[Callable[[], Finding], ...]] = (check_model, check_gpu, check_vllm)
 
 
 def examine(run_dir: Path, profile: Path | None = None) -> Iterator[Finding]:
@@ -135,7 +146,7 @@ def examine(run_dir: Path, profile: Path | None = None) -> Iterator[Finding]:
     yield check_installation()
     rootless = check_containers(on_slurm)
     # On clusters, Apptainer makes the sandboxes. Bubblewrap is rarely installed there and is not needed.
-    contained = on_slurm and all(one.verdict != "missing" for one in rootless)
+    contained = on_slurm and all(finding.verdict != "missing" for finding in rootless)
     for finding in check_sandboxes(run_dir):
         if finding.name == "user namespaces" and finding.verdict == "ok":
             continue  # The check of containers reports them below, where it tries them without bubblewrap.
@@ -144,11 +155,70 @@ def examine(run_dir: Path, profile: Path | None = None) -> Iterator[Finding]:
         yield finding
     yield from rootless
     yield from slurm.examine()
-    rest = slurmrestd.check_slurmrestd(profile)
+    rest = slurm.check_slurmrestd(profile)
     if rest is not None:
         yield rest
     yield from storage.examine(run_dir.parent, on_slurm)
-    yield clocks.check_clocks(storage.nearest(run_dir.parent))
+    yield check_clocks(storage.nearest(run_dir.parent))
     for check in CHECKS:
         yield check()
     yield check_cluster()
+
+
+def is_synchronised() -> bool | None:
+    """Return whether the kernel's clock is synchronised (adjtimex(2)), or None if that is not known."""
+    buffer = ctypes.create_string_buffer(_TIMEX_BYTES)
+    try:
+        state = ctypes.CDLL(None, use_errno=True).adjtimex(buffer)
+    except AttributeError:
+        return None
+    if state < 0:
+        return None
+    status = ctypes.c_int.from_buffer(buffer, _STATUS_OFFSET).value
+    return not status & _UNSYNCHRONISED
+
+
+def storage_offset(folder: Path) -> float | None:
+    """Return the seconds by which the file server's clock is ahead of this machine's clock.
+
+    The result is None if nothing can be written to the folder.
+    """
+    try:
+        with tempfile.NamedTemporaryFile(dir=folder, prefix=".rollyard-doctor-") as file:
+            before = time.time()
+            file.write(b"x")
+            file.flush()
+            os.fsync(file.fileno())
+            after = time.time()
+            written = os.stat(file.name).st_mtime
+    except OSError:
+        return None
+    if before <= written <= after:
+        return 0.0
+    return written - (after if written > after else before)
+
+
+def check_clocks(
+    folder: Path,
+    synchronised: Callable[[], bool | None] = is_synchronised,
+    offset: Callable[[Path], float | None] = storage_offset,
+) -> Finding:
+    """Check the clock by the kernel's state and by the time stamps of a folder's file server."""
+    name = "clock"
+    ahead = offset(folder)
+    if ahead is not None and abs(ahead) > FAR_SECONDS:
+        side = "behind" if ahead > 0 else "ahead of"
+        return Finding(
+            name,
+            "missing",
+            f"{abs(ahead):.0f} s {side} the server of {folder}",
+            "ask the administrator for chrony or NTP on this node; leases go by durations and hold all the "
+            "same, but time stamps of different nodes cannot be compared",
+        )
+    state = synchronised()
+    if state:
+        return Finding(name, "ok", "kept right by NTP or the like")
+    words = "nothing keeps it right (NTP, chrony)" if state is False else "the kernel does not say"
+    return Finding(
+        name, "optional", words, "time stamps of different nodes may differ; nothing else depends on them"
+    )

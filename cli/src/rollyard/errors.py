@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 from rollyard_drivers.host.errors import CannotStart, HomeInUse, HomeUnusable, HostError, StartFailed
 
 __all__ = [
@@ -18,7 +20,7 @@ __all__ = [
     "UsageProblem",
 ]
 
-NAMED_MODULES = 4
+NAMED_MODULES: Final = 4
 """The number of missing modules that a message names."""
 
 

@@ -14,27 +14,46 @@ from rollyard.errors import MissingExtra
 MODULES: Final[Mapping[str, tuple[str, ...]]] = {
     "parquet": ("pyarrow",),
     "api": (
-        "alembic", "fastapi", "fastapi_swagger", "fsspec", "httptools", "msgpack", "msgspec",
-        "prometheus_client", "pyarrow", "pydantic_settings", "sqlalchemy", "uvicorn", "uvloop",
+        "alembic",
+        "fastapi",
+        "fastapi_swagger",
+        "fsspec",
+        "httptools",
+        "msgpack",
+        "msgspec",
+        "prometheus_client",
+        "pyarrow",
+        "pydantic_settings",
+        "sqlalchemy",
+        "uvicorn",
+        "uvloop",
     ),
     "worker": ("aiohttp", "jinja2", "markdown_it", "math_verify", "spython", "tokenizers", "uvloop"),
     "sandbox": ("ipykernel", "jupyter_client", "packaging", "ptyprocess"),
     "engine": (
-        "httptools", "jinja2", "numpy", "onnxruntime", "onnxruntime_genai", "prometheus_client", "starlette",
-        "tokenizers", "uvicorn", "uvloop",
+        "httptools",
+        "jinja2",
+        "numpy",
+        "onnxruntime",
+        "onnxruntime_genai",
+        "prometheus_client",
+        "starlette",
+        "tokenizers",
+        "uvicorn",
+        "uvloop",
     ),
     "operator": ("aiohttp", "kopf", "kubernetes"),
     "postgresql": ("psycopg",),
     "renderers": ("renderers",),
     "traces": ("opentelemetry.exporter.otlp.proto.http", "opentelemetry.sdk", "requests"),
-}  # fmt: skip
+}
 """The modules that each component imports from its extra, beyond those of the client."""
 
 
 def missing(*extras: str) -> tuple[str, ...]:
     """Return the modules of these extras that are not installed, sorted. Nothing is imported."""
-    wanted = {module for extra in extras for module in MODULES[extra]}
-    return tuple(sorted(module for module in wanted if not _is_there(module)))
+    modules = {module for extra in extras for module in MODULES[extra]}
+    return tuple(sorted(module for module in modules if not _is_there(module)))
 
 
 def _is_there(module: str) -> bool:
@@ -63,6 +82,6 @@ def require(purpose: str, extra: str, *parts: str) -> None:
 def explained(error: ModuleNotFoundError, purpose: str) -> MissingExtra | None:
     """Return the error that names the smallest extra with the missing module, or None if no extra has it."""
     module = (error.name or "").partition(".")[0]
-    having = [extra for extra, modules in MODULES.items() if module in modules]
-    extra = min(having, key=lambda name: len(MODULES[name]), default=None)
+    candidates = [extra for extra, modules in MODULES.items() if module in modules]
+    extra = min(candidates, key=lambda name: len(MODULES[name]), default=None)
     return None if extra is None else MissingExtra(purpose, extra, (module,))

@@ -10,7 +10,7 @@ import io
 import os
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final
 
 import click
 from rollyard_drivers.host.errors import HostError
@@ -18,7 +18,7 @@ from rollyard_drivers.host.errors import HostError
 from rollyard import terminal
 from rollyard.errors import UsageProblem
 
-COMMANDS: dict[str, str] = {
+COMMANDS: Final[dict[str, str]] = {
     "up": "Start control plane, workers and a backend on this machine",
     "down": "Stop what `rollyard up` started",
     "doctor": "What works on this machine, and what to do about the rest",
@@ -82,8 +82,8 @@ class LazyGroup(click.Group):
         if args and args[0] not in COMMANDS and not args[0].startswith("-"):
             import difflib
 
-            near = difflib.get_close_matches(args[0], COMMANDS, n=1)
-            hint = f" Did you mean {near[0]!r}?" if near else " See `rollyard --help`."
+            similar = difflib.get_close_matches(args[0], COMMANDS, n=1)
+            hint = f" Did you mean {similar[0]!r}?" if similar else " See `rollyard --help`."
             raise click.UsageError(f"No such command {args[0]!r}.{hint}", ctx)
         return super().resolve_command(ctx, _bare_kubernetes(args))
 
@@ -115,9 +115,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except click.exceptions.Exit as stop:
         return stop.exit_code
     except click.ClickException as error:
-        said = io.StringIO()
-        error.show(said)
-        terminal.echo(said.getvalue().rstrip("\n"), err=True)
+        text = io.StringIO()
+        error.show(text)
+        terminal.echo(text.getvalue().rstrip("\n"), err=True)
         return error.exit_code
     except (click.Abort, KeyboardInterrupt):
         return 130

@@ -53,7 +53,7 @@ def set_telemetry(endpoint: str, sample: float | None, form: str | None) -> dict
         options, chosen = trace_options(), log_form()
     except TraceOptionError as error:
         raise UsageProblem(str(error)) from error
-    found: dict[str, str] = {LOG_FORMAT: chosen} if chosen != "text" else {}
+    variables: dict[str, str] = {LOG_FORMAT: chosen} if chosen != "text" else {}
     if options.on:
-        found |= {TRACES_ENDPOINT: options.url, SAMPLE: f"{options.sample:.10g}"}
-    return found
+        variables |= {TRACES_ENDPOINT: options.url, SAMPLE: f"{options.sample:.10g}"}
+    return variables

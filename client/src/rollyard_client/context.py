@@ -8,10 +8,11 @@ import ssl
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
 from rollyard_client.errors import ContextError
 
-DEFAULT_URL = "http://127.0.0.1:8765"
+DEFAULT_URL: Final = "http://127.0.0.1:8765"
 
 
 @dataclass(frozen=True, slots=True)

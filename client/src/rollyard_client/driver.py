@@ -3,26 +3,36 @@
 from __future__ import annotations
 
 import ssl
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Final, Self, TypeVar
 
+import httpx
 from rollyard_crds.backendpool import BackendPool, BackendPoolStatus, BackendStatus
 from rollyard_crds.claims import Claim, ClaimList, ClaimStatus
 from rollyard_crds.fields.skipped_rows import SkippedRows
 from rollyard_crds.rolloutjob import RolloutJob, RolloutJobStatus
 from rollyard_crds.task import Task
+from rollyard_crds.trajectory import Record
 from rollyard_crds.unfinished import UnfinishedJobs
 from rollyard_crds.workers import AssignmentOffer, AssignmentOffered, WorkerDeath, WorkerDied
 
-from rollyard_client.call import Retry
+from rollyard_client.call import Call, Retry, segment
 from rollyard_client.context import Context
 from rollyard_client.paging import Listing
-from rollyard_client.requests import claims, jobs, pools, workers
+from rollyard_client.requests import jobs, pools
 from rollyard_client.transport import AsyncTransport
 
-REGISTER_SECONDS = 120.0
+R = TypeVar("R", bound=Record)
+
+CLAIMS: Final = "/v1/claims"
+WORKERS: Final = "/v1/workers"
+REGISTER_SECONDS: Final = 120.0
 """The seconds beyond the usual timeout in which the server reads and stores the tasks of a job."""
+
+
+def _parser(record: type[R]) -> Callable[[httpx.Response], R]:
+    return lambda answer: record.model_validate_json(answer.content)
 
 
 class DriverClient:
@@ -75,10 +85,10 @@ class DriverClient:
         pages: Listing[RolloutJob] = Listing(
             lambda after: jobs.jobs(None, after, bare=True, finished=finished)
         )
-        found: list[RolloutJob] = []
+        items: list[RolloutJob] = []
         while not pages.done:
-            found += pages.take(await self._transport.send(pages.next()))
-        return found
+            items += pages.take(await self._transport.send(pages.next()))
+        return items
 
     async def job(self, namespace: str, name: str) -> RolloutJob:
         """Return one job with its inline tasks, or raise NotFound if it is gone."""
@@ -124,7 +134,9 @@ class DriverClient:
             wait: The seconds that the server waits, at most 60.
             namespace: The namespace whose claims are returned. None selects all namespaces.
         """
-        return await self._transport.send(claims.claims(namespace, revision, wait))
+        query = {"namespace": namespace, "revision": revision, "wait": wait}
+        parse = _parser(ClaimList)
+        return await self._transport.send(Call("GET", CLAIMS, parse, query=query, wait=wait))
 
     async def put_claim_status(self, claim: str, status: ClaimStatus) -> Claim | None:
         """Report a claim as Bound, Failed or Removed, and return its present state, or None after `Removed`.
@@ -134,11 +146,18 @@ class DriverClient:
         Raises:
             NotFound: The claim is gone, and the report is not `Removed`.
         """
-        return await self._transport.send(claims.put_claim_status(claim, status))
+
+        def parse(answer: httpx.Response) -> Claim | None:
+            return None if answer.status_code == 204 else Claim.model_validate_json(answer.content)
+
+        path = f"{CLAIMS}/{segment(claim)}/status"
+        return await self._transport.send(Call("PUT", path, parse, body=status.model_dump_json().encode()))
 
     async def worker_died(self, report: WorkerDied) -> WorkerDeath:
         """Report that a stage worker has died, so that its leases are taken back at once."""
-        return await self._transport.send(workers.worker_died(report))
+        # The call is idempotent: a repeat finds no lease of the worker.
+        body = report.model_dump_json().encode()
+        return await self._transport.send(Call("POST", f"{WORKERS}/died", _parser(WorkerDeath), body=body))
 
     async def offer(self, offered: AssignmentOffer) -> AssignmentOffered:
         """Offer a job to a worker that stands ready. A repeat of the offer changes nothing.
@@ -148,7 +167,9 @@ class DriverClient:
             Conflict: The job has ended (`JobEnded`), or the ready worker was offered another job
                 (`AlreadyAssigned`).
         """
-        return await self._transport.send(workers.offer(offered))
+        body = offered.model_dump_json().encode()
+        parse = _parser(AssignmentOffered)
+        return await self._transport.send(Call("POST", f"{WORKERS}/offers", parse, body=body))
 
     async def pools(self) -> list[BackendPool]:
         """Return all pools of all namespaces."""

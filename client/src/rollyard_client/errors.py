@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final
 
 
 class RollyardError(Exception):
@@ -128,7 +128,7 @@ class MissingLibrary(RollyardError):
     reason = "MissingLibrary"
 
 
-_BY_STATUS: dict[int, type[RollyardError]] = {
+_BY_STATUS: Final[dict[int, type[RollyardError]]] = {
     400: Invalid,
     401: Unauthorized,
     403: Unauthorized,
@@ -144,7 +144,9 @@ _BY_STATUS: dict[int, type[RollyardError]] = {
 }
 
 
-_BY_REASON: dict[str, type[RollyardError]] = {one.reason: one for one in (CursorGone, CursorBeyondEnd)}
+_BY_REASON: Final[dict[str, type[RollyardError]]] = {
+    kind.reason: kind for kind in (CursorGone, CursorBeyondEnd)
+}
 
 
 def from_answer(status: int, problem: Any, retry_after: str | None) -> RollyardError:

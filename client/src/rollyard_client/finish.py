@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from rollyard_client.errors import JobReplaced
 
@@ -10,8 +10,8 @@ if TYPE_CHECKING:
     from rollyard_crds.rolloutjob import RolloutJob
     from rollyard_crds.weights import WeightUpdate
 
-POLL_SECONDS = 0.5
-WAIT_SECONDS = 20.0
+POLL_SECONDS: Final = 0.5
+WAIT_SECONDS: Final = 20.0
 
 
 def finished(job: RolloutJob) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Generic, Protocol, TypeVar
+from typing import Final, Generic, Protocol, TypeVar
 
 from rollyard_client.call import Call
 from rollyard_client.requests.results import Page
@@ -13,7 +13,7 @@ from rollyard_client.requests.results import Page
 P = TypeVar("P")
 T = TypeVar("T")
 
-LONG_POLL = 20.0
+LONG_POLL: Final = 20.0
 """The length of one long poll while a job is followed, in seconds."""
 
 
@@ -92,9 +92,9 @@ class Listing(Generic[T]):
 
     def take(self, page: tuple[list[T], str | None]) -> list[T]:
         """Return the items of the page, and set `done` after the last page."""
-        found, self.after = page
+        items, self.after = page
         self.done = self.after is None
-        return found
+        return items
 
 
 @dataclass(slots=True)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import orjson
 
-MAX_LINE = 1 << 20
+MAX_LINE: Final = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,7 +31,7 @@ else:
 
 T = TypeVar("T")
 
-_NEVER_SENT = (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout)
+_NEVER_SENT: Final = (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout)
 
 
 def request(client: httpx.Client | httpx.AsyncClient, call: Call[Any], timeout: float) -> httpx.Request:

@@ -1,1 +1,1 @@
-"""The checks of `rollyard doctor`, with a module for each subject."""
+"""The checks of `rollyard doctor`, except the short ones that `doctor` holds."""

@@ -5,10 +5,10 @@ from __future__ import annotations
 import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Final, Literal
 
 Verdict = Literal["ok", "missing", "optional"]
-TIMEOUT_SECONDS = 10.0
+TIMEOUT_SECONDS: Final = 10.0
 Runner = Callable[..., tuple[int, str]]
 """A function that runs a command, given word by word, and returns its exit status and its last line.
 
@@ -28,7 +28,7 @@ class Finding:
 def run(*command: str) -> tuple[int, str]:
     """Run a program for ten seconds at most, and return its exit status and the last line of its output."""
     try:
-        done = subprocess.run(
+        process = subprocess.run(
             command, capture_output=True, text=True, timeout=TIMEOUT_SECONDS, stdin=subprocess.DEVNULL
         )
     except FileNotFoundError:
@@ -37,5 +37,5 @@ def run(*command: str) -> tuple[int, str]:
         return 126, f"{command[0]}: permission denied"
     except subprocess.TimeoutExpired:
         return 124, f"{command[0]}: no answer within {TIMEOUT_SECONDS:.0f} s"
-    lines = (done.stdout + done.stderr).strip().splitlines()
-    return done.returncode, lines[-1] if lines else ""
+    lines = (process.stdout + process.stderr).strip().splitlines()
+    return process.returncode, lines[-1] if lines else ""

@@ -1,17 +1,25 @@
-"""The checks of Slurm, from a login node or from within a job."""
+"""The checks of Slurm, from a login node or from within a job, and of slurmrestd."""
 
 from __future__ import annotations
 
+import asyncio
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
 
-from rollyard.checks.finding import Finding, Runner, run
+from rollyard.checks.finding import TIMEOUT_SECONDS, Finding, Runner, run
 
-PROGRAMS = ("sbatch", "squeue", "scontrol", "scancel")
-OLDEST = (20, 11)
-_VERSION = re.compile(r"(\d+)\.(\d+)(?:\.\S+)?")
+if TYPE_CHECKING:
+    from rollyard_slurm.profile import RestProfile
+
+PROGRAMS: Final = ("sbatch", "squeue", "scontrol", "scancel")
+OLDEST: Final = (20, 11)
+_VERSION: Final = re.compile(r"(\d+)\.(\d+)(?:\.\S+)?")
+SOCKETS: Final = (Path("/run/slurmrestd/slurmrestd.socket"), Path("/run/slurmrestd.socket"))
+NAME: Final = "slurmrestd"
 
 
 def is_slurm_machine(env: Mapping[str, str] = os.environ, runner: Runner = run) -> bool:
@@ -35,9 +43,11 @@ def check_slurm(env: Mapping[str, str] = os.environ, runner: Runner = run) -> Fi
     if not is_slurm_machine(env, runner):
         if shutil.which("sbatch") is not None:
             return Finding(
-                "slurm", "optional", "commands are there, no cluster is configured",
+                "slurm",
+                "optional",
+                "commands are there, no cluster is configured",
                 "only needed to run on a Slurm cluster; SLURM_CONF names its slurm.conf",
-            )  # fmt: skip
+            )
         return Finding("slurm", "optional", "not installed", "only needed to run on a Slurm cluster")
     lacking = [name for name in PROGRAMS if shutil.which(name) is None]
     where = (
@@ -73,10 +83,12 @@ def check_controller(runner: Runner = run) -> Finding:
     code, text = runner("scontrol", "ping")
     if code != 0 or "UP" not in text:
         return Finding(
-            name, "missing", f"does not answer: {text[:200]}",
+            name,
+            "missing",
+            f"does not answer: {text[:200]}",
             "running jobs continue, but nothing new starts; SLURM_CONF must name the site's slurm.conf; "
             "else ask the administrator",
-        )  # fmt: skip
+        )
     code, text = runner("sh", "-c", 'sinfo -h -o "%P" | tr "\\n" " "')
     if code != 0 or not text.strip():
         return Finding(name, "missing", "answers, but shows no partition", "ask for access to a partition")
@@ -93,9 +105,11 @@ def check_tracking(runner: Runner = run) -> Finding:
     if kind == "proctrack/cgroup":
         return Finding(name, "ok", "proctrack/cgroup: a cancelled job leaves no process")
     return Finding(
-        name, "optional", f"{kind}: a cancelled job may leave container processes",
+        name,
+        "optional",
+        f"{kind}: a cancelled job may leave container processes",
         "workers sweep what earlier ones left; ask the administrator for ProctrackType=proctrack/cgroup",
-    )  # fmt: skip
+    )
 
 
 def check_limits(runner: Runner = run) -> Finding:
@@ -108,9 +122,11 @@ def check_limits(runner: Runner = run) -> Finding:
     if "task/cgroup" in plugins:
         return Finding(name, "ok", f"{plugins}: CPUs and memory of a job can be enforced")
     return Finding(
-        name, "optional", f"{plugins}: nothing keeps a job within its memory",
+        name,
+        "optional",
+        f"{plugins}: nothing keeps a job within its memory",
         "a sandbox may take the node's memory; ask the administrator for TaskPlugin=task/cgroup",
-    )  # fmt: skip
+    )
 
 
 def examine() -> Iterator[Finding]:
@@ -121,3 +137,39 @@ def examine() -> Iterator[Finding]:
         yield check_controller()
         yield check_tracking()
         yield check_limits()
+
+
+def check_slurmrestd(profile: Path | None, sockets: Iterable[Path] = SOCKETS) -> Finding | None:
+    """Check that slurmrestd answers. Return None if no profile names one and no socket of it exists."""
+    from rollyard_slurm.errors import ProfileInvalid
+    from rollyard_slurm.profile import RestProfile, load
+
+    try:
+        rest = load(profile).rest if profile is not None else None
+    except ProfileInvalid as error:
+        return Finding("slurm profile", "missing", str(error))
+    if rest is not None:
+        return _check_server(rest, needed=True)
+    for path in sockets:
+        if path.is_socket():
+            return _check_server(RestProfile(url=f"unix:{path}"), needed=False)
+    return None
+
+
+def _check_server(rest: RestProfile, needed: bool) -> Finding:
+    from rollyard_slurm.calls.protocol import CallCounts
+    from rollyard_slurm.calls.slurmrestd import SlurmrestdClient
+    from rollyard_slurm.errors import SlurmError
+
+    server = SlurmrestdClient(rest, TIMEOUT_SECONDS, CallCounts())
+    try:
+        server.check()
+        api = asyncio.run(server.api())
+    except SlurmError as error:
+        advice = "a token is renewed with `scontrol token`" if rest.token_file is not None else ""
+        if not needed:
+            advice = "only needed where Slurm's commands are not; `doctor --profile FILE` tries a profile's"
+        return Finding(NAME, "missing" if needed else "optional", str(error), advice)
+    how = "signals batch scripts itself" if api.signals_batch else "batch scripts hear by a file in the home"
+    advice = "" if needed else f"where Slurm's commands are missing: --rest-url {rest.url}"
+    return Finding(NAME, "ok", f"{rest.url} has v0.0.{api.version}; {how}", advice)

@@ -10,16 +10,34 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
 from rollyard.checks.finding import TIMEOUT_SECONDS, Finding
 
-NETWORKED = {
-    "nfs", "nfs4", "lustre", "gpfs", "beegfs", "ceph", "cifs", "smb3", "afs", "9p", "fuse.sshfs",
-    "fuse.glusterfs", "fuse.ceph-fuse", "panfs", "pvfs2", "orangefs", "wekafs", "vastfs", "daos",
-}  # fmt: skip
-LEAST_FREE = 1 << 30
-PROBE_BYTES = 1 << 20
-_TRY_LOCK = """
+NETWORKED: Final = {
+    "nfs",
+    "nfs4",
+    "lustre",
+    "gpfs",
+    "beegfs",
+    "ceph",
+    "cifs",
+    "smb3",
+    "afs",
+    "9p",
+    "fuse.sshfs",
+    "fuse.glusterfs",
+    "fuse.ceph-fuse",
+    "panfs",
+    "pvfs2",
+    "orangefs",
+    "wekafs",
+    "vastfs",
+    "daos",
+}
+LEAST_FREE: Final = 1 << 30
+PROBE_BYTES: Final = 1 << 20
+_TRY_LOCK: Final = """
 import fcntl, sys
 with open(sys.argv[1], "r+b") as file:
     try:
@@ -40,16 +58,16 @@ class MountPoint:
 
 def mount_of(path: Path, mountinfo: Path = Path("/proc/self/mountinfo")) -> MountPoint:
     """Return the mount that holds a path, or the last one mounted if there are several."""
-    found = MountPoint("/", "unknown", frozenset())
+    mount = MountPoint("/", "unknown", frozenset())
     real = str(path.resolve())
     for line in mountinfo.read_text().splitlines():
         before, _, after = line.partition(" - ")
         fields, more = before.split(), after.split()
         point = fields[4].encode().decode("unicode_escape")
-        if (real == point or real.startswith(point.rstrip("/") + "/")) and len(point) >= len(found.point):
+        if (real == point or real.startswith(point.rstrip("/") + "/")) and len(point) >= len(mount.point):
             options = {*fields[5].split(","), *(more[2].split(",") if len(more) > 2 else [])}
-            found = MountPoint(point, more[0], frozenset(options))
-    return found
+            mount = MountPoint(point, more[0], frozenset(options))
+    return mount
 
 
 def nearest(path: Path) -> Path:
@@ -66,19 +84,25 @@ def check_kind(path: Path, slurm: bool, mount: MountPoint | None = None) -> Find
     where = f"{path} is on {mount.kind} ({mount.point})"
     if mount.kind == "lustre" and not mount.options & {"flock", "localflock"}:
         return Finding(
-            name, "missing", f"{where}, mounted without locks",
+            name,
+            "missing",
+            f"{where}, mounted without locks",
             "ask the administrator for the mount option flock; until then set ROLLYARD_HOME elsewhere",
-        )  # fmt: skip
+        )
     if mount.kind in ("nfs", "nfs4") and mount.options & {"nolock", "local_lock=all", "local_lock=flock"}:
         return Finding(
-            name, "optional", f"{where}, whose locks hold on one node only",
+            name,
+            "optional",
+            f"{where}, whose locks hold on one node only",
             "builds of images on several nodes at once are not deduplicated; ask for NFSv4 with locks",
-        )  # fmt: skip
+        )
     if mount.kind in NETWORKED:
         return Finding(
-            name, "ok", where,
+            name,
+            "ok",
+            where,
             "the control plane's SQLite is safer on a local disk: make `state` in the home a link to one",
-        )  # fmt: skip
+        )
     advice = "jobs on other nodes must see it: check with `srun -N2 ls`" if slurm else ""
     return Finding(name, "ok", f"{where}, a local file system", advice)
 
@@ -98,8 +122,8 @@ def check_locks(folder: Path) -> Finding:
                     broken.append(f"{kind}: {error.strerror}")
                     continue
                 command = [sys.executable, "-I", "-c", _TRY_LOCK, file.name, kind]
-                done = subprocess.run(command, capture_output=True, timeout=TIMEOUT_SECONDS)
-                if done.returncode != 3:
+                process = subprocess.run(command, capture_output=True, timeout=TIMEOUT_SECONDS)
+                if process.returncode != 3:
                     broken.append(f"{kind}: two processes held it at once")
                 lock(file, fcntl.LOCK_UN)
     except subprocess.TimeoutExpired:
@@ -110,9 +134,11 @@ def check_locks(folder: Path) -> Finding:
         return Finding(name, "missing", f"{folder} cannot be written: {error.strerror}", _space_advice(error))
     if broken:
         return Finding(
-            name, "missing", f"in {folder}: {'; '.join(broken)}",
+            name,
+            "missing",
+            f"in {folder}: {'; '.join(broken)}",
             "set ROLLYARD_HOME to a folder whose locks work (Lustre: mount option flock; NFS: rpc.statd)",
-        )  # fmt: skip
+        )
     return Finding(name, "ok", f"flock and fcntl locks in {folder} keep others out")
 
 
@@ -143,7 +169,7 @@ def _space_advice(error: OSError) -> str:
 
 def examine(folder: Path, slurm: bool) -> Iterator[Finding]:
     """Run all checks of this module for the folder, or for the nearest existing folder above it."""
-    there = nearest(folder)
-    yield check_kind(there, slurm)
-    yield check_locks(there)
-    yield check_space(there)
+    existing = nearest(folder)
+    yield check_kind(existing, slurm)
+    yield check_locks(existing)
+    yield check_space(existing)

@@ -8,16 +8,17 @@ import contextlib
 import json
 import re
 from dataclasses import dataclass
+from typing import Final
 
 from rollyard.cluster.kubectl import ClusterProblem, KubectlRefused, kubectl
 from rollyard.errors import LookupFailed, UsageProblem
 
-SCHEME = "kubernetes://"
+SCHEME: Final = "kubernetes://"
 """The scheme of URLs `kubernetes://NAMESPACE/RELEASE`. Either part may be left out."""
-SELECTOR = "app.kubernetes.io/name=rollyard,app.kubernetes.io/component=api"
-INSTANCE = "app.kubernetes.io/instance"
-TOKENS_SECRET = "rollyard.dev/tokens-secret"
-TOKEN_KEY = "admin"
+SELECTOR: Final = "app.kubernetes.io/name=rollyard,app.kubernetes.io/component=api"
+INSTANCE: Final = "app.kubernetes.io/instance"
+TOKENS_SECRET: Final = "rollyard.dev/tokens-secret"
+TOKEN_KEY: Final = "admin"
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,17 +67,19 @@ def find(url: str) -> Installation:
         ClusterProblem: The cluster does not answer, or it refuses to list Services.
     """
     namespace, release = parse(url)
-    found, where = _listed(namespace)
-    found = [one for one in found if not release or one.release == release]
-    if not found:
-        wanted = f"release {release!r} of Rollyard" if release else "Rollyard"
-        raise LookupFailed(f"no {wanted} is installed in {where} (no Service labelled {SELECTOR})")
-    if len(found) > 1:
-        names = ", ".join(sorted(map(str, found)))
+    installations, where = _listed(namespace)
+    installations = [
+        installation for installation in installations if not release or installation.release == release
+    ]
+    if not installations:
+        title = f"release {release!r} of Rollyard" if release else "Rollyard"
+        raise LookupFailed(f"no {title} is installed in {where} (no Service labelled {SELECTOR})")
+    if len(installations) > 1:
+        names = ", ".join(sorted(map(str, installations)))
         raise UsageProblem(
             f"several Rollyards are installed ({names}): choose with --kubernetes=NAMESPACE/RELEASE"
         )
-    return found[0]
+    return installations[0]
 
 
 def _listed(namespace: str) -> tuple[list[Installation], str]:
@@ -96,22 +99,24 @@ def _listed(namespace: str) -> tuple[list[Installation], str]:
     try:
         return _services("--namespace", namespace), f"namespace {namespace!r}"
     except KubectlRefused as error:
-        what = f"services of namespace {namespace!r} cannot be listed: {error}"
+        message = f"services of namespace {namespace!r} cannot be listed: {error}"
         if error.forbidden:
-            what += "; name the installation's namespace (--kubernetes=NAMESPACE), or ask for `list services`"
-        raise ClusterProblem(what) from error
+            message += (
+                "; name the installation's namespace (--kubernetes=NAMESPACE), or ask for `list services`"
+            )
+        raise ClusterProblem(message) from error
 
 
 def _services(*scope: str) -> list[Installation]:
     document = json.loads(kubectl("get", "services", *scope, "--selector", SELECTOR, "--output", "json"))
-    found = []
+    installations = []
     for item in document["items"]:
         meta = item["metadata"]
         for port in item["spec"].get("ports", []):
             if port.get("name") in ("http", "https"):
                 labels: dict[str, str] = meta.get("labels", {})
                 annotations: dict[str, str] = meta.get("annotations", {})
-                found.append(
+                installations.append(
                     Installation(
                         namespace=meta["namespace"],
                         service=meta["name"],
@@ -122,7 +127,7 @@ def _services(*scope: str) -> list[Installation]:
                     )
                 )
                 break
-    return found
+    return installations
 
 
 def token(installation: Installation) -> str:

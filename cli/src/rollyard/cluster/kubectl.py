@@ -7,10 +7,11 @@ import shutil
 import subprocess
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Final
 
 from rollyard.errors import CliError
 
-CALL_SECONDS = 15
+CALL_SECONDS: Final = 15
 """The limit of one kubectl call, in seconds."""
 
 
@@ -35,8 +36,8 @@ def configured(env: Mapping[str, str] = os.environ) -> bool:
     """Return whether kubectl and a kubeconfig exist. This does not contact a cluster."""
     if shutil.which("kubectl") is None:
         return False
-    given = env.get("KUBECONFIG")
-    paths = [Path(part) for part in given.split(os.pathsep) if part] if given else []
+    variable = env.get("KUBECONFIG")
+    paths = [Path(part) for part in variable.split(os.pathsep) if part] if variable else []
     return any(path.is_file() for path in paths or [Path.home() / ".kube" / "config"])
 
 
@@ -54,15 +55,15 @@ def kubectl(*arguments: str, seconds: float = CALL_SECONDS) -> str:
         )
     command = [program, *arguments, f"--request-timeout={seconds:.0f}s"]
     try:
-        done = subprocess.run(
+        process = subprocess.run(
             command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=seconds + 5
         )
     except subprocess.TimeoutExpired as error:
         raise ClusterProblem(f"the cluster does not answer within {seconds:.0f} s") from error
-    if done.returncode == 0:
-        return done.stdout
-    lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
-    text = lines[-1].removeprefix("error: ") if lines else f"kubectl ended with status {done.returncode}"
+    if process.returncode == 0:
+        return process.stdout
+    lines = [line.strip() for line in process.stderr.splitlines() if line.strip()]
+    text = lines[-1].removeprefix("error: ") if lines else f"kubectl ended with status {process.returncode}"
     unreachable = ("was refused", "Unable to connect", "i/o timeout", "no such host", "context deadline")
     if any(part in text for part in unreachable):
         raise ClusterProblem(f"the cluster does not answer: {text} (is KUBECONFIG right?)")

@@ -21,11 +21,11 @@ from rollyard.cluster.installations import Installation
 from rollyard.cluster.kubectl import ClusterProblem
 from rollyard.errors import CliError, NoServer
 
-START_SECONDS = 30.0
+START_SECONDS: Final = 30.0
 """The limit of the time until the tunnel is open, in seconds."""
 _PAUSES: Final = Backoff(first=0.1, longest=1.0)
 """The seconds between two attempts to restore a broken tunnel."""
-_FORWARDING = re.compile(rb"^Forwarding from 127\.0\.0\.1:(\d+) ")
+_FORWARDING: Final = re.compile(rb"^Forwarding from 127\.0\.0\.1:(\d+) ")
 
 
 class Tunnel:
@@ -81,10 +81,10 @@ class Tunnel:
 
         The port 0 selects any free one.
         """
-        one = self._installation
+        installation = self._installation
         program = shutil.which("kubectl") or "kubectl"
-        command = [program, "port-forward", "--namespace", one.namespace, "--address", "127.0.0.1"]
-        command += [f"service/{one.service}", f"{port or ''}:{one.port}"]
+        command = [program, "port-forward", "--namespace", installation.namespace, "--address", "127.0.0.1"]
+        command += [f"service/{installation.service}", f"{port or ''}:{installation.port}"]
         with self._lock:
             if self._closing.is_set():
                 return None
@@ -121,18 +121,18 @@ class Tunnel:
     def _failure(self, in_time: bool) -> CliError:
         self._errors.seek(0)
         lines = [line.strip() for line in self._errors.read().decode(errors="replace").splitlines()]
-        said = next((line for line in reversed(lines) if line), "kubectl said nothing").removeprefix(
+        text = next((line for line in reversed(lines) if line), "kubectl said nothing").removeprefix(
             "error: "
         )
         where = f"{self._installation.service!r} in namespace {self._installation.namespace!r}"
         if not in_time:
-            return NoServer(f"no tunnel to Service {where} within {START_SECONDS:.0f} s: {said}")
-        if "forbidden" in said.lower():
+            return NoServer(f"no tunnel to Service {where} within {START_SECONDS:.0f} s: {text}")
+        if "forbidden" in text.lower():
             return ClusterProblem(
-                f"you may not forward a port to Service {where}: {said}; ask for `get services`, `list pods` "
+                f"you may not forward a port to Service {where}: {text}; ask for `get services`, `list pods` "
                 "and `create pods/portforward` there, or give --url (an ingress, say)"
             )
-        return NoServer(f"no tunnel to Service {where}: {said}; does its pod run?")
+        return NoServer(f"no tunnel to Service {where}: {text}; does its pod run?")
 
 
 @contextlib.contextmanager

@@ -28,8 +28,8 @@ def command(
         before = client.job(name)
         job = client.cancel(name, group=group, rollout=rollout)
     counts = job.status.counts
-    what = f"rollout {rollout}" if rollout else f"group {group}" if group else f"job {name}"
+    target = f"rollout {rollout}" if rollout else f"group {group}" if group else f"job {name}"
     if finished(before):
         click.echo(f"job {name} had ended already ({before.status.phase}); nothing was changed")
         return
-    click.echo(f"{what} cancelled ({counts.succeeded} of {counts.total} rollouts have a reward)")
+    click.echo(f"{target} cancelled ({counts.succeeded} of {counts.total} rollouts have a reward)")

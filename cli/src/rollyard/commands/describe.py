@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import click
 
@@ -13,7 +13,7 @@ from rollyard.connection import connection, server_options
 if TYPE_CHECKING:
     from rollyard_client import Client
 
-MAX_RETRIED = 10_000
+MAX_RETRIED: Final = 10_000
 """The number of retried rollouts whose attempts are counted."""
 
 
@@ -29,7 +29,7 @@ def command(kind: str, name: str | None, url: str | None, home: Path | None, nam
     from rollyard_crds import RolloutJob
 
     from rollyard.commands.get import JOB_WORDS, POOL_WORDS, find
-    from rollyard.page.links import link_if_any
+    from rollyard.page import link_if_any
     from rollyard.render.describe import describe_job, describe_pool
 
     if name is None and kind in (*JOB_WORDS, *POOL_WORDS):
@@ -37,19 +37,19 @@ def command(kind: str, name: str | None, url: str | None, home: Path | None, nam
             f"give the NAME too: rollyard describe {kind} NAME (`rollyard get {kind}` lists them)"
         )
     console = terminal.console()
-    with connection(url, home, namespace) as made:
-        client = made.client
+    with connection(url, home, namespace) as opened:
+        client = opened.client
         thing = find(client, kind, name, namespace)
         if isinstance(thing, RolloutJob):
             meta = thing.metadata
             reasons: Counter[tuple[str, str]] = Counter(_failures(client, meta.name, meta.namespace))
             retried = client.rollouts(meta.name, retried=True, namespace=meta.namespace)
             attempts: Counter[tuple[str, str, bool]] = Counter(
-                (one.stage, one.reason, one.counted)
+                (attempt.stage, attempt.reason, attempt.counted)
                 for item in islice(retried, MAX_RETRIED)
-                for one in item.attempts
+                for attempt in item.attempts
             )
-            link = link_if_any(made, meta.namespace, meta.name)
+            link = link_if_any(opened, meta.namespace, meta.name)
             describe_job(console, thing, reasons, attempts, link)
         else:
             describe_pool(console, thing)
@@ -57,5 +57,5 @@ def command(kind: str, name: str | None, url: str | None, home: Path | None, nam
 
 def _failures(client: Client, name: str, namespace: str) -> dict[tuple[str, str], int]:
     """Return the number of failed rollouts for each reason, with the message of the newest one."""
-    kept = client.statistics(name, namespace)["failures"]
-    return {(one["reason"], one.get("message", "")): one["n"] for one in kept}
+    failures = client.statistics(name, namespace)["failures"]
+    return {(row["reason"], row.get("message", "")): row["n"] for row in failures}

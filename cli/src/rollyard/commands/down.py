@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Final
 
 import click
 
-GRACE_SECONDS = 25.0
+GRACE_SECONDS: Final = 25.0
 
 
 @click.command()
@@ -19,17 +20,17 @@ def command(home: Path | None) -> None:
 
     from rollyard.errors import CliError, UsageProblem
 
-    place = Home((home or default_home()).expanduser().resolve())
-    running = place.supervisor()
+    folder = Home((home or default_home()).expanduser().resolve())
+    running = folder.supervisor()
     if running is None:
-        with place.locked():
-            left = sweep(place.pids)
+        with folder.locked():
+            left = sweep(folder.pids)
         removed = f"; removed leftovers: {', '.join(left)}" if left else ""
-        click.echo(f"nothing runs on {place.root}{removed}")
+        click.echo(f"nothing runs on {folder.root}{removed}")
         return
-    if (read_json(place.root / "bridge.json") or {}).get("pid") == running.pid:
-        raise UsageProblem(f"a Slurm bridge runs on {place.root}: end it with `rollyard slurm-bridge down`")
+    if (read_json(folder.root / "bridge.json") or {}).get("pid") == running.pid:
+        raise UsageProblem(f"a Slurm bridge runs on {folder.root}: end it with `rollyard slurm-bridge down`")
     if not end(running, GRACE_SECONDS):
-        raise CliError(f"process {running.pid} does not end; see {place.logs}")
-    sweep(place.pids)
-    click.echo(f"stopped (process {running.pid}); state and trajectories stay in {place.root}")
+        raise CliError(f"process {running.pid} does not end; see {folder.logs}")
+    sweep(folder.pids)
+    click.echo(f"stopped (process {running.pid}); state and trajectories stay in {folder.root}")

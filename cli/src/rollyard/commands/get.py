@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import click
 
@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from rollyard_client import Client
     from rollyard_crds import BackendPool, RolloutJob
 
-JOB_WORDS = ("rj", "rolloutjob", "rolloutjobs", "job", "jobs")
-POOL_WORDS = ("bp", "backendpool", "backendpools", "pool", "pools")
+JOB_WORDS: Final = ("rj", "rolloutjob", "rolloutjobs", "job", "jobs")
+POOL_WORDS: Final = ("bp", "backendpool", "backendpools", "pool", "pools")
 
 
 @click.command()

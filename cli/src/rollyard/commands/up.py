@@ -6,7 +6,7 @@ import os
 import shutil
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import click
 from rollyard_api.options.command_line import GroupedCommand, declared_options
@@ -19,18 +19,18 @@ from rollyard.telemetry_options import set_telemetry, speaker
 if TYPE_CHECKING:
     from rollyard_drivers.host.home import Home
 
-DETACH_SECONDS = 90.0
-MODEL_SECONDS = 60.0
+DETACH_SECONDS: Final = 90.0
+MODEL_SECONDS: Final = 60.0
 """The time in seconds after which `--detach` returns although no backend is ready. vLLM may load a model for
 minutes."""
-PROGRAM = "rollyard up"
+PROGRAM: Final = "rollyard up"
 
 
 @click.command(cls=GroupedCommand)
 @declared_options(Options)
 @click.option("--detach", is_flag=True, help="Return once a backend is ready; stop it with `rollyard down`.")
 @click.pass_context
-def command(ctx: click.Context, /, config: Path | None, detach: bool, **given: Any) -> None:
+def command(ctx: click.Context, /, config: Path | None, detach: bool, **arguments: Any) -> None:
     """Start control plane, workers and a backend on this machine; Ctrl-C stops everything.
 
     With vLLM: `rollyard up --engine vllm --model DIR --replicas 2 --gpus 1
@@ -41,9 +41,11 @@ def command(ctx: click.Context, /, config: Path | None, detach: bool, **given: A
     from rollyard.declared import load_options
     from rollyard.extras import require
 
-    embedded = ("engine",) if given["engine"] in (None, "embedded") and not given["backend_url"] else ()
+    embedded = (
+        ("engine",) if arguments["engine"] in (None, "embedded") and not arguments["backend_url"] else ()
+    )
     require("`rollyard up`", "local", "api", "worker", "sandbox", *embedded)
-    options = load_options(Options, given, config, PROGRAM)
+    options = load_options(Options, arguments, config, PROGRAM)
     if options.engine == "embedded" and not options.backend_url:
         require("`rollyard up`", "local", "engine")
     # Every process that is started inherits the environment.
@@ -114,7 +116,7 @@ def _checked(options: Options) -> Options:
 def _foreground(options: Options) -> None:
     import asyncio
 
-    from rollyard.local.run import run_supervisor
+    from rollyard.local.supervisor import run_supervisor
 
     drop_variables(Options, os.environ)
     asyncio.run(run_supervisor(options, speaker(click.echo, "rollyard.up")))

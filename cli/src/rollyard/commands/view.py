@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import click
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from rollyard.render.trajectory import Decode
 
 
-SORTS = ("id", "ended", "-ended", "reward", "-reward", "duration", "-duration", "-tokens", "since")
+SORTS: Final = ("id", "ended", "-ended", "reward", "-reward", "duration", "-duration", "-tokens", "since")
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,8 +80,8 @@ def command(
         _print_link(arguments[0], arguments[1:], url, home, namespace)
         return
     if filters and (path is not None or not listing or failed or len(arguments) != 1):
-        given = ", ".join(f"--{key.replace('_', '-')}" for key in filters)
-        raise click.UsageError(f"{given}: give it with NAME and --list, without ROLLOUT, --from and --failed")
+        names = ", ".join(f"--{key.replace('_', '-')}" for key in filters)
+        raise click.UsageError(f"{names}: give it with NAME and --list, without ROLLOUT, --from and --failed")
     if path is not None:
         from rollyard.extras import require
         from rollyard.trajectories.reading import read_file, tokenizer_of
@@ -100,28 +100,27 @@ def command(
         if filters:
             _list(client, name, filters)
             return
-        found = _of_job(client, name, rest, namespace)
+        trajectories = _of_job(client, name, rest, namespace)
         beside = partial(_tokenizer, client, name, namespace)
-        _view(found, rest, choice, lambda: _decode(tokenizer, None if tokenizer else beside()))
+        _view(trajectories, rest, choice, lambda: _decode(tokenizer, None if tokenizer else beside()))
 
 
 def _print_link(name: str, rest: tuple[str, ...], url: str | None, home: Path | None, namespace: str) -> None:
     from rollyard.connection import connection
-    from rollyard.page.links import job_link, rollout_id
+    from rollyard.page import job_link, rollout_id
 
-    with connection(url, home, namespace) as made:
-        client = made.client
+    with connection(url, home, namespace) as opened:
+        client = opened.client
         client.job(name, namespace)
         rollout = rollout_id(client, name, rest[0], namespace) if rest else ""
-        terminal.echo_line(job_link(made, namespace, name, rollout))
+        terminal.echo_line(job_link(opened, namespace, name, rollout))
 
 
 def _list(client: Client, name: str, filters: dict[str, Any]) -> None:
     """Print the rows of the rollouts that the options select."""
     from rollyard_client import RolloutQuery
 
-    from rollyard.render.rollout_rows import rows_table
-    from rollyard.render.tables import print_table
+    from rollyard.render.tables import print_table, rows_table
 
     print_table(terminal.console(), rows_table(client.rollout_rows(name, RolloutQuery(**filters))))
 
@@ -153,12 +152,12 @@ def _tokenizer(client: Client, name: str, namespace: str) -> Path | None:
     return folder if (folder / "tokenizer.json").is_file() else None
 
 
-def _decode(named: Path | None, found: Path | None) -> Decode | None:
+def _decode(named: Path | None, fallback: Path | None) -> Decode | None:
     """Return the decoder of the tokenizer that the user named, or else of the one that was found, if any."""
     from rollyard.errors import LookupFailed
     from rollyard.render.trajectory import tokenizer_decode
 
-    folder = named or found
+    folder = named or fallback
     if folder is None:
         return None
     try:
@@ -172,7 +171,7 @@ def _decode(named: Path | None, found: Path | None) -> Decode | None:
 
 
 def _view(
-    found: Iterable[Trajectory],
+    trajectories: Iterable[Trajectory],
     rest: tuple[str, ...],
     choice: Choice,
     decode: Callable[[], Decode | None],
@@ -184,21 +183,21 @@ def _view(
     from rollyard.trajectories.reading import find, most_telling
 
     console = terminal.console()
-    wanted: Iterator[Trajectory] = (
-        trajectory for trajectory in found if not choice.failed or why(trajectory)
+    chosen: Iterator[Trajectory] = (
+        trajectory for trajectory in trajectories if not choice.failed or why(trajectory)
     )
     if not rest and not choice.step and (choice.listing or choice.failed):
-        print_table(console, trajectories_table(wanted))
+        print_table(console, trajectories_table(chosen))
         return
     if rest:
-        wanted = iter([find(iter(found), rest[0])])
+        chosen = iter([find(iter(trajectories), rest[0])])
     elif not choice.step:
-        telling = most_telling(wanted)
+        telling = most_telling(chosen)
         if telling is None:
             raise LookupFailed("no rollout has ended yet; `rollyard watch NAME` follows the job")
-        wanted = iter([telling])
+        chosen = iter([telling])
     view = TrajectoryView(console, decode())
-    for number, trajectory in enumerate(wanted):
+    for number, trajectory in enumerate(chosen):
         if number:
             if console.is_terminal and not click.confirm("Next?", default=True):
                 return

@@ -6,7 +6,7 @@ import contextlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import click
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from rich.table import Table
     from rollyard_crds.weights import WeightUpdate
 
-MODES = click.Choice(["abort", "wait", "keep"])
+MODES: Final = click.Choice(["abort", "wait", "keep"])
 
 
 @click.command()
@@ -85,8 +85,8 @@ def command(
     compared = None if reference is None else _reference(reference)
     with connect(url, home, namespace) as client:
         if pause is not None or resume:
-            found = client.resume_pool(pool) if resume else client.pause_pool(pool, pause)
-            click.echo(f"pool {pool} is {'paused' if found.status.paused else 'not paused'}")
+            changed = client.resume_pool(pool) if resume else client.pause_pool(pool, pause)
+            click.echo(f"pool {pool} is {'paused' if changed.status.paused else 'not paused'}")
             return
         if version is None:
             from rollyard.render.tables import print_table
@@ -171,12 +171,12 @@ def _first(error: ValidationError) -> str:
 def _line(pool: str, update: WeightUpdate) -> str:
     done = sum(part.step == "Done" for part in update.backends)
     verified = f"verified by {update.verified_by}" if update.verified else "not verified"
-    said = f", {verified}"
+    detail = f", {verified}"
     if update.state == "Running":
-        said = f"; {update.message}" if update.message else ""
+        detail = f"; {update.message}" if update.message else ""
     return (
         f"weight update {update.id} of pool {pool}: {update.policy_version} {update.state}, "
-        f"{done} of {len(update.backends)} backends{said}"
+        f"{done} of {len(update.backends)} backends{detail}"
     )
 
 
@@ -187,13 +187,13 @@ def table(updates: list[WeightUpdate]) -> Table:
     from rollyard.render.tables import age, plain_table
 
     columns = ["id", "version", "state", "verified", "backends", "max diff", "paused", "age"]
-    told = ["message"] if any(update.message for update in updates) else []
-    made, now = plain_table([*columns, *told]), datetime.now(UTC)
+    message_column = ["message"] if any(update.message for update in updates) else []
+    listing, now = plain_table([*columns, *message_column]), datetime.now(UTC)
     for update in updates:
         parts = update.backends
         differences = [part.max_difference for part in parts if part.max_difference is not None]
         pauses = [part.paused_seconds for part in parts if part.paused_seconds is not None]
-        made.add_row(
+        listing.add_row(
             str(update.id),
             update.policy_version,
             update.state,
@@ -202,6 +202,6 @@ def table(updates: list[WeightUpdate]) -> Table:
             f"{max(differences):.3g}" if differences else "-",
             f"{max(pauses):.2f}s" if pauses else "-",
             age(update.created_at, now),
-            *([update.message] if told else []),
+            *([update.message] if message_column else []),
         )
-    return made
+    return listing

@@ -44,9 +44,18 @@ COLUMNS: Final[tuple[tuple[str, str], ...]] = (
 ROWS: Final = 512
 """The rows of a batch, and of a row group in a file."""
 _PLAIN: Final = (
-    "job", "namespace", "task_id", "group_id", "sample_index", "reward", "status", "reason", "reward_reason",
-    "truncated", "truncated_reason",
-)  # fmt: skip
+    "job",
+    "namespace",
+    "task_id",
+    "group_id",
+    "sample_index",
+    "reward",
+    "status",
+    "reason",
+    "reward_reason",
+    "truncated",
+    "truncated_reason",
+)
 _TOKENS: Final = ("prompt_ids", "response_ids", "loss_mask", "logprobs", "policy_versions")
 
 
@@ -82,11 +91,11 @@ def rows(trajectory: Trajectory) -> list[dict[str, Any]]:
     return [
         {
             **common,
-            "segment": place,
-            "record": rest if place == 0 else None,
+            "segment": index,
+            "record": rest if index == 0 else None,
             **{name: getattr(segment, name) for name in _TOKENS},
         }
-        for place, segment in enumerate(trajectory.segments)
+        for index, segment in enumerate(trajectory.segments)
     ]
 
 
@@ -137,15 +146,15 @@ def read(source: pyarrow.Table | str | Path) -> Iterator[Trajectory]:
 def _batches(trajectories: Iterable[Trajectory]) -> Iterator[pyarrow.RecordBatch]:
     import pyarrow as pa
 
-    held: list[dict[str, Any]] = []
-    wanted = schema()
+    buffer: list[dict[str, Any]] = []
+    table_schema = schema()
     for trajectory in trajectories:
-        held += rows(trajectory)
-        if len(held) >= ROWS:
-            yield pa.RecordBatch.from_pylist(held, schema=wanted)
-            held = []
-    if held:
-        yield pa.RecordBatch.from_pylist(held, schema=wanted)
+        buffer += rows(trajectory)
+        if len(buffer) >= ROWS:
+            yield pa.RecordBatch.from_pylist(buffer, schema=table_schema)
+            buffer = []
+    if buffer:
+        yield pa.RecordBatch.from_pylist(buffer, schema=table_schema)
 
 
 def _rows_of(source: pyarrow.Table | str | Path) -> Iterator[dict[str, Any]]:
@@ -166,10 +175,12 @@ def _rows_of(source: pyarrow.Table | str | Path) -> Iterator[dict[str, Any]]:
             yield from batch.to_pylist()
 
 
-def _check(names: list[str], what: str) -> None:
+def _check(names: list[str], source: str) -> None:
     missing = [name for name, _ in COLUMNS if name not in names]
     if missing:
-        raise TrainerMismatch(f"{what} has no column {', '.join(missing)}; it was not written by this module")
+        raise TrainerMismatch(
+            f"{source} has no column {', '.join(missing)}; it was not written by this module"
+        )
 
 
 def _joined(parts: list[dict[str, Any]]) -> Trajectory:

@@ -80,10 +80,10 @@ def datum_specs(
     """
     import torch
 
-    found = []
+    specs = []
     groups: dict[str, int] = {}
     for row in sequences(trajectories, pad_token_id=pad_token_id):
-        one = row.trajectory
+        trajectory = row.trajectory
         log: list[dict[str, Any]] = []
         for sampled, ids, logprobs in _pieces(row):
             message: dict[str, Any] = {
@@ -94,27 +94,27 @@ def datum_specs(
             if sampled:
                 message["generation_logprobs"] = torch.tensor(logprobs, dtype=torch.float32)
             log.append(message)
-        found.append(
+        specs.append(
             {
                 "message_log": log,
                 "length": len(row.token_ids),
                 "extra_env_info": {
-                    "rollout_id": one.id,
-                    "task_id": one.task_id,
+                    "rollout_id": trajectory.id,
+                    "task_id": trajectory.task_id,
                     "segment": row.index,
-                    "status": one.status,
-                    "reason": one.reason,
-                    "truncated": one.truncated,
+                    "status": trajectory.status,
+                    "reason": trajectory.reason,
+                    "truncated": trajectory.truncated,
                     "policy_versions": list(row.segment.policy_versions),
-                    "reward_components": dict(one.reward_components),
+                    "reward_components": dict(trajectory.reward_components),
                 },
                 "loss_multiplier": 1.0 if row.trained else 0.0,
-                "idx": groups.setdefault(one.group_id, len(groups)),
+                "idx": groups.setdefault(trajectory.group_id, len(groups)),
                 "task_name": task_name,
                 "total_reward": row.reward,
             }
         )
-    return found
+    return specs
 
 
 def _pieces(row: TrainingSequence) -> list[tuple[bool, list[int], list[float]]]:
@@ -152,14 +152,14 @@ def _items(row: TrainingSequence, decode: Decode | None) -> list[dict[str, Any]]
     return items
 
 
-def _reward(one: Trajectory) -> float:
-    return 0.0 if one.reward is None or one.status != "succeeded" else one.reward
+def _reward(trajectory: Trajectory) -> float:
+    return 0.0 if trajectory.reward is None or trajectory.status != "succeeded" else trajectory.reward
 
 
-def _before_the_policy(one: Trajectory) -> list[Any]:
-    found = []
-    for message in one.messages:
+def _before_the_policy(trajectory: Trajectory) -> list[Any]:
+    messages = []
+    for message in trajectory.messages:
         if message.role not in ("system", "user"):
             break
-        found.append(message)
-    return found
+        messages.append(message)
+    return messages

@@ -39,30 +39,34 @@ def sample_fields(
         TrainerMismatch: A rollout does not say at which temperature it was sampled.
     """
     means = _means(trajectories)
-    found = []
+    samples = []
     for row in sequences(trajectories):
         if not row.trained:
             continue
-        one, segment = row.trajectory, row.segment
-        if one.sampling is None:
-            raise TrainerMismatch(f"rollout {one.id} has no `sampling`; prime-rl needs its temperature")
-        advantage = row.reward - means[one.group_id] if advantages is None else advantages[one.id]
+        trajectory, segment = row.trajectory, row.segment
+        if trajectory.sampling is None:
+            raise TrainerMismatch(
+                f"rollout {trajectory.id} has no `sampling`; prime-rl needs its temperature"
+            )
+        advantage = (
+            row.reward - means[trajectory.group_id] if advantages is None else advantages[trajectory.id]
+        )
         prompt = len(segment.prompt_ids)
         length = prompt + len(segment.response_ids)
-        found.append(
+        samples.append(
             {
                 "token_ids": row.token_ids,
                 "mask": [False] * prompt + [bool(mask) for mask in row.loss_mask],
                 "logprobs": [0.0] * prompt + list(segment.logprobs),
-                "temperatures": [one.sampling.temperature] * length,
+                "temperatures": [trajectory.sampling.temperature] * length,
                 "env_name": env_name,
                 "ref_logprobs": None,
                 "reward": row.reward,
                 "advantage": advantage,
-                "sample_id": f"{one.id}/{row.index}",
+                "sample_id": f"{trajectory.id}/{row.index}",
             }
         )
-    return found
+    return samples
 
 
 def training_samples(trajectories: Sequence[Trajectory], **options: Any) -> list[Any]:
@@ -76,27 +80,27 @@ def training_samples(trajectories: Sequence[Trajectory], **options: Any) -> list
     from prime_rl.transport import types
 
     made_of = types.TrainingSample
-    known = frozenset(made_of.__struct_fields__)
-    missing = [name for name in (*TOKEN_FIELDS, "env_name") if name not in known]
+    names = frozenset(made_of.__struct_fields__)
+    missing = [name for name in (*TOKEN_FIELDS, "env_name") if name not in names]
     if missing:
         raise TrainerMismatch(
             f"prime-rl's TrainingSample has no {', '.join(missing)}; it is too old, update prime-rl"
         )
-    if hasattr(types, "TrainingAdvantage") or not known & {"advantage", "advantages"}:
+    if hasattr(types, "TrainingAdvantage") or not names & {"advantage", "advantages"}:
         raise TrainerMismatch(
             "prime-rl's TrainingSample takes advantages in a form that this release of Rollyard does not "
             "know; use `sample_fields`"
         )
-    made = []
+    samples = []
     for row in sample_fields(trajectories, **options):
         row["advantages"] = [row["advantage"]] * len(row["token_ids"])
-        made.append(made_of(**{name: value for name, value in row.items() if name in known}))
-    return made
+        samples.append(made_of(**{name: value for name, value in row.items() if name in names}))
+    return samples
 
 
 def _means(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     groups: dict[str, list[float]] = {}
-    for one in trajectories:
-        if one.reward is not None and is_scored(one):
-            groups.setdefault(one.group_id, []).append(one.reward)
+    for trajectory in trajectories:
+        if trajectory.reward is not None and is_scored(trajectory):
+            groups.setdefault(trajectory.group_id, []).append(trajectory.reward)
     return {group: sum(rewards) / len(rewards) for group, rewards in groups.items()}

@@ -10,10 +10,11 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from typing import Final
 
 from rollyard_crds.trajectory import Segment, Trajectory
 
-_STEP = re.compile(r"(\d+)$")
+_STEP: Final = re.compile(r"(\d+)$")
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,17 +61,17 @@ class TrainingSequence:
 
 def versions(*segments: Segment) -> list[str]:
     """Return the policy versions that sampled tokens of the segments, each once, as they appear."""
-    found: dict[str, None] = {}
+    unique: dict[str, None] = {}
     for segment in segments:
         pairs = zip(segment.policy_versions, segment.loss_mask, strict=True)
-        found.update((version, None) for version, mask in pairs if mask)
-    return list(found)
+        unique.update((version, None) for version, mask in pairs if mask)
+    return list(unique)
 
 
 def step_of(version: str) -> int | None:
     """Return the number at the end of a policy version such as `step-120`, or None if it has none."""
-    found = _STEP.search(version)
-    return None if found is None else int(found[1])
+    match = _STEP.search(version)
+    return None if match is None else int(match[1])
 
 
 def is_scored(trajectory: Trajectory) -> bool:
@@ -86,16 +87,16 @@ def rewards(trajectories: Sequence[Trajectory]) -> list[float]:
     of the group becomes smaller: with f of n members filled in, by the factor sqrt((n - f) / n).)
     """
     scored: defaultdict[tuple[str, str, str], list[float]] = defaultdict(list)
-    for one in trajectories:
-        if one.reward is not None and is_scored(one):
-            scored[_group(one)].append(one.reward)
+    for trajectory in trajectories:
+        if trajectory.reward is not None and is_scored(trajectory):
+            scored[_group(trajectory)].append(trajectory.reward)
     filled = []
-    for one in trajectories:
-        if one.reward is not None and is_scored(one):
-            filled.append(one.reward)
+    for trajectory in trajectories:
+        if trajectory.reward is not None and is_scored(trajectory):
+            filled.append(trajectory.reward)
         else:
-            known = scored[_group(one)]
-            filled.append(sum(known) / len(known) if known else 0.0)
+            group_rewards = scored[_group(trajectory)]
+            filled.append(sum(group_rewards) / len(group_rewards) if group_rewards else 0.0)
     return filled
 
 
@@ -114,24 +115,26 @@ def sequences(
     """
     every = list(trajectories)
     prompts: dict[tuple[str, str, str], list[int]] = {}
-    for one in every:
-        if one.segments and one.segments[0].prompt_ids:
-            prompts.setdefault(_group(one), one.segments[0].prompt_ids)
-    found = []
-    for one, reward in zip(every, rewards(every), strict=True):
-        places = [place for place, segment in enumerate(one.segments) if any(segment.loss_mask)]
-        scored = is_scored(one)
-        for place in places:
-            last = place == places[-1]
-            found.append(TrainingSequence(one, one.segments[place], place, scored, reward, last))
-        if not places and pad_token_id is not None:
-            prompt = prompts.get(_group(one), [pad_token_id])
-            found.append(TrainingSequence(one, _placeholder(prompt, pad_token_id), -1, False, reward, True))
-    return found
+    for trajectory in every:
+        if trajectory.segments and trajectory.segments[0].prompt_ids:
+            prompts.setdefault(_group(trajectory), trajectory.segments[0].prompt_ids)
+    rows = []
+    for trajectory, reward in zip(every, rewards(every), strict=True):
+        indexes = [index for index, segment in enumerate(trajectory.segments) if any(segment.loss_mask)]
+        scored = is_scored(trajectory)
+        for index in indexes:
+            last = index == indexes[-1]
+            rows.append(TrainingSequence(trajectory, trajectory.segments[index], index, scored, reward, last))
+        if not indexes and pad_token_id is not None:
+            prompt = prompts.get(_group(trajectory), [pad_token_id])
+            rows.append(
+                TrainingSequence(trajectory, _placeholder(prompt, pad_token_id), -1, False, reward, True)
+            )
+    return rows
 
 
-def _group(one: Trajectory) -> tuple[str, str, str]:
-    return (one.namespace, one.job, one.group_id)
+def _group(trajectory: Trajectory) -> tuple[str, str, str]:
+    return (trajectory.namespace, trajectory.job, trajectory.group_id)
 
 
 def _placeholder(prompt: list[int], pad: int) -> Segment:

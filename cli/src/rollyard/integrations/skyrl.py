@@ -6,14 +6,14 @@ The names are those of `skyrl.train.generators.base` (SkyRL 0.3).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final
 
 from rollyard_crds.trajectory import Trajectory
 
 from rollyard.integrations.errors import SegmentsRefused
 from rollyard.integrations.sequences import TrainingSequence, is_scored, sequences
 
-EPISODE_SECONDS = ("init", "run", "eval")
+EPISODE_SECONDS: Final = ("init", "run", "eval")
 
 
 def generator_output(
@@ -44,8 +44,8 @@ def generator_output(
     if not trajectories:
         raise ValueError("trajectories: SkyRL takes no empty output; give at least one rollout")
     rows = sequences(trajectories, pad_token_id=pad_token_id)
-    given = trajectory_ids or [_trajectory_id(one) for one in trajectories]
-    names = {id(one): name for one, name in zip(trajectories, given, strict=True)}
+    ids = trajectory_ids or [_trajectory_id(trajectory) for trajectory in trajectories]
+    names = {id(trajectory): name for trajectory, name in zip(trajectories, ids, strict=True)}
     if not step_wise:
         for row in rows:
             if not row.last:
@@ -63,7 +63,7 @@ def generator_output(
         "rollout_metrics": _metrics(trajectories),
         "rollout_logprobs": [list(row.segment.logprobs) for row in rows],
         "trajectory_ids": [names[id(row.trajectory)] for row in rows],
-        "trajectory_generation_times": [_seconds(one) for one in trajectories],
+        "trajectory_generation_times": [_seconds(trajectory) for trajectory in trajectories],
         "rollout_expert_indices": None,
         "is_last_step": [row.last for row in rows] if step_wise else None,
         "env_metrics": [_record(row) for row in rows],
@@ -72,12 +72,12 @@ def generator_output(
     }
 
 
-def _trajectory_id(one: Trajectory) -> Any:
+def _trajectory_id(trajectory: Trajectory) -> Any:
     from skyrl.train.generators.base import TrajectoryID
 
     # SkyRL computes advantages over rows with the same instance, so it must be the group and not the task,
     # which several groups of a stream may have.
-    return TrajectoryID(instance_id=one.group_id, repetition_id=one.sample_index)
+    return TrajectoryID(instance_id=trajectory.group_id, repetition_id=trajectory.sample_index)
 
 
 def _stop_reason(row: TrainingSequence) -> str:
@@ -86,29 +86,29 @@ def _stop_reason(row: TrainingSequence) -> str:
     return "length" if row.trajectory.truncated else "stop"
 
 
-def _seconds(one: Trajectory) -> float:
-    return sum(float(getattr(one.timings, stage).active_seconds) for stage in EPISODE_SECONDS)
+def _seconds(trajectory: Trajectory) -> float:
+    return sum(float(getattr(trajectory.timings, stage).active_seconds) for stage in EPISODE_SECONDS)
 
 
 def _record(row: TrainingSequence) -> dict[str, Any]:
-    one = row.trajectory
+    trajectory = row.trajectory
     return {
-        "rollout_id": one.id,
-        "task_id": one.task_id,
+        "rollout_id": trajectory.id,
+        "task_id": trajectory.task_id,
         "segment": row.index,
-        "status": one.status,
-        "reason": one.reason or one.reward_reason or one.truncated_reason,
+        "status": trajectory.status,
+        "reason": trajectory.reason or trajectory.reward_reason or trajectory.truncated_reason,
         "policy_versions": row.versions,
-        **{f"reward/{name}": value for name, value in one.reward_components.items()},
+        **{f"reward/{name}": value for name, value in trajectory.reward_components.items()},
     }
 
 
 def _metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    scored = [one for one in trajectories if is_scored(one)]
+    scored = [trajectory for trajectory in trajectories if is_scored(trajectory)]
     return {
         "rollyard/rollouts": float(len(trajectories)),
         "rollyard/unscored": float(len(trajectories) - len(scored)),
-        "rollyard/truncated": float(sum(one.truncated for one in scored)),
-        "rollyard/sampled_tokens": float(sum(one.sampled_tokens for one in trajectories)),
-        "rollyard/turns": float(sum(len(one.turns) for one in trajectories)),
+        "rollyard/truncated": float(sum(trajectory.truncated for trajectory in scored)),
+        "rollyard/sampled_tokens": float(sum(trajectory.sampled_tokens for trajectory in trajectories)),
+        "rollyard/turns": float(sum(len(trajectory.turns) for trajectory in trajectories)),
     }

@@ -42,16 +42,18 @@ def sample_fields(
     for row in sequences(trajectories, pad_token_id=pad_token_id):
         groups.setdefault(row.trajectory.group_id, []).append(row)
     numbers: dict[str, int] = {}
-    found = []
-    for place, rows in enumerate(groups.values()):
+    samples = []
+    for index, rows in enumerate(groups.values()):
         rows.sort(key=lambda row: (row.trajectory.sample_index, row.index))
         group = []
         for row in rows:
             number = numbers.setdefault(row.trajectory.id, first_index + len(numbers))
-            one = _fields(row, labels or {}, decode)
-            group.append({"group_index": first_group + place, "index": number, "rollout_id": number, **one})
-        found.append(group)
-    return found
+            fields = _fields(row, labels or {}, decode)
+            group.append(
+                {"group_index": first_group + index, "index": number, "rollout_id": number, **fields}
+            )
+        samples.append(group)
+    return samples
 
 
 def samples(trajectories: Sequence[Trajectory], **options: Any) -> list[list[Any]]:
@@ -62,22 +64,22 @@ def samples(trajectories: Sequence[Trajectory], **options: Any) -> list[list[Any
     """
     from slime.utils.types import Sample
 
-    known = {field.name for field in fields(Sample)}
+    names = {field.name for field in fields(Sample)}
     groups = sample_fields(trajectories, **options)
-    if "rollout_id" not in known:
+    if "rollout_id" not in names:
         _check_one_row_each(groups)
-    made = []
+    converted = []
     for group in groups:
         rows = []
         for row in group:
             # Versions before `rollout_id` give each rollout one row, and need none.
-            given = {name: value for name, value in row.items() if name in known or name != "rollout_id"}
-            missing = sorted(given.keys() - known)
+            values = {name: value for name, value in row.items() if name in names or name != "rollout_id"}
+            missing = sorted(values.keys() - names)
             if missing:
                 raise TrainerMismatch(f"slime's Sample has no {', '.join(missing)}; it is too old or too new")
-            rows.append(Sample(**{**given, "status": Sample.Status(given["status"])}))
-        made.append(rows)
-    return made
+            rows.append(Sample(**{**values, "status": Sample.Status(values["status"])}))
+        converted.append(rows)
+    return converted
 
 
 def _check_one_row_each(groups: list[list[dict[str, Any]]]) -> None:
@@ -91,41 +93,41 @@ def _check_one_row_each(groups: list[list[dict[str, Any]]]) -> None:
 
 
 def _fields(row: TrainingSequence, labels: Mapping[str, str], decode: Decode | None) -> dict[str, Any]:
-    one, segment = row.trajectory, row.segment
+    trajectory, segment = row.trajectory, row.segment
     return {
-        "prompt": [message.model_dump(exclude_none=True) for message in one.given],
+        "prompt": [message.model_dump(exclude_none=True) for message in trajectory.given],
         "tokens": row.token_ids,
         "response": decode(segment.response_ids) if decode is not None and row.index >= 0 else "",
         "response_length": len(segment.response_ids),
-        "label": labels.get(one.task_id),
+        "label": labels.get(trajectory.task_id),
         "reward": row.reward,
         "loss_mask": row.loss_mask,
         "weight_versions": row.versions,
         "rollout_log_probs": list(segment.logprobs),
         "remove_sample": not row.trained,
-        "status": _status(one),
+        "status": _status(trajectory),
         "metadata": {
-            **one.metadata,
+            **trajectory.metadata,
             "rollyard": {
-                "id": one.id,
-                "job": one.job,
-                "task_id": one.task_id,
+                "id": trajectory.id,
+                "job": trajectory.job,
+                "task_id": trajectory.task_id,
                 "segment": row.index,
-                "scored": is_scored(one),
-                "reason": one.reason,
-                "reward_reason": one.reward_reason,
-                "truncated_reason": one.truncated_reason,
-                "reward_components": dict(one.reward_components),
+                "scored": is_scored(trajectory),
+                "reason": trajectory.reason,
+                "reward_reason": trajectory.reward_reason,
+                "truncated_reason": trajectory.truncated_reason,
+                "reward_components": dict(trajectory.reward_components),
                 "policy_versions": list(segment.policy_versions),
             },
         },
-        "session_id": one.id,
+        "session_id": trajectory.id,
     }
 
 
-def _status(one: Trajectory) -> str:
-    if one.status == "cancelled":
+def _status(trajectory: Trajectory) -> str:
+    if trajectory.status == "cancelled":
         return "aborted"
-    if not is_scored(one):
+    if not is_scored(trajectory):
         return "failed"
-    return "truncated" if one.truncated else "completed"
+    return "truncated" if trajectory.truncated else "completed"

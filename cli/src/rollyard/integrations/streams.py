@@ -33,7 +33,7 @@ PLAY_SECONDS: Final = 1800.0
 @dataclass(slots=True)
 class _Pending:
     future: Future[list[Trajectory]]
-    wanted: int
+    samples: int
     arrived: list[Trajectory] = field(default_factory=list)
 
 
@@ -97,24 +97,24 @@ class StreamPlayer:
         import rollyard_crds as crds
 
         pushed = []
-        made: list[tuple[str, _Pending]] = []
+        entries: list[tuple[str, _Pending]] = []
         with self._lock:
             if self._closed:
                 raise StreamEnded(f"the player of job {self.name} was closed")
             for task in tasks:
-                one = task if isinstance(task, crds.Task) else crds.Task.model_validate(task)
+                model = task if isinstance(task, crds.Task) else crds.Task.model_validate(task)
                 self._pushed += 1
-                name = f"{one.id[: MAX_ID - 24]}:{self._life}-{self._pushed}"
-                pushed.append(one.model_copy(update={"id": name}))
-                made.append((name, _Pending(Future(), self.samples)))
-            self._pending.update(made)
+                name = f"{model.id[: MAX_ID - 24]}:{self._life}-{self._pushed}"
+                pushed.append(model.model_copy(update={"id": name}))
+                entries.append((name, _Pending(Future(), self.samples)))
+            self._pending.update(entries)
         try:
             self.client.push_tasks(self.name, pushed, self.namespace)
         except BaseException:
-            self._forget(name for name, _ in made)
+            self._forget(name for name, _ in entries)
             raise
         self._read()
-        return [pending.future for _, pending in made]
+        return [pending.future for _, pending in entries]
 
     def play(
         self, tasks: Sequence[Task | Mapping[str, Any]], *, timeout: float = PLAY_SECONDS
@@ -151,23 +151,23 @@ class StreamPlayer:
             StreamEnded: The job ended before they did.
             RollyardError: The control plane refuses the tasks, or does not answer any more.
         """
-        places: dict[str, list[int]] = {}
-        for place, task in enumerate(tasks):
-            places.setdefault(task.id, []).append(place)
-        asked: list[Task] = []
-        for name, of in places.items():
+        indexes: dict[str, list[int]] = {}
+        for index, task in enumerate(tasks):
+            indexes.setdefault(task.id, []).append(index)
+        batch: list[Task] = []
+        for name, of in indexes.items():
             groups, rest = divmod(len(of), self.samples)
             if rest:
                 raise TrainerMismatch(
                     f"task {name} stands {len(of)} times in this process's batch, and the job's "
                     f"samplesPerTask is {self.samples}: make the trainer's number of samples a multiple of it"
                 )
-            asked += [tasks[of[0]]] * groups
+            batch += [tasks[of[0]]] * groups
         rows: dict[int, Trajectory] = {}
-        for task, group in zip(asked, self.play(asked, timeout=timeout), strict=True):
+        for task, group in zip(batch, self.play(batch, timeout=timeout), strict=True):
             for trajectory in group:
-                rows[places[task.id].pop(0)] = trajectory
-        return [rows[place] for place in range(len(tasks))]
+                rows[indexes[task.id].pop(0)] = trajectory
+        return [rows[index] for index in range(len(tasks))]
 
     def close(self) -> None:
         """Close the stream. Rollouts that are under way end, and their futures are cancelled."""
@@ -187,9 +187,11 @@ class StreamPlayer:
                 self._pending.pop(name, None)
 
     def _drop(self, futures: Sequence[Future[list[Trajectory]]]) -> None:
-        gone = set(map(id, futures))
+        dropped = set(map(id, futures))
         with self._lock:
-            self._pending = {n: one for n, one in self._pending.items() if id(one.future) not in gone}
+            self._pending = {
+                n: pending for n, pending in self._pending.items() if id(pending.future) not in dropped
+            }
 
     def _read(self) -> None:
         with self._lock:
@@ -228,15 +230,19 @@ class StreamPlayer:
             if pending is None:
                 return
             pending.arrived.append(trajectory)
-            if len(pending.arrived) < pending.wanted:
+            if len(pending.arrived) < pending.samples:
                 return
             del self._pending[trajectory.task_id]
-        pending.arrived.sort(key=lambda one: one.sample_index)
+        pending.arrived.sort(key=lambda sample: sample.sample_index)
         if pending.future.set_running_or_notify_cancel():
             pending.future.set_result(pending.arrived)
 
     def _ended(self) -> StreamEnded:
         job = self.client.job(self.name, self.namespace)
-        why = [one for one in job.status.conditions if one.type == "Failed" and one.status == "True"]
+        why = [
+            condition
+            for condition in job.status.conditions
+            if condition.type == "Failed" and condition.status == "True"
+        ]
         text = f": {why[0].reason}: {why[0].message}" if why else ""
         return StreamEnded(f"job {self.name} has ended as {job.status.phase}{text}")

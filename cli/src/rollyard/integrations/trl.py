@@ -13,27 +13,41 @@ Example::
 from __future__ import annotations
 
 import json
+import shutil
+import uuid
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 from rollyard_crds.trajectory import Trajectory
 
-from rollyard.integrations.errors import SegmentsRefused, TrainerMismatch
+from rollyard.integrations.errors import SegmentsRefused, TrainerMismatch, WeightsRefused
 from rollyard.integrations.sequences import TrainingSequence, is_scored, sequences
 from rollyard.integrations.streams import PLAY_SECONDS, StreamPlayer
-from rollyard.integrations.trl_weights import TrlWeights
 
 if TYPE_CHECKING:
     from rollyard_client import Client
     from rollyard_crds import RolloutJob
     from rollyard_crds.task import Task
+    from rollyard_crds.weights import PauseMode
 
 __all__ = ["Several", "TrlRollouts", "TrlWeights", "rollout_output", "rollyard_reward"]
 
 Several = Literal["refuse", "longest", "last"]
 TASK_KEY: Final = "rollyard_task"
 """The key of a prompt's last message that names the task. TRL hands prompts on as they are in the dataset."""
+_BESIDE: Final = (
+    "reward",
+    "rollout_id",
+    "rollout_status",
+    "rollout_reason",
+    "truncated",
+    "policy_versions",
+    "tokens_left_out",
+)
+Convert = Callable[[Path, Path], None]
+UPDATE_SECONDS: Final = 600.0
 
 
 def rollout_output(
@@ -61,27 +75,23 @@ def rollout_output(
     output: dict[str, list[Any]] = {
         name: [] for name in ("prompt_ids", "completion_ids", "logprobs", "env_mask", *_BESIDE)
     }
-    for one in trajectories:
-        row = _chosen(by_rollout[id(one)], several)
+    for trajectory in trajectories:
+        row = _chosen(by_rollout[id(trajectory)], several)
         output["prompt_ids"].append(list(row.segment.prompt_ids))
         output["completion_ids"].append(list(row.segment.response_ids))
         output["logprobs"].append(list(row.segment.logprobs))
         output["env_mask"].append(row.loss_mask)
-        output["reward"].append(one.reward if is_scored(one) else None)
-        output["rollout_id"].append(one.id)
-        output["rollout_status"].append(one.status)
-        output["rollout_reason"].append(one.reason or one.reward_reason or one.truncated_reason)
-        output["truncated"].append(one.truncated)
+        output["reward"].append(trajectory.reward if is_scored(trajectory) else None)
+        output["rollout_id"].append(trajectory.id)
+        output["rollout_status"].append(trajectory.status)
+        output["rollout_reason"].append(
+            trajectory.reason or trajectory.reward_reason or trajectory.truncated_reason
+        )
+        output["truncated"].append(trajectory.truncated)
         output["policy_versions"].append(list(row.segment.policy_versions))
-        kept = sum(row.segment.loss_mask)
-        output["tokens_left_out"].append(one.sampled_tokens - kept)
+        trained = sum(row.segment.loss_mask)
+        output["tokens_left_out"].append(trajectory.sampled_tokens - trained)
     return output
-
-
-_BESIDE: Final = (
-    "reward", "rollout_id", "rollout_status", "rollout_reason", "truncated", "policy_versions",
-    "tokens_left_out",
-)  # fmt: skip
 
 
 def rollyard_reward(
@@ -122,9 +132,9 @@ class TrlRollouts:
 
         self.tasks: dict[str, Task] = {}
         for task in tasks:
-            one = task if isinstance(task, crds.Task) else crds.Task.model_validate(task)
-            if self.tasks.setdefault(one.id, one) is not one:
-                raise TrainerMismatch(f"two tasks have the id {one.id!r}; ids must differ")
+            model = task if isinstance(task, crds.Task) else crds.Task.model_validate(task)
+            if self.tasks.setdefault(model.id, model) is not model:
+                raise TrainerMismatch(f"two tasks have the id {model.id!r}; ids must differ")
         self.player = StreamPlayer(client, job)
         self._weights = weights
         self._timeout = timeout
@@ -145,10 +155,10 @@ class TrlRollouts:
             WeightsRefused: The pool did not get the new weights.
         """
         self._check(trainer)
-        asked = [self.tasks[self._named(prompt)] for prompt in prompts]
+        batch = [self.tasks[self._named(prompt)] for prompt in prompts]
         if self._weights is not None:
             self._weights.bring(trainer)
-        played = self.player.play_each(asked, timeout=self._timeout)
+        played = self.player.play_each(batch, timeout=self._timeout)
         pad = int(trainer.processing_class.pad_token_id)
         return rollout_output(played, pad_token_id=pad, several=self._several)
 
@@ -163,12 +173,12 @@ class TrlRollouts:
         return str(name)
 
     def _check(self, trainer: Any) -> None:
-        wanted = self.player.job.spec.sampling.temperature
-        asked = getattr(trainer.args, "temperature", wanted)
-        if abs(asked - wanted) > 1e-9:
+        expected = self.player.job.spec.sampling.temperature
+        temperature = getattr(trainer.args, "temperature", expected)
+        if abs(temperature - expected) > 1e-9:
             raise TrainerMismatch(
-                f"the trainer computes log-probabilities at temperature {asked}, and the job samples at "
-                f"{wanted}: set GRPOConfig.temperature and spec.sampling.temperature to the same number"
+                f"the trainer computes log-probabilities at temperature {temperature}, and the job samples "
+                f"at {expected}: set GRPOConfig.temperature and spec.sampling.temperature to the same number"
             )
 
 
@@ -190,3 +200,93 @@ def _chosen(rows: Sequence[TrainingSequence], several: Several) -> TrainingSeque
     if several == "longest":
         return max(rows, key=lambda row: sum(row.segment.loss_mask))
     return rows[-1]
+
+
+class TrlWeights:
+    """Brings the weights of each optimizer step to every backend of a pool.
+
+    Each version is saved to a folder of its own, `FOLDER/RUN-step-N`, and is complete before the pool hears
+    of it. Policy versions are the names of these folders.
+
+    Args:
+        client: The client of the control plane.
+        pool: The pool from which the job samples.
+        folder: A folder that the trainer can write and every backend can read.
+        convert: What makes the folder that the servers load (second argument) from the Hugging Face folder
+            (first argument). Without it, the servers load the Hugging Face folder, as vLLM and SGLang do.
+        mode: How servers are paused; see the client's `update_weights`.
+        timeout: The seconds that an update may take.
+        keep: How many of the newest folders stay, at least 1.
+        at_once: Bring the weights before the first rollouts, too. By default the pool is taken to have them.
+    """
+
+    def __init__(
+        self,
+        client: Client,
+        pool: str,
+        folder: str | Path,
+        *,
+        convert: Convert | None = None,
+        mode: PauseMode = "abort",
+        timeout: float = UPDATE_SECONDS,
+        keep: int = 2,
+        at_once: bool = False,
+    ) -> None:
+        if keep < 1:
+            raise ValueError(f"keep is {keep}; at least the folder that the servers have loaded must stay: 1")
+        self._client = client
+        self._pool = pool
+        self._folder = Path(folder).resolve()
+        self._convert = convert
+        self._mode = mode
+        self._timeout = timeout
+        self._keep = keep
+        # A version must never name other weights, so another run must give other names.
+        self._run = uuid.uuid4().hex[:8]
+        self._step: int | None = None if at_once else 0
+        self._folders: list[Path] = []
+        self.version = ""
+        """The version that the pool has, or an empty text before the first update."""
+
+    def bring(self, trainer: Any) -> None:
+        """Bring the weights to the pool, unless it has those of this step. All processes must call it.
+
+        Raises:
+            WeightsRefused: The update failed on a backend.
+            RollyardError: The control plane refuses the update, or it takes longer than `timeout`.
+            OSError: The checkpoint cannot be written.
+        """
+        step = int(trainer.state.global_step)
+        if step == self._step:
+            return
+        accelerator = trainer.accelerator
+        # With sharded weights, every process takes part in collecting them.
+        weights = accelerator.get_state_dict(trainer.model)
+        if accelerator.is_main_process:
+            self._update(step, self._save(trainer, weights, step))
+        accelerator.wait_for_everyone()
+        self._step = step
+
+    def _save(self, trainer: Any, weights: Any, step: int) -> Path:
+        target = self._folder / f"{self._run}-step-{step}"
+        saved = target if self._convert is None else target.with_name(f"{target.name}.hf")
+        model = trainer.accelerator.unwrap_model(trainer.model)
+        model.save_pretrained(saved, state_dict=weights)
+        trainer.processing_class.save_pretrained(saved)
+        if self._convert is not None:
+            self._convert(saved, target)
+            shutil.rmtree(saved)
+        return target
+
+    def _update(self, step: int, checkpoint: Path) -> None:
+        version = f"{self._run}-step-{step}"
+        update = self._client.update_weights(self._pool, version, checkpoint=str(checkpoint), mode=self._mode)
+        update = self._client.wait_weights(self._pool, update.id, self._timeout)
+        if update.state != "Succeeded":
+            raise WeightsRefused(
+                f"weights {version} did not reach pool {self._pool}: {update.message or update.state}"
+            )
+        self.version = version
+        self._folders.append(checkpoint)
+        while len(self._folders) > self._keep:
+            shutil.rmtree(self._folders.pop(0), ignore_errors=True)

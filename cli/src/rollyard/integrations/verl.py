@@ -99,13 +99,13 @@ def data_proto(
     mask = torch.zeros((len(rows), long), dtype=torch.long)
     logprobs = torch.zeros((len(rows), long), dtype=torch.float32)
     scores = torch.zeros((len(rows), long), dtype=torch.float32)
-    for place, row in enumerate(rows):
+    for index, row in enumerate(rows):
         begin, end = wide - len(row.segment.prompt_ids), wide + len(row.segment.response_ids)
-        ids[place, begin:end] = torch.tensor(row.token_ids, dtype=torch.long)
-        attention[place, begin:end] = 1
-        mask[place, : end - wide] = torch.tensor(row.loss_mask, dtype=torch.long)
-        logprobs[place, : end - wide] = torch.tensor(row.segment.logprobs, dtype=torch.float32)
-        scores[place, end - wide - 1] = row.reward
+        ids[index, begin:end] = torch.tensor(row.token_ids, dtype=torch.long)
+        attention[index, begin:end] = 1
+        mask[index, : end - wide] = torch.tensor(row.loss_mask, dtype=torch.long)
+        logprobs[index, : end - wide] = torch.tensor(row.segment.logprobs, dtype=torch.float32)
+        scores[index, end - wide - 1] = row.reward
     fields = [_fields(row) for row in rows]
     beside: dict[str, list[Any]] = {
         "uid": [row.trajectory.group_id for row in rows],
@@ -113,14 +113,14 @@ def data_proto(
         "task_id": [row.trajectory.task_id for row in rows],
         "status": [row.trajectory.status for row in rows],
         "policy_versions": [row.versions for row in rows],
-        "min_global_steps": [one["extra_fields"]["min_global_steps"] for one in fields],
-        "max_global_steps": [one["extra_fields"]["max_global_steps"] for one in fields],
+        "min_global_steps": [item["extra_fields"]["min_global_steps"] for item in fields],
+        "max_global_steps": [item["extra_fields"]["max_global_steps"] for item in fields],
     }
     objects: dict[str, Any] = {}
     for name, values in beside.items():
         objects[name] = np.empty(len(rows), dtype=object)
         objects[name][:] = values
-    objects["__num_turns__"] = np.array([one["num_turns"] for one in fields], dtype=np.int32)
+    objects["__num_turns__"] = np.array([item["num_turns"] for item in fields], dtype=np.int32)
     return DataProto.from_dict(
         tensors={
             "prompts": ids[:, :wide].clone(),
@@ -133,12 +133,12 @@ def data_proto(
             "rm_scores": scores,
         },
         non_tensors=objects,
-        meta_info={"metrics": [one["metrics"] for one in fields], "reward_extra_keys": []},
+        meta_info={"metrics": [item["metrics"] for item in fields], "reward_extra_keys": []},
     )
 
 
 def _fields(row: TrainingSequence) -> dict[str, Any]:
-    one, segment = row.trajectory, row.segment
+    trajectory, segment = row.trajectory, row.segment
     steps = [step for step in map(step_of, row.versions) if step is not None]
     return {
         "prompt_ids": list(segment.prompt_ids),
@@ -146,25 +146,25 @@ def _fields(row: TrainingSequence) -> dict[str, Any]:
         "response_mask": row.loss_mask,
         "response_logprobs": list(segment.logprobs),
         "reward_score": row.reward,
-        "num_turns": sum(message.role != "system" for message in one.messages),
+        "num_turns": sum(message.role != "system" for message in trajectory.messages),
         "metrics": {
-            "generate_sequences": one.timings.model_seconds,
-            "tool_calls": one.timings.tool_seconds,
-            "compute_score": one.timings.eval.active_seconds,
+            "generate_sequences": trajectory.timings.model_seconds,
+            "tool_calls": trajectory.timings.tool_seconds,
+            "compute_score": trajectory.timings.eval.active_seconds,
             "num_preempted": -1,
         },
         "extra_fields": {
             "min_global_steps": min(steps, default=None),
             "max_global_steps": max(steps, default=None),
             "policy_versions": row.versions,
-            "rollout_id": one.id,
-            "task_id": one.task_id,
+            "rollout_id": trajectory.id,
+            "task_id": trajectory.task_id,
             "segment": row.index,
-            "status": one.status,
-            "reason": one.reason,
-            "truncated": one.truncated,
-            "truncated_reason": one.truncated_reason,
-            "reward_extra_info": dict(one.reward_components),
+            "status": trajectory.status,
+            "reason": trajectory.reason,
+            "truncated": trajectory.truncated,
+            "truncated_reason": trajectory.truncated_reason,
+            "reward_extra_info": dict(trajectory.reward_components),
         },
     }
 
@@ -178,12 +178,12 @@ def _check_one_each(rows: Sequence[TrainingSequence]) -> None:
             )
 
 
-def _width(lengths: list[int], limit: int | None, what: str, rows: Sequence[TrainingSequence]) -> int:
+def _width(lengths: list[int], limit: int | None, part: str, rows: Sequence[TrainingSequence]) -> int:
     longest = max(lengths)
     if limit is not None and longest > limit:
         name = rows[lengths.index(longest)].trajectory.id
         raise TrainerMismatch(
-            f"rollout {name} has a {what} of {longest} tokens, and {what}_length is {limit}: raise it, or "
+            f"rollout {name} has a {part} of {longest} tokens, and {part}_length is {limit}: raise it, or "
             f"lower the job's agent.maxContextTokens"
         )
     return longest if limit is None else limit

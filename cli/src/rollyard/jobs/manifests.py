@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Any, TextIO, cast
+from typing import Any, Final, TextIO, cast
 from urllib.parse import unquote, urlsplit
 
 from pydantic import ValidationError
@@ -38,16 +38,16 @@ from rollyard_tasks.task_list import MAX_SPECS_BYTES, TaskLines, TaskListError, 
 
 from rollyard.errors import InvalidInput, LookupFailed
 
-MAX_MANIFEST_BYTES = 16 << 20
-MAX_PROBLEMS = 20
-SHOWN_TASKS = 2
+MAX_MANIFEST_BYTES: Final = 16 << 20
+MAX_PROBLEMS: Final = 20
+SHOWN_TASKS: Final = 2
 """The number of mapped tasks that `rollyard validate` shows."""
-SHOWN_CHARACTERS = 600
-_RECOGNISED_BYTES = 64 << 10
+SHOWN_CHARACTERS: Final = 600
+_RECOGNISED_BYTES: Final = 64 << 10
 """The size of the part of a file that tells manifests from tasks."""
-_YAML = re.compile(rb"""#|---|%YAML|["']?[A-Za-z]+["']?[ \t]*:""")
+_YAML: Final = re.compile(rb"""#|---|%YAML|["']?[A-Za-z]+["']?[ \t]*:""")
 """The beginning of a text that is meant to be a manifest, although it has no apiVersion."""
-_API_VERSION = re.compile(rb"""(?:^|[{,])[ \t]*["']?apiVersion["']?[ \t]*:""", re.MULTILINE)
+_API_VERSION: Final = re.compile(rb"""(?:^|[{,])[ \t]*["']?apiVersion["']?[ \t]*:""", re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,12 +208,12 @@ def packed(path: Path) -> Iterator[Path]:
     Raises:
         TaskListError: There is no task folder, or a folder above them cannot be read.
     """
-    with tempfile.NamedTemporaryFile(suffix=".jsonl.gz") as held:
-        with gzip.GzipFile("", "wb", compresslevel=1, fileobj=held, mtime=0) as file:
+    with tempfile.NamedTemporaryFile(suffix=".jsonl.gz") as archive:
+        with gzip.GzipFile("", "wb", compresslevel=1, fileobj=archive, mtime=0) as file:
             for row in folder_rows_of(path):
                 file.write(f"{json.dumps(row.document)}\n".encode())
-        held.flush()
-        yield Path(held.name)
+        archive.flush()
+        yield Path(archive.name)
 
 
 def text_file(path: Path, encoding: str = "utf-8") -> AbstractContextManager[TextIO]:
@@ -230,7 +230,7 @@ def names_of(group: str) -> list[str]:
 
 def entry_point_problems(job: RolloutJob) -> list[str]:
     """Return a problem for each handler, agent, tool and parser that is not installed here."""
-    wanted = [
+    references = [
         ("spec.handler", "handlers", job.spec.handler),
         ("spec.agent.type", "agents", job.spec.agent.type),
         ("spec.agent.toolParser", "tool_parsers", job.spec.agent.tool_parser),
@@ -239,9 +239,9 @@ def entry_point_problems(job: RolloutJob) -> list[str]:
     ]
     function = None if job.spec.reward is None else job.spec.reward.function
     if function is not None:
-        wanted.append(("spec.reward.function.name", "reward_functions", function.name))
+        references.append(("spec.reward.function.name", "reward_functions", function.name))
     problems = []
-    for field, group, name in wanted:
+    for field, group, name in references:
         installed = names_of(group)
         if name not in installed:
             kind = group.removesuffix("s").replace("_", "-")
@@ -262,17 +262,17 @@ def handler_problems(handler: str, tasks: Sequence[Task], job: RolloutJob | None
     points = [point for point in entry_points(group="rollyard.handlers") if point.name == handler]
     if not points:
         return [f"no handler {handler!r} is installed; installed: {', '.join(names_of('handlers'))}"]
-    made: Any = points[0].load()
-    instance = made() if isinstance(made, type) else made
+    loaded: Any = points[0].load()
+    instance = loaded() if isinstance(loaded, type) else loaded
     check = getattr(instance, "check", None)
     if check is None:
         return []
 
-    def found(task: Task) -> list[str]:
+    def problems_of(task: Task) -> list[str]:
         named = [f"task {task.id!r}: {problem}" for problem in check(task)]
         return named if named or job is None else _eval_problems(job, instance, task)
 
-    return _of_each(tasks, found)
+    return _of_each(tasks, problems_of)
 
 
 def _of_each(tasks: Iterable[Task], check: Callable[[Task], list[str]]) -> list[str]:
@@ -299,14 +299,14 @@ def _eval_problems(job: RolloutJob, handler: Any, task: Task) -> list[str]:
 def host_problems(job: RolloutJob, tasks: Sequence[Task]) -> list[str]:
     """Return a problem for each task that names a host which the job does not."""
 
-    def found(task: Task) -> list[str]:
+    def problems_of(task: Task) -> list[str]:
         try:
             job.spec.sandbox.narrowed(task.sandbox.allowed_hosts)
         except ValueError as error:
             return [f"task {task.id!r}: {error}"]
         return []
 
-    return _of_each(tasks, found)
+    return _of_each(tasks, problems_of)
 
 
 def size_problems(job: RolloutJob, tasks: Sequence[Task]) -> list[str]:
@@ -314,13 +314,13 @@ def size_problems(job: RolloutJob, tasks: Sequence[Task]) -> list[str]:
     if job.spec.handler not in ("harbor", "mixed"):
         return []
 
-    def found(task: Task) -> list[str]:
+    def problems_of(task: Task) -> list[str]:
         if task.harbor is None:
             return []
         problems = resource_problems(harbor_plan(task.harbor), job.spec.sandbox.resources)
         return [f"task {task.id!r}: {problem}" for problem in problems]
 
-    return _of_each(tasks, found)
+    return _of_each(tasks, problems_of)
 
 
 def reward_problems(job: RolloutJob) -> list[str]:

@@ -7,7 +7,7 @@ import os
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from rollyard_crds import RolloutJob, Task
 from rollyard_crds.rolloutjob import RolloutJobSpec, TaskSource
@@ -19,7 +19,7 @@ from rollyard.jobs.manifests import MAX_PROBLEMS, CheckReport
 if TYPE_CHECKING:
     from rollyard_pipeline.stages.alone import StagesAlone
 
-_ORACLE = "oracle"
+_ORACLE: Final = "oracle"
 
 
 def oracle_spec(spec: RolloutJobSpec, tasks: Sequence[Task]) -> RolloutJobSpec:
@@ -100,6 +100,6 @@ async def _problem(stages: StagesAlone, task: Task) -> str:
         return ""
     reason = f" ({scored.reward_reason})" if scored.reward_reason else ""
     messages = ran.trajectory.messages if ran.trajectory is not None else []
-    seen = [message.content.strip() for message in messages if message.role == "tool"]
-    last = f"; its last call showed: {seen[-1][-500:]}" if seen and seen[-1] else ""
+    results = [message.content.strip() for message in messages if message.role == "tool"]
+    last = f"; its last call showed: {results[-1][-500:]}" if results and results[-1] else ""
     return f"its reference solution got the reward {scored.reward}{reason}{last}"

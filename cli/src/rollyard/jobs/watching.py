@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import click
 from rollyard_crds import RolloutJob
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rollyard_client import Client
 
-POLL_SECONDS = 0.5
-UNREACHABLE_SECONDS = 30.0
+POLL_SECONDS: Final = 0.5
+UNREACHABLE_SECONDS: Final = 30.0
 
 
 def watch(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from typing import Final
 
 import httpx
 from rollyard_inference.errors import BackendError, ModelNotServed
@@ -13,10 +14,10 @@ from rollyard_inference.transports.with_httpx import HttpxTransport
 
 from rollyard.errors import LookupFailed, StartFailed, UsageProblem
 
-TIMEOUT_SECONDS = 10.0
+TIMEOUT_SECONDS: Final = 10.0
 
 
-async def _found(url: str, model: str) -> ServedModel:
+async def _find(url: str, model: str) -> ServedModel:
     async with httpx.AsyncClient(trust_env=False) as http:
         return await find_model(HttpxTransport(http), url, model, TIMEOUT_SECONDS)
 
@@ -30,20 +31,20 @@ def served(url: str, model: str, tokenizer: str) -> tuple[str, str]:
         UsageProblem: The tokenizer's folder is not known, or it does not exist.
     """
     try:
-        found = asyncio.run(_found(url, model))
+        answer = asyncio.run(_find(url, model))
     except ModelNotServed as error:
         raise LookupFailed(f"--model {model!r}: at {url}, {error}") from error
     except BackendError as error:
         raise StartFailed(
             f"--backend {url}: GET /v1/models does not answer as a vLLM-compatible server does ({error})"
         ) from error
-    candidates = [tokenizer] if tokenizer else [found.folder or "", found.name]
+    candidates = [tokenizer] if tokenizer else [answer.folder or "", answer.name]
     for candidate in candidates:
         folder = Path(candidate).expanduser() if candidate else None
         if folder is not None and (folder / "tokenizer.json").is_file():
-            return found.name, str(folder.resolve())
+            return answer.name, str(folder.resolve())
     raise UsageProblem(
         f"--tokenizer: {tokenizer!r} holds no tokenizer.json"
         if tokenizer
-        else f"--backend {url}: give --tokenizer DIR, the folder with the tokenizer.json of {found.name!r}"
+        else f"--backend {url}: give --tokenizer DIR, the folder with the tokenizer.json of {answer.name!r}"
     )

@@ -30,18 +30,17 @@ from rollyard_drivers.reconcile.plan import (
 from rollyard_drivers.reconcile.workloads import Replacements, exit_text
 
 from rollyard.errors import CannotStart
-from rollyard.local.gpus import choose, visible_gpus
 from rollyard.local.options import Options
-from rollyard.local.vllm import free_port, vllm_server
+from rollyard.local.vllm import choose, free_port, visible_gpus, vllm_server
 
 WORKER: Final = WORKER_MODULE[1]
 """The package that is run as a stage worker."""
 ENGINE: Final = ENGINE_MODULE[1]
 """The package that is run as the embedded engine."""
-HAND_OVER_SECONDS = 6.0
+HAND_OVER_SECONDS: Final = 6.0
 """A stage worker gets a second SIGTERM so many seconds before its grace ends. It then gives back the rollouts
 that it holds at once."""
-PORT_CHECK_SECONDS = 0.1
+PORT_CHECK_SECONDS: Final = 0.1
 """The time between two checks whether an embedded engine has written its port, in seconds."""
 
 
@@ -140,18 +139,18 @@ class Fleet:
 
     def backends(self) -> list[BackendNote]:
         """Return how each backend fares that is not being stopped."""
-        return [
-            BackendNote(
-                name,
-                entry.workload.owner,
-                entry.health.ready,
-                "" if seen.state != "exited"
-                else f"{name} is not started: {seen.message}" if entry.failure
-                else exit_text(seen),
-            )
-            for name, entry in self._entries.items()
-            if entry.workload.kind == "backend" and (seen := self._observe(entry)).state != "stopping"
-        ]  # fmt: skip
+        notes = []
+        for name, entry in self._entries.items():
+            observed = self._observe(entry)
+            if entry.workload.kind != "backend" or observed.state == "stopping":
+                continue
+            trouble = ""
+            if observed.state == "exited":
+                trouble = (
+                    f"{name} is not started: {observed.message}" if entry.failure else exit_text(observed)
+                )
+            notes.append(BackendNote(name, entry.workload.owner, entry.health.ready, trouble))
+        return notes
 
     def ended_workers(self, owner: Owner) -> tuple[str, ...]:
         """Return no worker, because `observed` holds every worker that has ended."""

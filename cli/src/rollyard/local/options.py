@@ -15,7 +15,7 @@ from rollyard_drivers.host.home import default_home
 
 from rollyard.errors import LookupFailed, UsageProblem
 
-DEFAULT_POOL = "default"
+DEFAULT_POOL: Final = "default"
 BACKENDS: Final = "Backends"
 SANDBOXES: Final = "Sandboxes"
 _WEIGHTS: Final = "*.safetensors, *.bin or *.pt"

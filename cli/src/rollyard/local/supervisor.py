@@ -2,7 +2,7 @@
 
 The loop is level-based: every pass compares the whole observed state with the desired state and acts on the
 difference. The events that start a pass (a child's end, a change of a backend's health, half a second without
-a pass) only decide when it runs.
+a pass) only decide when it runs. `run_supervisor` runs a supervisor in the foreground.
 """
 
 from __future__ import annotations
@@ -10,18 +10,21 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import shutil
 import signal
+import socket
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 import httpx
 from rollyard_api.options.declared import document
 from rollyard_client.context import Context
 from rollyard_client.tls import verify
 from rollyard_crds import BackendPool
+from rollyard_crds.lease import HeartbeatRequest
 from rollyard_crds.security.job_token import job_token
 from rollyard_crds.workers import WorkerDied
 from rollyard_drivers.host.child import Folders, sweep
@@ -30,31 +33,38 @@ from rollyard_drivers.host.control_plane import ControlPlaneProcess, ControlPlan
 from rollyard_drivers.host.home import Home, write_json
 from rollyard_drivers.host.ready_processes import Program, ReadyProcesses
 from rollyard_drivers.loop.driver import Driver, Store, StoreTrouble, replace_pool, run_passes, unless_stopped
+from rollyard_drivers.loop.rest_store import RestStore
 from rollyard_drivers.reconcile.placement import is_for
 from rollyard_drivers.reconcile.plan import Owner, Profile
+from rollyard_process.log_text import one_line
 
 from rollyard.local.fleet import ENGINE, WORKER, Fleet
 from rollyard.local.options import DEFAULT_POOL, Options, shipped_model
 from rollyard.local.vllm import API_SERVER
 
-TURN_SECONDS = 0.5
-WORKER_GRACE_SECONDS = 8.0
-BACKEND_GRACE_SECONDS = 3.0
-CONTROL_PLANE_GRACE_SECONDS = 3.0
-WORKER_IMPORTS = (
+TURN_SECONDS: Final = 0.5
+WORKER_GRACE_SECONDS: Final = 8.0
+BACKEND_GRACE_SECONDS: Final = 3.0
+CONTROL_PLANE_GRACE_SECONDS: Final = 3.0
+WORKER_IMPORTS: Final = (
     "aiohttp",
     "encodings.idna",
     "encodings.unicode_escape",
 )
 """The modules that a stage worker imports with its first requests."""
-ENGINE_IMPORTS = ("rollyard_engine.server", "onnxruntime_genai", "jinja2.filters")
+ENGINE_IMPORTS: Final = ("rollyard_engine.server", "onnxruntime_genai", "jinja2.filters")
 """The modules that the engine imports after it has read its arguments."""
-PLANE_IMPORTS = ("uvloop", "httptools", "anyio.streams.tls")
+PLANE_IMPORTS: Final = ("uvloop", "httptools", "anyio.streams.tls")
 """The modules that the control plane imports when it begins to serve."""
-REPLACEMENTS_AFTER = 30.0
+REPLACEMENTS_AFTER: Final = 30.0
 """The seconds after which a control plane, an engine and a second worker stand ready. What has just begun
 needs the processor more. After one that dies sooner, the next one stands ready at once."""
-PROFILE = Profile(combine_stages=True, backoff_seconds=0.5, backoff_cap_seconds=30.0, stable_seconds=60.0)
+PROFILE: Final = Profile(
+    combine_stages=True, backoff_seconds=0.5, backoff_cap_seconds=30.0, stable_seconds=60.0
+)
+SWEEP_SECONDS: Final = 15.0
+REPORT_SECONDS: Final = 5.0
+"""The time that the control plane has to take note of the sandboxes that end, in seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,13 +258,13 @@ class Supervisor:
     def _note_backends(self, fleet: Fleet) -> None:
         """Report what ends backends, once for each end of another kind, and note how their start fares."""
         backends = fleet.backends()
-        for one in backends:
-            if one.trouble and self._troubles.get(one.name) != one.trouble:
-                self._troubles[one.name] = one.trouble
-                self._on_trouble(one.trouble)
-        own = [one for one in backends if one.owner.name == DEFAULT_POOL]
+        for backend in backends:
+            if backend.trouble and self._troubles.get(backend.name) != backend.trouble:
+                self._troubles[backend.name] = backend.trouble
+                self._on_trouble(backend.trouble)
+        own = [backend for backend in backends if backend.owner.name == DEFAULT_POOL]
         ready = bool(self._options.backend_url or not self._options.replicas or any(o.ready for o in own))
-        trouble = "" if ready else "; ".join(one.trouble for one in own if one.trouble)
+        trouble = "" if ready else "; ".join(backend.trouble for backend in own if backend.trouble)
         noted = {"ready": ready, "trouble": trouble}
         if noted != self._noted:
             self._noted = noted
@@ -272,10 +282,10 @@ class Supervisor:
 
     async def _end_work(self, plane: ControlPlaneProcess, fleet: Fleet, store: Store | None) -> None:
         workers = [
-            WorkerDied(namespace=owner.namespace, job=owner.name, worker=seen.worker)
+            WorkerDied(namespace=owner.namespace, job=owner.name, worker=workload.worker)
             for owner in fleet.owners()
-            for seen in fleet.observed(owner)
-            if seen.worker
+            for workload in fleet.observed(owner)
+            if workload.worker
         ]
         await fleet.stop_all("stage-worker", WORKER_GRACE_SECONDS)
         await fleet.stop_all("backend", BACKEND_GRACE_SECONDS)
@@ -303,3 +313,72 @@ def install_signals(supervisor: Supervisor) -> None:
         if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
             continue  # Under nohup, the supervisor is meant to outlive the terminal.
         loop.add_signal_handler(number, supervisor.stop)
+
+
+def make_supervisor(
+    options: Options, on_ready: Callable[[Ready], None], say: Callable[[str], None]
+) -> Supervisor:
+    """Return a supervisor that uses REST and ends its sandboxes when it ends."""
+    return Supervisor(
+        options,
+        RestStore,
+        on_ready=on_ready,
+        on_trouble=lambda trouble: say(one_line(f"trouble: {trouble}")),
+        end_sandboxes=partial(end_sandboxes, Home(options.home), options.sandbox),
+    )
+
+
+async def end_sandboxes(home: Home, provider_name: str, url: str, token: str) -> None:
+    """End every sandbox of this home, after the control plane has queued the rollouts that need them at Init.
+
+    A sandbox that cannot be removed ends when its own lease expires. A control plane that does not answer is
+    left alone: an attempt fails then for each of these rollouts.
+    """
+    if not (home.run / "sandboxes").is_dir():
+        return
+    from rollyard_pipeline.control_plane.calls import ControlPlaneUnavailable
+    from rollyard_pipeline.control_plane.rest import RestControlPlane
+    from rollyard_pipeline.errors import ControlPlaneRefused
+    from rollyard_pipeline.sandboxes import open_provider
+
+    node = socket.gethostname()
+    provider = open_provider(provider_name, run_dir=home.run, node=node)
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(SWEEP_SECONDS):
+            sandboxes = provider.claimed()
+            beat = HeartbeatRequest(worker=node, node=node, leases=[], ending=sandboxes)
+            with contextlib.suppress(ControlPlaneUnavailable, ControlPlaneRefused, TimeoutError):
+                async with RestControlPlane(url, token) as control, asyncio.timeout(REPORT_SECONDS):
+                    await control.heartbeat(beat)
+            for sandbox in sandboxes:
+                await provider.release(sandbox)
+            await provider.sweep()
+            await provider.aclose()
+            # Every worker has ended, so no process uses the files that are left here.
+            shutil.rmtree(home.run / "sandboxes", ignore_errors=True)
+
+
+async def run_supervisor(options: Options, say: Callable[[str], None]) -> None:
+    """Run `rollyard up` in the foreground until Ctrl-C, SIGTERM or a failure to start.
+
+    Raises:
+        HomeInUse: Another supervisor runs on this home.
+        StartFailed: The control plane does not become ready.
+    """
+
+    def ready(facts: Ready) -> None:
+        if facts.swept:
+            say(f"removed what an earlier run left: {', '.join(facts.swept)}")
+        docs = f"  (API: {facts.url}/docs)" if opens_docs(options) else ""
+        say(f"Rollyard runs at {facts.url}{docs}")
+        say(f"  backend  {facts.backend}")
+        say(f"  sandbox  {options.sandbox}")
+        if facts.prorl:
+            say(f"  ProRL    {facts.prorl}  (no token: whoever reaches it can use it)")
+        say(f"  home     {options.home}  (logs in {Home(options.home).logs})")
+        say("Submit with `rollyard submit -f job.yaml`; look with `rollyard open`; stop with Ctrl-C.")
+
+    supervisor = make_supervisor(options, ready, say)
+    install_signals(supervisor)
+    await supervisor.run()
+    say("stopped; nothing is left running")

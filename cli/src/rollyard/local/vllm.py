@@ -1,12 +1,15 @@
-"""The program, command line and environment of one vLLM server."""
+"""The program, command line, environment and GPUs of one vLLM server."""
 
 from __future__ import annotations
 
+import asyncio
 import os
+import re
 import shutil
 import socket
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 from rollyard_crds.reading.engine_arguments import given_port
 from rollyard_drivers.commands import DEFAULT_COMMAND, SERVER_ENV, vllm_command
@@ -16,8 +19,10 @@ from rollyard_drivers.reconcile.vllm_version import MINIMUM_TEXT, is_too_old
 
 from rollyard.errors import CannotStart
 
-API_SERVER = "vllm.entrypoints.openai.api_server"
-PORT_TRIES = 100
+API_SERVER: Final = "vllm.entrypoints.openai.api_server"
+PORT_TRIES: Final = 100
+LIST_SECONDS: Final = 20.0
+_LISTED: Final = re.compile(r"^GPU (\d+): ", re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,3 +98,52 @@ def vllm_server(workload: Workload, host: str, port: int, gpus: Sequence[str]) -
             "or name a newer one in spec.engine.command"
         )
     return VllmCommand(path, tuple(arguments), env, url)
+
+
+async def visible_gpus(env: Mapping[str, str] = os.environ) -> tuple[str, ...]:
+    """Return the GPUs that `CUDA_VISIBLE_DEVICES` names, or else those that `nvidia-smi -L` lists."""
+    named = env.get("CUDA_VISIBLE_DEVICES")
+    if named is not None:
+        return tuple(part.strip() for part in named.split(",") if part.strip() not in ("", "-1"))
+    try:
+        process = await asyncio.create_subprocess_exec(
+            "nvidia-smi",
+            "-L",
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.DEVNULL,
+        )
+    except OSError:
+        return ()
+    try:
+        async with asyncio.timeout(LIST_SECONDS):
+            output, _ = await process.communicate()
+    except TimeoutError:
+        process.kill()
+        await process.wait()
+        return ()
+    return tuple(_LISTED.findall(output.decode(errors="replace"))) if process.returncode == 0 else ()
+
+
+def choose(count: int, index: int, visible: Sequence[str], taken: Iterable[str]) -> tuple[str, ...]:
+    """Return `count` of the visible GPUs that are not taken.
+
+    Args:
+        count: The number of GPUs.
+        index: The index of the backend, which the message of the exception names.
+        visible: The GPUs of this machine.
+        taken: The GPUs that other backends hold.
+
+    Raises:
+        CannotStart: Too few GPUs are free.
+    """
+    in_use = set(taken)
+    free = [gpu for gpu in visible if gpu not in in_use]
+    if len(free) < count:
+        verb = "is" if len(free) == 1 else "are"
+        plural = "" if count == 1 else "s"
+        raise CannotStart(
+            f"wants {count} GPU{plural} for backend {index}, {len(free)} {verb} free "
+            f"(of {len(visible)}; spec.engine.resources.gpu, CUDA_VISIBLE_DEVICES)"
+        )
+    return tuple(free[:count])

@@ -13,15 +13,15 @@ import struct
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 
 from rollyard.errors import InvalidInput, StartFailed
 
-PROMPT_TOKENS = 24
-_HEADER_LIMIT = 100 << 20  # The safetensors format limits the header to this number of bytes.
-_REFERENCE_SCRIPT = """
+PROMPT_TOKENS: Final = 24
+_HEADER_LIMIT: Final = 100 << 20  # The safetensors format limits the header to this number of bytes.
+_REFERENCE_SCRIPT: Final = """
 import json, sys
 import torch
 from transformers import AutoModelForCausalLM
@@ -130,9 +130,9 @@ class ReferenceRun:
             StartFailed: The forward pass failed, or it took longer than `timeout` seconds.
         """
         try:
-            said, _ = self._process.communicate(timeout=timeout)
+            output, _ = self._process.communicate(timeout=timeout)
             if self._process.returncode == 0:
-                return ReferenceLogprobs(self._ids, json.loads(said))
+                return ReferenceLogprobs(self._ids, json.loads(output))
         except (subprocess.TimeoutExpired, ValueError):
             self.stop()
         raise StartFailed(f"transformers computed no log-probabilities of the new weights (log: {self._log})")

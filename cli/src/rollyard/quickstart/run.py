@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from rollyard_drivers.host import launcher
 from rollyard_drivers.host.home import Home, read_json
@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     from rollyard.quickstart.vllm_servers import VllmOptions, VllmServers
     from rollyard.trajectories.versions import PolicySummary
 
-START_SECONDS = 120.0
-STOP_SECONDS = 30.0
+START_SECONDS: Final = 120.0
+STOP_SECONDS: Final = 30.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -279,7 +279,7 @@ def conclude(
         wall: The wall time of the job in seconds.
         policies: The backends and policy versions of the job, if vLLM served it.
     """
-    from rollyard.render.summary import print_policies, print_summary
+    from rollyard.render.tables import print_policies, print_summary
     from rollyard.trajectories.reading import most_telling, read_file
     from rollyard.trajectories.summary import summarize
 
@@ -291,10 +291,10 @@ def conclude(
     if policies is not None:
         print_policies(console, policies)
     console.print(f"Trajectories: {_short(lines)} and {lines.with_suffix('.parquet').name}", soft_wrap=True)
-    one: Trajectory | None = most_telling(read_file(lines))
+    example: Trajectory | None = most_telling(read_file(lines))
     command = f"{_program()} view --from {shlex.quote(_short(lines))}"
-    if one is not None:
-        console.print(f"Read one:     {command} {one.id}", soft_wrap=True)
+    if example is not None:
+        console.print(f"Read one:     {command} {example.id}", soft_wrap=True)
     console.print(f"What failed:  {command} --failed", soft_wrap=True)
 
 
@@ -307,9 +307,9 @@ def _short(path: Path) -> str:
 
 def _program() -> str:
     """Return the command with which this user can call `rollyard` from the working folder."""
-    found = shutil.which("rollyard")
+    program = shutil.which("rollyard")
     beside = Path(sys.executable).with_name("rollyard")
-    if found is not None and Path(found).resolve() == beside.resolve():
+    if program is not None and Path(program).resolve() == beside.resolve():
         return "rollyard"
     with contextlib.suppress(ValueError):
         return str(beside.relative_to(Path.cwd()))

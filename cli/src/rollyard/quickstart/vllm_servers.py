@@ -8,17 +8,18 @@ import shutil
 import subprocess
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
+from rollyard_crds import RolloutJob
+from rollyard_crds.weights import WeightUpdate
 from rollyard_drivers.host.installed_vllm import installed_version
 from rollyard_drivers.reconcile.vllm_version import MINIMUM_TEXT, is_too_old
 
 from rollyard.errors import StartFailed, UsageProblem
 from rollyard.local.options import DEFAULT_POOL
-from rollyard.quickstart.checkpoint import ReferenceRun, check_model, perturbed
-from rollyard.quickstart.weight_update import MidwayUpdate, NewVersion
+from rollyard.quickstart.checkpoint import ReferenceLogprobs, ReferenceRun, check_model, perturbed
 from rollyard.trajectories.reading import read_file
 from rollyard.trajectories.versions import PolicySummary, summarize_policies
 
@@ -26,22 +27,22 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rollyard_client import Client
 
-READY_SECONDS = 900.0
-POLL_SECONDS = 0.5
-LINE_SECONDS = 15.0
-PROBE_SECONDS = 120.0
-REFERENCE_SECONDS = 180.0
-NEW_VERSION = "step-1"
-NOISE = 0.02
+READY_SECONDS: Final = 900.0
+POLL_SECONDS: Final = 0.5
+LINE_SECONDS: Final = 15.0
+PROBE_SECONDS: Final = 120.0
+REFERENCE_SECONDS: Final = 180.0
+NEW_VERSION: Final = "step-1"
+NOISE: Final = 0.02
 """The noise as a fraction of each matrix's standard deviation. It changes log-probabilities by hundredths."""
-CPU_ARGUMENTS = (
+CPU_ARGUMENTS: Final = (
     "--enforce-eager",
     "--dtype=float32",
     "--block-size=32",
     # The CPU build of vLLM 0.32 crashes if a prompt is prefilled in chunks and its request has a seed.
     "--no-enable-chunked-prefill",
 )
-CPU_ENVIRONMENT = {
+CPU_ENVIRONMENT: Final = {
     "TORCHDYNAMO_DISABLE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "$(BACKEND_INDEX)",
     "VLLM_CPU_KVCACHE_SPACE": "1",  # GB
@@ -50,7 +51,11 @@ CPU_ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "OMP_NUM_THREADS": "1",
 }
-_MIN_RUN_PLACES, _SHARE_OF_RUN_PLACES = 4, 8
+_MIN_RUN_PLACES: Final = 4
+_SHARE_OF_RUN_PLACES: Final = 8
+START_AT: Final = 0.25
+"""The share of the rollouts that have ended when the update is sent."""
+FINISH_SECONDS: Final = 180.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,10 +101,10 @@ def gpus() -> int:
     if shutil.which("nvidia-smi") is None:
         return 0
     try:
-        seen = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=30.0)
+        listing = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=30.0)
     except subprocess.TimeoutExpired:
         return 0
-    return sum(line.startswith("GPU ") for line in seen.stdout.splitlines())
+    return sum(line.startswith("GPU ") for line in listing.stdout.splitlines())
 
 
 def up_arguments(options: VllmOptions, gpu_count: int) -> list[str]:
@@ -177,8 +182,8 @@ class VllmServers:
             self.update = MidwayUpdate(client, DEFAULT_POOL, new, self.console)
 
     def _wait_ready(self, client: Client) -> None:
-        began = told_at = time.monotonic()
-        told = ""
+        began = shown_at = time.monotonic()
+        shown = ""
         with self.console.status("vLLM servers start") as spinner:
             while (seconds := time.monotonic() - began) < READY_SECONDS:
                 status = client.pool(DEFAULT_POOL).status
@@ -191,9 +196,9 @@ class VllmServers:
                 state += f" ({trouble})" if trouble else ""
                 spinner.update(f"{state}, {seconds:.0f} s; a start takes about a minute on a CPU")
                 now = time.monotonic()
-                if not self.console.is_terminal and (state != told or now - told_at >= LINE_SECONDS):
+                if not self.console.is_terminal and (state != shown or now - shown_at >= LINE_SECONDS):
                     self.console.print(f"{state}, {seconds:.0f} s", soft_wrap=True)
-                    told, told_at = state, now
+                    shown, shown_at = state, now
                 time.sleep(POLL_SECONDS)
         raise StartFailed(f"{state} within {READY_SECONDS:.0f} s")
 
@@ -209,3 +214,76 @@ class VllmServers:
             raise StartFailed(f"the weight update {NEW_VERSION} did not succeed: {why}")
         backends = client.pool(DEFAULT_POOL).status.backends
         return summarize_policies(read_file(trajectories), backends, [update] if update is not None else [])
+
+
+@dataclass(frozen=True, slots=True)
+class NewVersion:
+    """A checkpoint to which the servers are updated."""
+
+    version: str
+    folder: Path
+    reference: ReferenceLogprobs
+
+
+class MidwayUpdate:
+    """Sends one update when enough of the job's rollouts have ended, and follows it.
+
+    It is called with each observed state of the job.
+
+    Args:
+        client: The client of the control plane.
+        pool: The BackendPool from which the job samples.
+        new: The new version of the pool's weights.
+        console: The console for messages about the update.
+    """
+
+    def __init__(self, client: Client, pool: str, new: NewVersion, console: Console) -> None:
+        self._client = client
+        self._pool = pool
+        self._new = new
+        self._console = console
+        self._update: WeightUpdate | None = None
+
+    def __call__(self, job: RolloutJob) -> None:
+        """Send the update if it is due, or check the update that was sent."""
+        if self._update is None:
+            counts = job.status.counts
+            ended = counts.succeeded + counts.failed + counts.cancelled
+            if counts.total and ended >= START_AT * counts.total:
+                self._update = self._client.update_weights(
+                    self._pool,
+                    self._new.version,
+                    checkpoint=str(self._new.folder.resolve()),
+                    reference=asdict(self._new.reference),
+                    require_verified=True,
+                )
+                self._say(f"sent after {ended} of {counts.total} rollouts")
+        elif self._update.state == "Running":
+            number = self._update.id
+            self._note(
+                next(update for update in self._client.weight_updates(self._pool) if update.id == number)
+            )
+
+    def finish(self) -> WeightUpdate | None:
+        """Wait until the update has ended and return it, or None if it was never sent.
+
+        Raises:
+            WaitTimeout: The update still runs after `FINISH_SECONDS`.
+        """
+        if self._update is not None and self._update.state == "Running":
+            self._note(self._client.wait_weights(self._pool, self._update.id, FINISH_SECONDS))
+        return self._update
+
+    def _note(self, update: WeightUpdate) -> None:
+        self._update = update
+        if update.state != "Running":
+            self._say(_account(update))
+
+    def _say(self, text: str) -> None:
+        self._console.print(f"Weights {self._new.version}: {text}", soft_wrap=True)
+
+
+def _account(update: WeightUpdate) -> str:
+    if update.state != "Succeeded":
+        return f"{update.state.lower()}: {update.message}"
+    return f"on all {len(update.backends)} servers, {'verified' if update.verified else 'not verified'}"

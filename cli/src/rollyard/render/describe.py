@@ -107,18 +107,18 @@ def describe_job(
     _spec(console, spec)
 
 
-def _dynamic_sampling(console: Console, found: DynamicSamplingStatus) -> None:
-    wanted = f"{found.informative_groups} of {found.target_groups} groups have a signal"
-    there = f"{found.in_flight_groups} in flight, {found.waiting_groups} waiting"
-    _field(console, "Target", f"{wanted}; {there}")
+def _dynamic_sampling(console: Console, sampling: DynamicSamplingStatus) -> None:
+    target = f"{sampling.informative_groups} of {sampling.target_groups} groups have a signal"
+    pending = f"{sampling.in_flight_groups} in flight, {sampling.waiting_groups} waiting"
+    _field(console, "Target", f"{target}; {pending}")
     parts = (
-        (found.uninformative_groups, "groups without a signal"),
-        (found.dropped_groups, "groups with too few rewards"),
-        (found.surplus_groups, "surplus groups"),
-        (found.surplus_rollouts, "surplus rollouts"),
-        (found.discarded_tokens, "sampled tokens"),
+        (sampling.uninformative_groups, "groups without a signal"),
+        (sampling.dropped_groups, "groups with too few rewards"),
+        (sampling.surplus_groups, "surplus groups"),
+        (sampling.surplus_rollouts, "surplus rollouts"),
+        (sampling.discarded_tokens, "sampled tokens"),
     )
-    _field(console, "Thrown away", ", ".join(f"{count} {what}" for count, what in parts if count) or "-")
+    _field(console, "Thrown away", ", ".join(f"{count} {label}" for count, label in parts if count) or "-")
 
 
 def _backends(console: Console, backends: Iterable[BackendStatus]) -> None:
@@ -145,9 +145,9 @@ def describe_pool(console: Console, pool: BackendPool) -> None:
     _field(console, "Name", pool.metadata.name)
     _field(console, "Namespace", pool.metadata.namespace)
     engine = pool.spec.engine
-    wanted = len(engine.external.urls) if engine.external else pool.spec.replicas
+    total = len(engine.external.urls) if engine.external else pool.spec.replicas
     paused = "; paused: the servers sample nothing" if pool.status.paused else ""
-    _field(console, "Ready", f"{pool.status.ready_replicas} of {wanted} backends{paused}")
+    _field(console, "Ready", f"{pool.status.ready_replicas} of {total} backends{paused}")
     _field(console, "Model", pool.spec.model)
     _field(console, "Engine", engine.type)
     _field(console, "Version", version_of(pool))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Protocol, Self
+from typing import Final, Protocol, Self
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
@@ -13,10 +13,11 @@ from rich.table import Column
 from rich.text import Text
 from rollyard_crds import STAGES, RolloutCounts, RolloutJob, StageName
 
-LINE_SECONDS = 2.0
-WAITING_SECONDS = 3.0
-MIN_BAR, MAX_BAR = 4, 36
-TEXT_WIDTH = 72
+LINE_SECONDS: Final = 2.0
+WAITING_SECONDS: Final = 3.0
+MIN_BAR: Final = 4
+MAX_BAR: Final = 36
+TEXT_WIDTH: Final = 72
 """The width of a bar's line without the bar itself, in characters."""
 
 
@@ -56,8 +57,10 @@ def reward_text(job: RolloutJob) -> str:
     """Return a text such as `reward 0.412, 3 failed`, without the parts that are unknown or zero."""
     status = job.status
     parts = [] if status.reward_mean is None else [f"reward {status.reward_mean:.3f}"]
-    found = status.dynamic_sampling
-    parts += [f"{found.informative_groups} of {found.target_groups} groups"] if found is not None else []
+    sampling = status.dynamic_sampling
+    parts += (
+        [f"{sampling.informative_groups} of {sampling.target_groups} groups"] if sampling is not None else []
+    )
     parts += [f"{status.counts.failed} failed"] if status.counts.failed else []
     parts += [f"{status.counts.cancelled} cancelled"] if status.counts.cancelled else []
     return ", ".join(parts)
@@ -81,7 +84,7 @@ class Bars:
         self._tasks: dict[StageName, TaskID] = {}
         self._message = ""
         self._since = 0.0
-        self._told = ""
+        self._shown = ""
 
     def __enter__(self) -> Self:
         self._progress.start()
@@ -113,8 +116,8 @@ class Bars:
         if message != self._message:
             self._message, self._since = message, time.monotonic()
         # Every start takes a moment, so what a job waits for is worth a line only after a while.
-        if message and message != self._told and time.monotonic() - self._since >= WAITING_SECONDS:
-            self._told = message
+        if message and message != self._shown and time.monotonic() - self._since >= WAITING_SECONDS:
+            self._shown = message
             self._progress.console.print(Text(f"{job.status.phase}: {message}"), soft_wrap=True)
 
 

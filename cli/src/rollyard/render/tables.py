@@ -1,23 +1,43 @@
-"""Tables of jobs, pools, backends and trajectories."""
+"""Tables of jobs, pools, backends, rollouts and trajectories, and those that end a quickstart."""
 
 from __future__ import annotations
 
 import io
 from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Final
 
 from rich.console import Console
 from rich.table import Table
 from rollyard_crds import BackendPool, BackendStatus, Condition, RolloutJob, StageCounts
 from rollyard_crds.trajectory import Trajectory
+from rollyard_process.log_text import one_line
 
 from rollyard import terminal
 from rollyard.render.trajectory import why
 
-WRAPPED = frozenset({"why", "message"})
-PIPE_WIDTH = 8192
-GAPS = (3, 2, 1)
+if TYPE_CHECKING:
+    from rollyard_client import RolloutRow
+
+    from rollyard.trajectories.summary import Summary
+    from rollyard.trajectories.versions import PolicySummary, UpdateSummary
+
+WRAPPED: Final = frozenset({"why", "message"})
+PIPE_WIDTH: Final = 8192
+GAPS: Final = (3, 2, 1)
 """The spaces between columns. The widest gap with which a table fits the terminal is used."""
+ROLLOUT_COLUMNS: Final = (
+    "rollout",
+    "task",
+    "sample",
+    "status",
+    "reward",
+    "seconds",
+    "tokens",
+    "attempts",
+    "age",
+    "why",
+)
 
 
 def age(since: datetime | None, now: datetime) -> str:
@@ -112,10 +132,10 @@ def pools_table(pools: Iterable[BackendPool]) -> Table:
     now = datetime.now(UTC)
     for pool in pools:
         backends, external = pool.status.backends, pool.spec.engine.external
-        wanted = len(external.urls) if external else pool.spec.replicas
+        total = len(external.urls) if external else pool.spec.replicas
         table.add_row(
             pool.metadata.name,
-            f"{pool.status.ready_replicas}/{wanted}",
+            f"{pool.status.ready_replicas}/{total}",
             _short(pool.spec.model),
             pool.spec.engine.type,
             version_of(pool),
@@ -128,7 +148,7 @@ def pools_table(pools: Iterable[BackendPool]) -> Table:
     return table
 
 
-BACKEND_COLUMNS = (
+BACKEND_COLUMNS: Final = (
     *("backend", "health", "circuit", "weights", "version", "active", "running", "waiting"),
     *("hit rate", "tokens/s"),
 )
@@ -157,10 +177,10 @@ def backends_table(pools: Iterable[BackendPool]) -> Table:
     """Return a table with one row for each backend of each pool."""
     rows = [(pool.metadata.name, backend) for pool in pools for backend in pool.status.backends]
     # If there is no message at all, the column is left out because it would only make lines longer.
-    told = ["message"] if any(backend.message for _, backend in rows) else []
-    table = plain_table(["pool", *BACKEND_COLUMNS, *told])
+    message_column = ["message"] if any(backend.message for _, backend in rows) else []
+    table = plain_table(["pool", *BACKEND_COLUMNS, *message_column])
     for name, backend in rows:
-        table.add_row(name, *backend_row(backend), *([backend.message] if told else []))
+        table.add_row(name, *backend_row(backend), *([backend.message] if message_column else []))
     return table
 
 
@@ -181,8 +201,8 @@ def version_of(pool: BackendPool) -> str:
     """
     if pool.status.policy_version:
         return pool.status.policy_version
-    said = {backend.policy_version for backend in pool.status.backends if backend.policy_version}
-    return said.pop() if len(said) == 1 else "mixed" if said else "-"
+    versions = {backend.policy_version for backend in pool.status.backends if backend.policy_version}
+    return versions.pop() if len(versions) == 1 else "mixed" if versions else "-"
 
 
 def mean(values: Iterable[float | None]) -> float | None:
@@ -218,3 +238,99 @@ def trajectories_table(trajectories: Iterable[Trajectory]) -> Table:
             why(trajectory),
         )
     return table
+
+
+def rows_table(rows: Iterable[RolloutRow]) -> Table:
+    """Return a table of rollouts. Texts that workers and policies wrote are escaped."""
+    table = plain_table(ROLLOUT_COLUMNS)
+    now = datetime.now(UTC)
+    for row in rows:
+        table.add_row(
+            row.id,
+            one_line(row.task_id),
+            str(row.sample),
+            row.status if row.stage is None else f"{row.status} {row.stage}",
+            "-" if row.reward is None else f"{row.reward:.4g}",
+            f"{row.seconds:.1f}",
+            str(row.tokens),
+            str(row.attempts),
+            age(datetime.fromtimestamp(row.since, UTC), now),
+            one_line(row.reason),
+        )
+    return table
+
+
+def print_summary(console: Console, summary: Summary) -> None:
+    """Print a table of the stages and a table of the outcome."""
+    stages = Table(title="Stages", title_justify="left", title_style="bold")
+    for column in ("stage", "rollouts", "mean work", "mean wait", "work in all"):
+        stages.add_column(column, justify="left" if column == "stage" else "right")
+    for name, stage in summary.stages.items():
+        stages.add_row(
+            name.capitalize(),
+            str(stage.rollouts),
+            f"{stage.mean_worked:.3f} s",
+            f"{stage.mean_queued:.3f} s",
+            f"{stage.worked_seconds:.1f} s",
+        )
+    console.print(stages)
+    outcome = Table(title="Outcome", title_justify="left", title_style="bold", show_header=False)
+    outcome.add_column()
+    outcome.add_column(justify="right")
+    reward = "none" if summary.reward_mean is None else f"{summary.reward_mean:.3f}"
+    for name, value in (
+        ("rollouts", str(summary.rollouts)),
+        ("with a reward", str(summary.succeeded)),
+        ("failed (infrastructure)", str(summary.failed)),
+        ("truncated", str(summary.truncated)),
+        ("reward mean", reward),
+        ("groups, informative", f"{summary.groups}, {summary.groups_informative}"),
+        ("turns, mean", f"{summary.turns_mean:.1f}"),
+        ("tokens sampled", f"{summary.tokens_sampled:,}"),
+        ("tokens/s", f"{summary.tokens_per_second:,.0f}"),
+        ("wall time", f"{summary.wall_seconds:.1f} s"),
+    ):
+        outcome.add_row(name, value)
+    console.print(outcome)
+
+
+def print_policies(console: Console, policies: PolicySummary) -> None:
+    """Print a table of the backends, a table of the policy versions, and a line for each weight update."""
+    backends = Table(title="Backends", title_justify="left", title_style="bold")
+    backends.add_column("backend", no_wrap=True)
+    for column in ("rollouts", "tokens", "cache hits"):
+        backends.add_column(column, justify="right")
+    backends.add_column("version")
+    for backend in policies.backends:
+        rate = backend.prefix_cache_hit_rate
+        hits = "-" if rate is None else f"{rate:.0%}"
+        backends.add_row(
+            backend.url,
+            str(backend.rollouts),
+            f"{backend.tokens_sampled:,}",
+            hits,
+            backend.policy_version or "-",
+        )
+    console.print(backends)
+    versions = Table(title="Policy versions", title_justify="left", title_style="bold")
+    for column in ("version", "rollouts", "tokens", "behind"):
+        versions.add_column(column, justify="left" if column == "version" else "right")
+    for version in policies.policy_versions:
+        versions.add_row(version.version, str(version.rollouts), f"{version.tokens:,}", str(version.lag))
+    console.print(versions)
+    if policies.weight_updates:
+        several = policies.rollouts_of_several_versions
+        console.print(f"{several} rollouts continued with the new weights and hold tokens of both versions")
+    for update in policies.weight_updates:
+        console.print(f"Weights {update.policy_version}: {_update_words(update)}", soft_wrap=True)
+
+
+def _update_words(update: UpdateSummary) -> str:
+    how = {"reference": "against the reference given", "transformers": "by the control plane's transformers"}
+    verified = f"verified {how.get(update.verified_by, '')}" if update.verified else "not verified"
+    words = [update.state.lower(), verified]
+    if update.max_difference is not None:
+        words.append(f"log-probabilities differ by at most {update.max_difference:.2g}")
+    if update.paused_seconds is not None:
+        words.append(f"servers paused for at most {update.paused_seconds:.2f} s")
+    return ", ".join(words)

@@ -9,7 +9,7 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from rich.console import Console
 from rich.text import Text
@@ -20,11 +20,12 @@ from rollyard_process.telemetry.identity import trace_id
 
 Decode = Callable[[Sequence[int]], str]
 
-SAMPLED = "bold green"
-OUTSIDE = "default"
-DIM = "dim"
-OPEN, CLOSE = "«", "»"
-PROMPT_LIMIT = 2000
+SAMPLED: Final = "bold green"
+OUTSIDE: Final = "default"
+DIM: Final = "dim"
+OPEN: Final = "«"
+CLOSE: Final = "»"
+PROMPT_LIMIT: Final = 2000
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,13 +94,17 @@ def why(trajectory: Trajectory) -> str:
 
 def attempts(listed: Sequence[Attempt], dropped: int) -> Iterator[Text]:
     """Yield one line for each attempt that did not end well, and one for those that were dropped."""
-    for one in listed:
-        place = f" on {one.node}" if one.node else ""
-        who = f", {one.worker}{place}" if one.worker else place
-        what = f"{one.stage} attempt {one.attempt}" if one.attempt else f"in the queue of {one.stage}"
-        note = "" if one.counted else ", not counted"
-        detail = f": {one.message}" if one.message else ""
-        yield Text(f"{what}, {one.seconds:.3f} s{who}{note}: {one.reason}{detail}", style="yellow")
+    for attempt in listed:
+        node = f" on {attempt.node}" if attempt.node else ""
+        where = f", {attempt.worker}{node}" if attempt.worker else node
+        title = (
+            f"{attempt.stage} attempt {attempt.attempt}"
+            if attempt.attempt
+            else f"in the queue of {attempt.stage}"
+        )
+        note = "" if attempt.counted else ", not counted"
+        detail = f": {attempt.message}" if attempt.message else ""
+        yield Text(f"{title}, {attempt.seconds:.3f} s{where}{note}: {attempt.reason}{detail}", style="yellow")
     if dropped:
         yield Text(f"{dropped} more attempts are not listed", style="yellow")
 
@@ -175,9 +180,9 @@ class TrajectoryView:
 
     def _start(self, trajectory: Trajectory) -> None:
         for message in trajectory.given:
-            self._given(message)
+            self._input(message)
 
-    def _given(self, message: Message) -> None:
+    def _input(self, message: Message) -> None:
         """Print a message that was not sampled in this rollout, with the calls that it holds."""
         self._rule("assistant, given" if message.role == "assistant" else message.role)
         if message.reasoning_content:
@@ -234,18 +239,18 @@ class TrajectoryView:
             f"segment {turn.segment + 1}: the chat template shows earlier turns differently, "
             f"a new prompt of {tokens} tokens"
         )
-        for message in _said_before(trajectory, number):
-            self._given(message)
+        for message in _messages_before(trajectory, number):
+            self._input(message)
 
     def _messages(self, trajectory: Trajectory) -> None:
-        said, given = trajectory.said, len(trajectory.given)
-        for place, message in enumerate(trajectory.messages[given:], start=given):
-            if place not in said:
+        turn_numbers, first = trajectory.said, len(trajectory.given)
+        for index, message in enumerate(trajectory.messages[first:], start=first):
+            if index not in turn_numbers:
                 self._rule(message.role)
                 self._console.print(Text(message.content), soft_wrap=True)
                 continue
-            turn = trajectory.turns[said[place]]
-            self._turn_title(trajectory, said[place] + 1, turn)
+            turn = trajectory.turns[turn_numbers[index]]
+            self._turn_title(trajectory, turn_numbers[index] + 1, turn)
             if turn.finish_reason != "replayed" or message.content:
                 self._console.print(self._sampled(message.content), soft_wrap=True)
             self._calls(turn)
@@ -253,16 +258,16 @@ class TrajectoryView:
 
 def _versions(trajectory: Trajectory, turns: Iterable[Turn]) -> list[str]:
     """Return the policy versions of the turns' tokens, in the order of their first appearance."""
-    found: dict[str, None] = {}
+    versions: dict[str, None] = {}
     for turn in turns:
-        found |= dict.fromkeys(trajectory.segments[turn.segment].policy_versions[turn.start : turn.end])
-    return list(found)
+        versions |= dict.fromkeys(trajectory.segments[turn.segment].policy_versions[turn.start : turn.end])
+    return list(versions)
 
 
-def _said_before(trajectory: Trajectory, number: int) -> list[Message]:
+def _messages_before(trajectory: Trajectory, number: int) -> list[Message]:
     """Return the messages between turn `number` and the turn before it. Turns are counted from 1."""
-    places = {turn: place for place, turn in trajectory.said.items()}
-    before, here = places.get(number - 2), places.get(number - 1)
+    indexes = {turn: index for index, turn in trajectory.said.items()}
+    before, here = indexes.get(number - 2), indexes.get(number - 1)
     return [] if before is None or here is None else trajectory.messages[before + 1 : here]
 
 

@@ -8,7 +8,7 @@ import io
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, TYPE_CHECKING
+from typing import IO, TYPE_CHECKING, Final
 
 from rollyard.errors import CliError, UsageProblem
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from rollyard_client import Client
 
 
-LINES = (".jsonl", ".jsonl.gz")
+LINES: Final = (".jsonl", ".jsonl.gz")
 """The endings of files with JSON lines."""
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from pydantic import ValidationError
 from rollyard_crds.reading.manifest import describe
@@ -14,9 +14,9 @@ from rollyard_crds.trajectory import RescoredTrajectory, Trajectory
 from rollyard.errors import InvalidInput, LookupFailed
 from rollyard.jobs.manifests import text_file
 
-RESCORED = '"rescored":'
+RESCORED: Final = '"rescored":'
 """The text in each line of a file that `rollyard rescore` wrote."""
-JSON_COLUMNS = frozenset({"reward_components", "messages", "turns", "sampling", "timings", "metadata"})
+JSON_COLUMNS: Final = frozenset({"reward_components", "messages", "turns", "sampling", "timings", "metadata"})
 
 
 def read_file(path: Path) -> Iterator[Trajectory]:
@@ -75,17 +75,19 @@ def find(trajectories: Iterator[Trajectory], rollout: str) -> Trajectory:
     Raises:
         LookupFailed: There is no such trajectory, or there are several.
     """
-    near = []
+    matches = []
     for trajectory in trajectories:
         if trajectory.id == rollout:
             return trajectory
         if trajectory.id.endswith(rollout) or trajectory.task_id == rollout:
-            near.append(trajectory)
-    if len(near) == 1:
-        return near[0]
-    if near:
-        ids = ", ".join(trajectory.id for trajectory in near[:8])
-        raise LookupFailed(f"{rollout!r} fits {len(near)} rollouts: {ids}{', …' if len(near) > 8 else ''}")
+            matches.append(trajectory)
+    if len(matches) == 1:
+        return matches[0]
+    if matches:
+        ids = ", ".join(trajectory.id for trajectory in matches[:8])
+        raise LookupFailed(
+            f"{rollout!r} fits {len(matches)} rollouts: {ids}{', …' if len(matches) > 8 else ''}"
+        )
     raise LookupFailed(f"no rollout {rollout!r}; `rollyard view NAME --list` lists them")
 
 
@@ -107,7 +109,7 @@ def most_telling(trajectories: Iterator[Trajectory]) -> Trajectory | None:
     best: Trajectory | None = None
     rank = (-1, -1)
     for trajectory in trajectories:
-        this = (int((trajectory.reward or 0.0) > 0), min(len(trajectory.turns), 3))
-        if this > rank:
-            best, rank = trajectory, this
+        score = (int((trajectory.reward or 0.0) > 0), min(len(trajectory.turns), 3))
+        if score > rank:
+            best, rank = trajectory, score
     return best

@@ -81,7 +81,7 @@ def summarize_policies(
     rollouts: Counter[str] = Counter()
     sampled: Counter[str] = Counter()
     tokens: Counter[str] = Counter()
-    seen: Counter[str] = Counter()
+    holders: Counter[str] = Counter()
     several = 0
     for trajectory in trajectories:
         rollouts[trajectory.backend] += 1
@@ -91,7 +91,7 @@ def summarize_policies(
             pairs = zip(segment.policy_versions, segment.loss_mask, strict=True)
             own.update(version for version, mask in pairs if mask)
         tokens.update(own)
-        seen.update(own.keys())
+        holders.update(own.keys())
         several += len(own) > 1
     # A version that no update brought was in the servers from the start.
     brought = [update.policy_version for update in updates]
@@ -110,8 +110,8 @@ def summarize_policies(
             for backend in backends
         ],
         policy_versions=[
-            VersionSummary(version, seen[version], tokens[version], newest - place)
-            for place, version in enumerate(order)
+            VersionSummary(version, holders[version], tokens[version], newest - index)
+            for index, version in enumerate(order)
         ],
         rollouts_of_several_versions=several,
         weight_updates=[_update(update) for update in updates],
@@ -119,8 +119,10 @@ def summarize_policies(
 
 
 def _update(update: WeightUpdate) -> UpdateSummary:
-    differences = [one.max_difference for one in update.backends if one.max_difference is not None]
-    pauses = [one.paused_seconds for one in update.backends if one.paused_seconds is not None]
+    differences = [
+        backend.max_difference for backend in update.backends if backend.max_difference is not None
+    ]
+    pauses = [backend.paused_seconds for backend in update.backends if backend.paused_seconds is not None]
     took = None if update.finished_at is None else (update.finished_at - update.created_at).total_seconds()
     return UpdateSummary(
         policy_version=update.policy_version,

@@ -31,7 +31,7 @@ def _of(item: dict[str, Any]) -> Acknowledged:
     return Acknowledged(item["name"], item["kind"], item["cursor"], datetime.fromisoformat(item["movedAt"]))
 
 
-def _one(answer: httpx.Response) -> Acknowledged:
+def _acknowledged(answer: httpx.Response) -> Acknowledged:
     return _of(as_json(answer))
 
 
@@ -46,12 +46,12 @@ def acknowledge(
     body: dict[str, Any] = {"cursor": cursor, "rewind": rewind}
     if expected is not None:
         body["expected"] = expected
-    return Call("PUT", _path(job, consumer), _one, query={"namespace": namespace}, body=encode(body))
+    return Call("PUT", _path(job, consumer), _acknowledged, query={"namespace": namespace}, body=encode(body))
 
 
 def acknowledged(job: str, namespace: str, consumer: str) -> Call[Acknowledged]:
     """Return the call that reads a kept cursor."""
-    return Call("GET", _path(job, consumer), _one, query={"namespace": namespace})
+    return Call("GET", _path(job, consumer), _acknowledged, query={"namespace": namespace})
 
 
 def listed(job: str, namespace: str) -> Call[list[Acknowledged]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 # A model is imported when it is first used, because it takes a third of a second to build all of them.
 import rollyard_crds as crds
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from rollyard_crds.task import Task
     from rollyard_crds.unfinished import UnfinishedJobs
 
-JOBS = "/v1/rolloutjobs"
-NDJSON = "application/x-ndjson"
+JOBS: Final = "/v1/rolloutjobs"
+NDJSON: Final = "application/x-ndjson"
 
 Manifest: TypeAlias = "RolloutJob | BackendPool | Mapping[str, Any]"
 
@@ -51,10 +51,10 @@ def placed(manifest: Manifest, namespace: str) -> Mapping[str, Any]:
 def registered(manifest: RolloutJob | BackendPool) -> dict[str, Any]:
     """Return a manifest with the part of its metadata that the control plane keeps at a registration."""
     meta = manifest.metadata
-    kept = crds.ObjectMeta(
+    metadata = crds.ObjectMeta(
         name=meta.name, namespace=meta.namespace, labels=meta.labels, annotations=meta.annotations
     )
-    return {**document_of(manifest), "metadata": kept.to_json()}
+    return {**document_of(manifest), "metadata": metadata.to_json()}
 
 
 def submit(manifest: RolloutJob | Mapping[str, Any], namespace: str, timeout: float) -> Call[RolloutJob]:
@@ -79,8 +79,8 @@ def jobs(
 
     def parse(answer: httpx.Response) -> tuple[list[RolloutJob], str | None]:
         document = as_json(answer)
-        found = [crds.RolloutJob.model_validate(item) for item in document["items"]]
-        return found, document["metadata"].get("continue")
+        items = [crds.RolloutJob.model_validate(item) for item in document["items"]]
+        return items, document["metadata"].get("continue")
 
     query = {
         "namespace": namespace,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 # A model is imported when it is first used, because it takes a third of a second to build all of them.
 import rollyard_crds as crds
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import httpx
     from rollyard_crds.backendpool import BackendPool, BackendPoolStatus, BackendStatus
 
-POOLS = "/v1/backendpools"
+POOLS: Final = "/v1/backendpools"
 
 
 def _pool(answer: httpx.Response) -> BackendPool:

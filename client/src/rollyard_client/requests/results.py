@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import orjson
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from rollyard_crds.task import Task
     from rollyard_crds.trajectory import Attempt, Trajectory
 
-PARQUET = "application/vnd.apache.parquet"
+PARQUET: Final = "application/vnd.apache.parquet"
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,9 +76,9 @@ class RolloutSummary:
     @classmethod
     def of(cls, item: Mapping[str, Any]) -> RolloutSummary:
         """Return the summary that a server sent. Unknown fields are left out."""
-        known = {one.name: item[one.name] for one in fields(cls) if one.name in item}
-        listed = [crds.Attempt.model_validate(entry) for entry in known.pop("attempts", [])]
-        return cls(**known, attempts=listed)
+        values = {attribute.name: item[attribute.name] for attribute in fields(cls) if attribute.name in item}
+        listed = [crds.Attempt.model_validate(entry) for entry in values.pop("attempts", [])]
+        return cls(**values, attempts=listed)
 
 
 def tasks(name: str, namespace: str, ids: Sequence[str]) -> Call[list[Task]]:

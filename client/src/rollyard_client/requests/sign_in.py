@@ -30,8 +30,8 @@ def make_code(role: PageRole) -> Call[SignInCode]:
     """Return the call that makes a one-time code."""
 
     def parse(answer: httpx.Response) -> SignInCode:
-        found = as_json(answer)
-        return SignInCode(found["code"], found["role"], found["expires_at"], found["prefix"])
+        document = as_json(answer)
+        return SignInCode(document["code"], document["role"], document["expires_at"], document["prefix"])
 
     # A code that nobody receives expires by itself, so the call may be repeated.
     return Call("POST", "/v1/session/codes", parse, body=encode({"role": role}))

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 RolloutSort = Literal[
     "id", "ended", "-ended", "reward", "-reward", "duration", "-duration", "-tokens", "since"
 ]
-PAGE_ROWS = 200
+PAGE_ROWS: Final = 200
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,11 +76,13 @@ class RolloutRow:
     @classmethod
     def of(cls, item: Mapping[str, Any]) -> RolloutRow:
         """Return the row that a server sent. Unknown fields are left out."""
-        return cls(**{one.name: item[one.name] for one in fields(cls) if one.name in item})
+        return cls(
+            **{attribute.name: item[attribute.name] for attribute in fields(cls) if attribute.name in item}
+        )
 
 
 def rollout_rows(
-    name: str, namespace: str, asked: RolloutQuery, after: str | None
+    name: str, namespace: str, selection: RolloutQuery, after: str | None
 ) -> Call[tuple[list[RolloutRow], str | None]]:
     """Return the call that reads a page of rows. `after` is the continuation of the last page."""
 
@@ -88,8 +90,8 @@ def rollout_rows(
         document = as_json(answer)
         return [RolloutRow.of(item) for item in document["items"]], document["metadata"].get("continue")
 
-    given = {one.name: getattr(asked, one.name) for one in fields(asked)}
-    query = {**given, "slim": True, "limit": PAGE_ROWS, "namespace": namespace, "continue": after}
+    filters = {attribute.name: getattr(selection, attribute.name) for attribute in fields(selection)}
+    query = {**filters, "slim": True, "limit": PAGE_ROWS, "namespace": namespace, "continue": after}
     return Call("GET", f"{JOBS}/{segment(name)}/rollouts", parse, query=query)
 
 

@@ -34,10 +34,10 @@ def adapter(lora: tuple[str, str] | Mapping[str, str] | None) -> dict[str, str] 
     return {"name": lora[0], "path": lora[1]}
 
 
-def update_weights(name: str, namespace: str, asked: WeightUpdateRequest) -> Call[WeightUpdate]:
+def update_weights(name: str, namespace: str, request: WeightUpdateRequest) -> Call[WeightUpdate]:
     """Return the call that begins a weight update."""
     # The call is idempotent: the same version from the same source is answered with the existing update.
-    path, body = f"{POOLS}/{segment(name)}/weights", encode(asked.to_json())
+    path, body = f"{POOLS}/{segment(name)}/weights", encode(request.to_json())
     return Call("POST", path, _update, query={"namespace": namespace}, body=body, wait=30.0)
 
 

@@ -50,9 +50,9 @@ def numpy_arrays(groups: Sequence[Group | GroupArrays], pad_id: int) -> Arrays:
     """
     np = library("numpy")
     rows = [
-        (segment, trajectory.reward, sample, place)
-        for sample, (place, trajectory) in enumerate(
-            (place, trajectory) for place, group in enumerate(groups) for trajectory in group.trajectories
+        (segment, trajectory.reward, sample, number)
+        for sample, (number, trajectory) in enumerate(
+            (number, trajectory) for number, group in enumerate(groups) for trajectory in group.trajectories
         )
         for segment in trajectory.segments
     ]
@@ -78,7 +78,7 @@ def numpy_arrays(groups: Sequence[Group | GroupArrays], pad_id: int) -> Arrays:
         prompt_lengths=np.array([len(s.prompt_ids) for s, *_ in rows], np.int64),
         rewards=np.array([np.nan if r is None else r for _, r, *_ in rows], np.float32),
         samples=np.array([sample for *_, sample, _ in rows], np.int64),
-        groups=np.array([place for *_, place in rows], np.int64),
+        groups=np.array([number for *_, number in rows], np.int64),
     )
 
 
@@ -89,7 +89,10 @@ def torch_tensors(groups: Sequence[Group | GroupArrays], pad_id: int, device: An
         MissingLibrary: numpy or torch is not installed.
     """
     torch = library("torch")
-    made = numpy_arrays(groups, pad_id)
+    arrays = numpy_arrays(groups, pad_id)
     return Arrays(
-        **{one.name: torch.from_numpy(getattr(made, one.name)).to(device) for one in fields(Arrays)}
+        **{
+            attribute.name: torch.from_numpy(getattr(arrays, attribute.name)).to(device)
+            for attribute in fields(Arrays)
+        }
     )

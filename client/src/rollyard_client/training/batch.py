@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
@@ -15,21 +15,21 @@ from rollyard_client.paging import LONG_POLL
 from rollyard_client.requests import cursors, jobs, results, weights
 from rollyard_client.requests.results import Group
 from rollyard_client.training.iterators import begin_at
-from rollyard_client.training.lag import WeightHistory, versions_of
 from rollyard_client.training.packed import GroupArrays, TrajectoryArrays, group_page
 
 if TYPE_CHECKING:
     from rollyard_crds.trajectory import Trajectory
+    from rollyard_crds.weights import WeightUpdate
 
     from rollyard_client.training.arrays import Arrays
 
 G = TypeVar("G", Group, GroupArrays)
 B = TypeVar("B")
 
-MAX_GROUPS = 65_536
+MAX_GROUPS: Final = 65_536
 """The most groups of one batch."""
-PAGE_GROUPS = 16
-BACKLOG_SECONDS = 60.0
+PAGE_GROUPS: Final = 16
+BACKLOG_SECONDS: Final = 60.0
 """How long groups that have ended already are read after the time of a call is up."""
 
 Steps = Generator[Call[Any], Any, B]
@@ -116,6 +116,42 @@ class BatchForm(Generic[G, B]):
     """Returns the policy versions of a group's sampled tokens."""
 
 
+class WeightHistory:
+    """The weights that a pool has had, by their policy version.
+
+    Updates that failed do not count, because no token was kept that was sampled with their weights.
+
+    Args:
+        updates: The pool's weight updates, the newest first, as `Client.weight_updates` returns them.
+    """
+
+    def __init__(self, updates: Sequence[WeightUpdate]) -> None:
+        versions = [update.policy_version for update in updates if update.state != "Failed"]
+        self.newest = versions[0] if versions else ""
+        """The version of the newest weights, or "" before the first update."""
+        self._oldest = len(versions)
+        # Weights that were loaded again have several updates, of which the newest counts.
+        self._lags = {version: lag for lag, version in reversed(list(enumerate(versions)))}
+
+    def lag(self, versions: Iterable[str]) -> int:
+        """Return the number of updates since the oldest of these versions, which is 0 if there are none.
+
+        A version without an update is that of the servers' first weights, or one that is older than all
+        updates which the control plane lists. It counts as older than all of them.
+        """
+        return max((self._lags.get(version, self._oldest) for version in versions), default=0)
+
+
+def versions_of(group: Group) -> set[str]:
+    """Return the policy versions of a group's sampled tokens."""
+    versions: set[str] = set()
+    for trajectory in group.trajectories:
+        for segment in trajectory.segments:
+            versions.update(segment.policy_versions)
+    versions.discard("")
+    return versions
+
+
 def _versions_of_arrays(group: GroupArrays) -> set[str]:
     segments = [segment for trajectory in group.trajectories for segment in trajectory.segments]
     return {version for segment in segments for version, _ in segment.policy_versions if version}
@@ -135,9 +171,9 @@ RAW_ARRAYS: Final = BatchForm(ArrayBatch, group_page, lambda page: page.groups, 
 class _Gathered(Generic[G]):
     """The groups that were read so far, and which of them are too old."""
 
-    def __init__(self, start: str, wanted: int, max_lag: int | None) -> None:
+    def __init__(self, start: str, count: int, max_lag: int | None) -> None:
         self.start = self.cursor = start
-        self.wanted = wanted
+        self.count = count
         self.max_lag = max_lag
         self.groups: list[tuple[G, set[str]]] = []
         self.finished = False
@@ -146,7 +182,7 @@ class _Gathered(Generic[G]):
 
     @property
     def missing(self) -> int:
-        return 0 if self.finished else self.wanted - len(self.groups)
+        return 0 if self.finished else self.count - len(self.groups)
 
     def take(self, groups: Sequence[tuple[G, set[str]]], cursor: str, finished: bool) -> None:
         self.groups += groups
@@ -156,11 +192,11 @@ class _Gathered(Generic[G]):
     def drop_stale(self) -> None:
         if self.max_lag is None:
             return
-        kept = [item for item in self.groups if self.history.lag(item[1]) <= self.max_lag]
-        self.stale_groups += len(self.groups) - len(kept)
+        fresh = [item for item in self.groups if self.history.lag(item[1]) <= self.max_lag]
+        self.stale_groups += len(self.groups) - len(fresh)
         self.stale_rollouts += sum(len(group.trajectories) for group, _ in self.groups)
-        self.stale_rollouts -= sum(len(group.trajectories) for group, _ in kept)
-        self.groups = kept
+        self.stale_rollouts -= sum(len(group.trajectories) for group, _ in fresh)
+        self.groups = fresh
 
     def batch(self, kind: Callable[..., B]) -> B:
         limited = self.max_lag is not None
@@ -198,32 +234,34 @@ def gather(
     end = time.monotonic() + timeout
     if cursor is None:
         cursor = "" if consumer is None else (yield from _resumed(job, namespace, consumer))
-    found: _Gathered[G] = _Gathered(cursor, groups, max_lag)
+    gathered: _Gathered[G] = _Gathered(cursor, groups, max_lag)
     pool = None if max_lag is None else (yield from _pool_of(job, namespace))
     while True:
         # The weights may have been updated while groups were waited for.
         if pool is not None:
-            found.history = WeightHistory((yield weights.weight_updates(pool, namespace)))
-            found.drop_stale()
-        if not found.missing:
-            return found.batch(form.kind)
-        while found.missing:
+            gathered.history = WeightHistory((yield weights.weight_updates(pool, namespace)))
+            gathered.drop_stale()
+        if not gathered.missing:
+            return gathered.batch(form.kind)
+        while gathered.missing:
             left = end - time.monotonic()
-            wait, limit = max(0.0, min(LONG_POLL, left)), min(PAGE_GROUPS, found.missing)
-            before = found.cursor
+            wait, limit = max(0.0, min(LONG_POLL, left)), min(PAGE_GROUPS, gathered.missing)
+            before = gathered.cursor
             page = yield form.page(
                 job, namespace, cursor=before, wait=wait, limit=limit, informative=informative
             )
             read = [(group, form.versions(group)) for group in form.groups(page)]
-            found.take(read, page.cursor, page.finished)
-            if found.missing and left <= 0 and (found.cursor == before or left <= -BACKLOG_SECONDS):
+            gathered.take(read, page.cursor, page.finished)
+            if gathered.missing and left <= 0 and (gathered.cursor == before or left <= -BACKLOG_SECONDS):
                 older = (
-                    f", and {found.stale_groups} more are older than max_lag" if max_lag is not None else ""
+                    f", and {gathered.stale_groups} more are older than max_lag"
+                    if max_lag is not None
+                    else ""
                 )
                 says = awaited((yield jobs.job(job, namespace)))
                 kind = " with a signal" if informative else ""
                 raise WaitTimeout(
-                    f"RolloutJob {job!r}: {len(found.groups)} of {groups} groups{kind} have ended within "
+                    f"RolloutJob {job!r}: {len(gathered.groups)} of {groups} groups{kind} have ended within "
                     f"{timeout:g} s{older}{says}; "
                     "nothing was acknowledged, so the next call begins with the same groups"
                 )
@@ -244,15 +282,15 @@ def _check(
 
 def _resumed(job: str, namespace: str, consumer: str) -> Generator[Call[Any], Any, str]:
     try:
-        kept = yield cursors.acknowledged(job, namespace, consumer)
+        position = yield cursors.acknowledged(job, namespace, consumer)
     except NotFound as error:
         return begin_at(error)
-    return str(kept.cursor)
+    return str(position.cursor)
 
 
 def _pool_of(job: str, namespace: str) -> Generator[Call[Any], Any, str]:
-    found = yield jobs.job(job, namespace)
-    reference = found.spec.backend_ref
+    manifest = yield jobs.job(job, namespace)
+    reference = manifest.spec.backend_ref
     if reference is None:
         raise Invalid(f"max_lag: RolloutJob {job!r} has no spec.backendRef, so its tokens have no weights")
     return str(reference.name)

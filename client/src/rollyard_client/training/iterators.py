@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
-from typing import Any, Generic, Self, TypeVar
+from typing import Any, Final, Generic, Self, TypeVar
 
 from rollyard_client.call import Call
 from rollyard_client.errors import NotFound
@@ -12,7 +12,7 @@ from rollyard_client.requests.cursors import Acknowledged
 
 T = TypeVar("T")
 
-_NOBODY = "CursorNotFound"
+_NOBODY: Final = "CursorNotFound"
 
 
 def begin_at(error: NotFound) -> str:

@@ -158,12 +158,14 @@ def _groups(answer: httpx.Response) -> GroupPage:
             raise AnswerInvalid("a group must be an object with a list 'trajectories'")
         members = [_trajectory(np, record) for record in document.pop("trajectories")]
         try:
-            known = {
-                one.name: document[one.name] for one in fields(GroupArrays) if one.name != "trajectories"
+            values = {
+                attribute.name: document[attribute.name]
+                for attribute in fields(GroupArrays)
+                if attribute.name != "trajectories"
             }
         except KeyError as error:
             raise AnswerInvalid(f"a group has no field {error}") from error
-        groups.append(GroupArrays(**known, trajectories=members))
+        groups.append(GroupArrays(**values, trajectories=members))
     return GroupPage(groups, answer.headers["rollyard-cursor"], answer.headers["rollyard-finished"] == "true")
 
 
@@ -203,41 +205,41 @@ def _trajectory(np: Any, record: Any) -> TrajectoryArrays:
     if not isinstance(record, dict) or not isinstance(record.get("segments"), list):
         raise AnswerInvalid("a trajectory must be an object with a list 'segments'")
     segments = [
-        _segment(np, one, partial(_named, record.get("id"), at))
-        for at, one in enumerate(record.pop("segments"))
+        _segment(np, segment, partial(_named, record.get("id"), at))
+        for at, segment in enumerate(record.pop("segments"))
     ]
     return TrajectoryArrays(record, segments)
 
 
-def _named(rollout: Any, place: int, text: str) -> AnswerInvalid:
-    return AnswerInvalid(f"the trajectory {rollout!r}: segments[{place}].{text}")
+def _named(rollout: Any, index: int, text: str) -> AnswerInvalid:
+    return AnswerInvalid(f"the trajectory {rollout!r}: segments[{index}].{text}")
 
 
-def _segment(np: Any, given: Any, invalid: _Invalid) -> SegmentArrays:
-    if not isinstance(given, dict):
+def _segment(np: Any, value: Any, invalid: _Invalid) -> SegmentArrays:
+    if not isinstance(value, dict):
         raise invalid("must be an object")
-    made = {name: _array(np, given.get(name), name, invalid) for name in (*_INTEGERS, "logprobs")}
-    runs = _runs(given.get("policy_versions"), invalid)
-    length = len(made["response_ids"])
-    for name, found in (
-        ("loss_mask", len(made["loss_mask"])),
-        ("logprobs", len(made["logprobs"])),
+    lists = {name: _array(np, value.get(name), name, invalid) for name in (*_INTEGERS, "logprobs")}
+    runs = _runs(value.get("policy_versions"), invalid)
+    length = len(lists["response_ids"])
+    for name, entries in (
+        ("loss_mask", len(lists["loss_mask"])),
+        ("logprobs", len(lists["logprobs"])),
         ("policy_versions", sum(count for _, count in runs)),
     ):
-        if found != length:
-            raise invalid(f"{name} has {found} entries, response_ids has {length}")
-    return SegmentArrays(**made, policy_versions=runs)
+        if entries != length:
+            raise invalid(f"{name} has {entries} entries, response_ids has {length}")
+    return SegmentArrays(**lists, policy_versions=runs)
 
 
-def _array(np: Any, given: Any, name: str, invalid: _Invalid) -> Any:
-    if isinstance(given, dict):
-        dtype, data = given.get("dtype"), given.get("data")
+def _array(np: Any, value: Any, name: str, invalid: _Invalid) -> Any:
+    if isinstance(value, dict):
+        dtype, data = value.get("dtype"), value.get("data")
         if dtype not in _DTYPES or not isinstance(data, bytes) or len(data) % int(dtype[2]):
             raise invalid(f"{name} must have a dtype of {', '.join(_DTYPES)}, and data of whole numbers")
         array = np.frombuffer(data, dtype)
-    elif isinstance(given, list):
+    elif isinstance(value, list):
         try:
-            array = _of_list(np, given, name)
+            array = _of_list(np, value, name)
         except (TypeError, ValueError, OverflowError) as error:
             raise invalid(f"{name} must be a list of numbers: {error}") from error
     else:
@@ -250,9 +252,9 @@ def _array(np: Any, given: Any, name: str, invalid: _Invalid) -> Any:
     return array if array.dtype.kind == "f" else array.astype(np.float32)
 
 
-def _of_list(np: Any, given: Sequence[Any], name: str) -> Any:
+def _of_list(np: Any, value: Sequence[Any], name: str) -> Any:
     """Return the narrowest array that holds the numbers of a list, as the server would have made it."""
-    wide = np.asarray(given)
+    wide = np.asarray(value)
     if wide.ndim != 1 or (wide.size and wide.dtype.kind not in ("iu" if name in _INTEGERS else "iuf")):
         raise ValueError(f"it is read as {wide.dtype} with {wide.ndim} dimensions")
     if name not in _INTEGERS:
@@ -266,11 +268,11 @@ def _of_list(np: Any, given: Sequence[Any], name: str) -> Any:
     return array
 
 
-def _runs(given: Any, invalid: _Invalid) -> list[tuple[str, int]]:
-    if isinstance(given, list):
-        runs: Any = [[version, sum(1 for _ in run)] for version, run in groupby(given)]
+def _runs(value: Any, invalid: _Invalid) -> list[tuple[str, int]]:
+    if isinstance(value, list):
+        runs: Any = [[version, sum(1 for _ in run)] for version, run in groupby(value)]
     else:
-        runs = given.get("runs") if isinstance(given, dict) else 0
+        runs = value.get("runs") if isinstance(value, dict) else 0
     try:
         versions, counts = zip(*runs, strict=True) if runs else ((), ())
     except (TypeError, ValueError) as error:

@@ -1,4 +1,4 @@
-"""The options of `rollyard rescore`."""
+"""The command `rollyard rescore`."""
 
 from __future__ import annotations
 
@@ -52,9 +52,9 @@ def command(
     No rollout runs, and the control plane keeps the rewards that it has. Each trajectory in the file
     says what its reward was, and who evaluated it again, when and with which handler.
     """
-    from rollyard.commands.rescore.rescoring import rescore
     from rollyard.errors import CliError
     from rollyard.extras import require
+    from rollyard.jobs.rescoring import rescore
 
     require("`rollyard rescore`", "worker")
     with connect(url, home, namespace) as client:

@@ -25,14 +25,14 @@ Say = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
-class WantedImage:
+class NeededImage:
     """An image to build, and the names of the folders that need it."""
 
     image: Image
     names: tuple[str, ...]
 
 
-def wanted_images(folder: Path, bases: Mapping[str, str], say: Say) -> list[WantedImage]:
+def needed_images(folder: Path, bases: Mapping[str, str], say: Say) -> list[NeededImage]:
     """Return the images that a folder needs, each once.
 
     Args:
@@ -43,7 +43,7 @@ def wanted_images(folder: Path, bases: Mapping[str, str], say: Say) -> list[Want
     Raises:
         InvalidInput: A Dockerfile cannot be translated, or there is none.
     """
-    found: dict[str, WantedImage] = {}
+    images: dict[str, NeededImage] = {}
     problems: list[str] = []
     try:
         folders = dockerfile_folders(folder)
@@ -58,13 +58,13 @@ def wanted_images(folder: Path, bases: Mapping[str, str], say: Say) -> list[Want
         except PipelineError as error:
             problems.append(f"{each.name}: {error}")
             continue
-        names = found[key].names if key in found else ()
-        found[key] = WantedImage(image, (*names, each.name))
+        names = images[key].names if key in images else ()
+        images[key] = NeededImage(image, (*names, each.name))
     for problem in problems[:-1]:
         say(problem)
     if problems:
         raise InvalidInput(problems[-1])
-    return list(found.values())
+    return list(images.values())
 
 
 def definition_of(image: Image) -> str:
@@ -80,7 +80,7 @@ def definition_of(image: Image) -> str:
 
 
 async def build_all(
-    wanted: list[WantedImage], cache: Path, program: str | None, timeout: float, say: Say
+    images: list[NeededImage], cache: Path, program: str | None, timeout: float, say: Say
 ) -> None:
     """Build the images that the cache lacks, one after the other.
 
@@ -91,16 +91,16 @@ async def build_all(
     Raises:
         CliError: An image could not be built. Those before it are in the cache.
     """
-    images = ImageCache(cache, dockerfiles=True)
+    image_cache = ImageCache(cache, dockerfiles=True)
     try:
-        images.prepare()
-        found = await find_program(program)
-        for each in wanted:
+        image_cache.prepare()
+        apptainer = await find_program(program)
+        for each in images:
             names = ", ".join(each.names)
-            there, began = await images.has(each.image), time.monotonic()
+            present, began = await image_cache.has(each.image), time.monotonic()
             async with asyncio.timeout(timeout):
-                path = await images.ready(each.image, found, unpacked=False)
-            words = "is there" if there else f"built in {time.monotonic() - began:.0f} s"
+                path = await image_cache.ready(each.image, apptainer, unpacked=False)
+            words = "is there" if present else f"built in {time.monotonic() - began:.0f} s"
             say(f"{names}: {words}: {path}")
     except PipelineError as error:
         raise CliError(str(error)) from error
@@ -108,25 +108,25 @@ async def build_all(
         raise CliError(f"{names}: not built within {timeout:g} s; nothing of it is left") from error
 
 
-async def build_one(wanted: WantedImage, out: Path, program: str | None, timeout: float, say: Say) -> None:
+async def build_one(image: NeededImage, out: Path, program: str | None, timeout: float, say: Say) -> None:
     """Build one image into a file, unless the file is that image already.
 
     Raises:
         CliError: The image could not be built. The file is as it was.
     """
-    notes, key = out.with_name(f"{out.name}.json"), wanted.image.key()
+    notes, key = out.with_name(f"{out.name}.json"), image.image.key()
     try:
         if out.exists() and json.loads(notes.read_text())["key"] == key:
-            say(f"{', '.join(wanted.names)}: is there: {out}")
+            say(f"{', '.join(image.names)}: is there: {out}")
             return
     except (OSError, ValueError, LookupError, TypeError):
         pass  # The file is another one, so it is replaced.
     out.parent.mkdir(parents=True, exist_ok=True)
     work = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))
     try:
-        await build_all([wanted], work, program, timeout, lambda line: None)
+        await build_all([image], work, program, timeout, lambda line: None)
         os.replace(work / f"{key}.sif", out)
         notes.write_text(json.dumps({"key": key}))
     finally:
         shutil.rmtree(work, ignore_errors=True)
-    say(f"{', '.join(wanted.names)}: built: {out}")
+    say(f"{', '.join(image.names)}: built: {out}")

@@ -1,8 +1,14 @@
-"""Links to the page."""
+"""The page from the command line: links to it, and the browser in which it is opened."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import html
+import os
+import sys
+import webbrowser
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
 from urllib.parse import quote, urlsplit, urlunsplit
 
 from rollyard.errors import CliError, LookupFailed
@@ -12,8 +18,16 @@ if TYPE_CHECKING:
 
     from rollyard.connection import OpenConnection
 
-EVERYWHERE = {"0.0.0.0": "127.0.0.1", "[::]": "[::1]", "::": "[::1]"}
+EVERYWHERE: Final = {"0.0.0.0": "127.0.0.1", "[::]": "[::1]", "::": "[::1]"}
 """What stands in a link for the address of a listener on all addresses of this machine."""
+FILE_NAME: Final = "open.html"
+_DOCUMENT: Final = """<!doctype html>
+<meta charset="utf-8">
+<meta name="referrer" content="no-referrer">
+<meta http-equiv="refresh" content="0; url={link}">
+<title>Rollyard</title>
+<a href="{link}">Rollyard</a>
+"""
 
 
 class NoLink(CliError):
@@ -54,35 +68,35 @@ def path_of(namespace: str, job: str = "", rollout: str = "") -> str:
     return "/" + "/".join(quote(part, safe="") for part in parts)
 
 
-def job_link(made: OpenConnection, namespace: str, job: str, rollout: str = "") -> str:
+def job_link(opened: OpenConnection, namespace: str, job: str, rollout: str = "") -> str:
     """Return the link of a job or of a rollout, without a code.
 
     Raises:
         NoLink: No browser can reach the control plane at its address once the command has ended.
     """
-    if made.is_tunnel:
+    if opened.is_tunnel:
         words = " ".join(part for part in (job, rollout) if part)
         raise NoLink(
             "the way into the cluster ends with this command; `rollyard open --kubernetes "
             f"{words}` keeps one open for the browser"
         )
-    prefix = made.client.page_prefix()
-    return page_url(made.client.url, prefix) + path_of(namespace, job, rollout)
+    prefix = opened.client.page_prefix()
+    return page_url(opened.client.url, prefix) + path_of(namespace, job, rollout)
 
 
-def link_if_any(made: OpenConnection, namespace: str, job: str) -> str:
+def link_if_any(opened: OpenConnection, namespace: str, job: str) -> str:
     """Return the link of a job, or what to do for one, or "" if this caller has no page."""
     from rollyard_client.errors import Unauthorized
 
     try:
-        return job_link(made, namespace, job)
+        return job_link(opened, namespace, job)
     except NoLink as error:
-        return str(error) if made.is_tunnel else ""
+        return str(error) if opened.is_tunnel else ""
     except Unauthorized:
         return ""  # The token is that of a driver.
 
 
-def rollout_id(client: Client, job: str, given: str, namespace: str) -> str:
+def rollout_id(client: Client, job: str, name: str, namespace: str) -> str:
     """Return the id of a rollout that is named by its id, the end of it, or the id of its only task.
 
     Raises:
@@ -92,18 +106,48 @@ def rollout_id(client: Client, job: str, given: str, namespace: str) -> str:
 
     # A whole id is found by one call, and a part of one by reading the list of all rollouts.
     try:
-        return client.trajectory(job, given, namespace).id
+        return client.trajectory(job, name, namespace).id
     except Conflict:
-        return given  # The rollout has not ended, so it has no trajectory yet.
+        return name  # The rollout has not ended, so it has no trajectory yet.
     except NotFound:
         pass
-    near = []
+    matches = []
     for rollout in client.rollouts(job, namespace=namespace):
-        if rollout.id.endswith(given) or rollout.task_id == given:
-            near.append(rollout.id)
-    if len(near) == 1:
-        return near[0]
-    if near:
-        more = ", …" if len(near) > 8 else ""
-        raise LookupFailed(f"{given!r} fits {len(near)} rollouts: {', '.join(near[:8])}{more}")
-    raise LookupFailed(f"no rollout {given!r}; `rollyard view {job} --list` lists those that have ended")
+        if rollout.id.endswith(name) or rollout.task_id == name:
+            matches.append(rollout.id)
+    if len(matches) == 1:
+        return matches[0]
+    if matches:
+        more = ", …" if len(matches) > 8 else ""
+        raise LookupFailed(f"{name!r} fits {len(matches)} rollouts: {', '.join(matches[:8])}{more}")
+    raise LookupFailed(f"no rollout {name!r}; `rollyard view {job} --list` lists those that have ended")
+
+
+def has_desktop(env: Mapping[str, str] = os.environ) -> bool:
+    """Return whether programs with windows can be started here."""
+    if env.get("SSH_CONNECTION"):
+        return False
+    return sys.platform == "darwin" or bool(env.get("DISPLAY") or env.get("WAYLAND_DISPLAY"))
+
+
+def open_in_browser(link: str, folder: Path) -> bool:
+    """Open a link in the user's browser, and return whether one was started.
+
+    The command line of a process is visible to all users of a machine, so the browser is given a file that
+    only this user can read, and the file leads to the link. The next call replaces the file, whose code has
+    expired long before.
+
+    Args:
+        link: The link, with its one-time code.
+        folder: The folder for the file, which is made if it is missing.
+    """
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    path = folder / FILE_NAME
+    path.unlink(missing_ok=True)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+        file.write(_DOCUMENT.format(link=html.escape(link, quote=True)))
+    try:
+        return webbrowser.open(path.as_uri())
+    except webbrowser.Error:
+        return False

@@ -145,29 +145,29 @@ def _rescored(
 ) -> Iterator[tuple[Trajectory, RescoredTrajectory]]:
     """Yield each trajectory before and after, in the order of the control plane."""
     begun = datetime.now(UTC)
-    known: dict[str, Task] = {}
-    kept = client.trajectories(name, namespace=namespace)
-    while some := list(itertools.islice(kept, CHUNK)):
-        wanted = list(dict.fromkeys(one.task_id for one in some))
-        known = {task_id: known[task_id] for task_id in wanted if task_id in known}
-        known |= _tasks(client, name, namespace, [task_id for task_id in wanted if task_id not in known])
-        pairs = [(trajectory, known[trajectory.task_id]) for trajectory in some]
-        yield from zip(some, runner.run(rescorer.rescored(pairs, begun)), strict=True)
+    tasks: dict[str, Task] = {}
+    trajectories = client.trajectories(name, namespace=namespace)
+    while chunk := list(itertools.islice(trajectories, CHUNK)):
+        task_ids = list(dict.fromkeys(trajectory.task_id for trajectory in chunk))
+        tasks = {task_id: tasks[task_id] for task_id in task_ids if task_id in tasks}
+        tasks |= _tasks(client, name, namespace, [task_id for task_id in task_ids if task_id not in tasks])
+        pairs = [(trajectory, tasks[trajectory.task_id]) for trajectory in chunk]
+        yield from zip(chunk, runner.run(rescorer.rescored(pairs, begun)), strict=True)
 
 
-def _tasks(client: Client, name: str, namespace: str, wanted: list[str]) -> dict[str, Task]:
+def _tasks(client: Client, name: str, namespace: str, task_ids: list[str]) -> dict[str, Task]:
     """Return tasks by their ids.
 
     Raises:
         LookupFailed: The control plane does not have one of them.
     """
-    found: dict[str, Task] = {}
-    while missing := [task_id for task_id in wanted if task_id not in found]:
-        some = client.tasks(name, missing[:TASKS], namespace)
-        if not some:
+    tasks: dict[str, Task] = {}
+    while missing := [task_id for task_id in task_ids if task_id not in tasks]:
+        page = client.tasks(name, missing[:TASKS], namespace)
+        if not page:
             raise LookupFailed(f"the control plane does not have the task {missing[0]!r} of {name!r}")
-        found |= {task.id: task for task in some}
-    return found
+        tasks |= {task.id: task for task in page}
+    return tasks
 
 
 def read_reward(path: Path) -> RewardSpec:

@@ -39,12 +39,12 @@ SLURM: Final = "Slurm"
 JOINING: Final = "A control plane that runs already"
 
 
-def bridge_home(given: Path | None) -> Home:
+def bridge_home(home: Path | None) -> Home:
     """Return the home that `--home` names, or the default one."""
     from rollyard_drivers.host.home import Home, default_home
     from rollyard_slurm.options import COMMAND
 
-    return Home((given or default_home()).expanduser().absolute(), COMMAND)
+    return Home((home or default_home()).expanduser().absolute(), COMMAND)
 
 
 class BridgeCommandOptions(PlaneOptions):
@@ -178,7 +178,7 @@ class BridgeCommandOptions(PlaneOptions):
     engine_env: EngineEnv = ()
 
 
-def bridge_options(given: BridgeCommandOptions) -> BridgeOptions:
+def bridge_options(options: BridgeCommandOptions) -> BridgeOptions:
     """Return the options of the bridge for those of its command.
 
     Raises:
@@ -190,103 +190,103 @@ def bridge_options(given: BridgeCommandOptions) -> BridgeOptions:
 
     from rollyard.telemetry_options import set_telemetry
 
-    home = bridge_home(given.home).root
-    if bool(given.join) != (given.token_file is not None):
+    home = bridge_home(options.home).root
+    if bool(options.join) != (options.token_file is not None):
         raise UsageProblem("--join and --token-file belong together")
-    if not given.join and (given.namespaces or given.all_namespaces):
+    if not options.join and (options.namespaces or options.all_namespaces):
         raise UsageProblem("--namespace and --all-namespaces go with --join")
-    if given.join and bool(given.namespaces) == given.all_namespaces:
+    if options.join and bool(options.namespaces) == options.all_namespaces:
         raise UsageProblem(
             "--join needs --namespace NAME (repeatable) or --all-namespaces: a user who may make a "
             "BackendPool there can run programs as the user of this bridge"
         )
-    for name in given.namespaces:
+    for name in options.namespaces:
         if not re.fullmatch(NAME_PATTERN.strip("^$"), name):
             raise UsageProblem(f"--namespace must be a name such as team-a (got {name!r})")
-    if given.join and given.engine != "none":
+    if options.join and options.engine != "none":
         raise UsageProblem(
             "--engine is for a control plane of its own; with --join, submit a BackendPool that says "
             "`placement: slurm`"
         )
-    if given.join and not given.join.startswith(("http://", "https://")):
-        raise UsageProblem(f"--join must be a URL such as http://head:8765 (got {given.join!r})")
-    if given.join:
-        _refuse_options_of_a_plane(given)
-    if given.listen == "unix" and (given.advertise or given.port):
+    if options.join and not options.join.startswith(("http://", "https://")):
+        raise UsageProblem(f"--join must be a URL such as http://head:8765 (got {options.join!r})")
+    if options.join:
+        _refuse_options_of_a_plane(options)
+    if options.listen == "unix" and (options.advertise or options.port):
         raise UsageProblem("--advertise and --port have no meaning with --listen unix")
-    if given.listen == "unix" and given.tls_cert is not None:
+    if options.listen == "unix" and options.tls_cert is not None:
         raise UsageProblem("--tls-cert has no meaning with --listen unix")
-    variables = set_telemetry(given.otlp_endpoint, given.trace_sample, given.log_format)
+    variables = set_telemetry(options.otlp_endpoint, options.trace_sample, options.log_format)
     names = ("partition", "account", "qos", "time_limit", "constraint")
-    chosen: dict[str, Any] = {name: getattr(given, name) or None for name in names}
-    if given.rest_url:
-        chosen["rest"] = {"url": given.rest_url}
-    serves_tls = given.join.startswith("https://") or given.tls_cert is not None
+    chosen: dict[str, Any] = {name: getattr(options, name) or None for name in names}
+    if options.rest_url:
+        chosen["rest"] = {"url": options.rest_url}
+    serves_tls = options.join.startswith("https://") or options.tls_cert is not None
     return BridgeOptions(
         home=home,
-        join=given.join,
-        tokens=given.token_file,
-        namespaces=given.namespaces,
-        ca_file=given.ca_file if serves_tls else None,
-        listen=given.listen,
-        advertise=given.advertise,
-        port=given.port,
-        sandbox=given.sandbox,
-        sandbox_options=tuple(_sandbox_options(given, home)),
-        profile=profiles.load(given.profile, chosen),
+        join=options.join,
+        tokens=options.token_file,
+        namespaces=options.namespaces,
+        ca_file=options.ca_file if serves_tls else None,
+        listen=options.listen,
+        advertise=options.advertise,
+        port=options.port,
+        sandbox=options.sandbox,
+        sandbox_options=tuple(_sandbox_options(options, home)),
+        profile=profiles.load(options.profile, chosen),
         telemetry=tuple(sorted(variables.items())),
-        pools=_pools(given),
-        plane=document(given),
-        timeout=given.command_timeout,
-        max_jobs=given.max_jobs,
+        pools=_pools(options),
+        plane=document(options),
+        timeout=options.command_timeout,
+        max_jobs=options.max_jobs,
     )
 
 
-def _refuse_options_of_a_plane(given: BridgeCommandOptions) -> None:
+def _refuse_options_of_a_plane(options: BridgeCommandOptions) -> None:
     """Refuse options of a control plane that is not the bridge's.
 
     Those of traces and logs are the bridge's and its workers' as well.
     """
     for name, field in PlaneOptions.model_fields.items():
-        if name in given.model_fields_set and name not in TELEMETRY:
+        if name in options.model_fields_set and name not in TELEMETRY:
             raise UsageProblem(
                 f"--{key_of(name, field)} is for a control plane of its own; the one that --join names has "
                 "its own"
             )
 
 
-def _sandbox_options(given: BridgeCommandOptions, home: Path) -> list[str]:
+def _sandbox_options(options: BridgeCommandOptions, home: Path) -> list[str]:
     """Return the options of stage workers about their sandboxes."""
     words: list[str] = []
-    if not given.sandbox_templates:
-        if given.sandbox != "bubblewrap":
+    if not options.sandbox_templates:
+        if options.sandbox != "bubblewrap":
             raise UsageProblem("--no-sandbox-templates goes with --sandbox bubblewrap")
         words.append("--no-sandbox-templates")
-    words += _allowed_images(given)
-    for name, value in (("--default-image", given.default_image), ("--image-cache", given.image_cache)):
-        if value and given.sandbox != "apptainer":
+    words += _allowed_images(options)
+    for name, value in (("--default-image", options.default_image), ("--image-cache", options.image_cache)):
+        if value and options.sandbox != "apptainer":
             raise UsageProblem(f"{name} goes with --sandbox apptainer")
         if value:
             # `docker://NAME`, `docker-archive:/PATH` and similar sources are not paths and stay unchanged.
             local = re.match(r"[a-z][a-z-]*:", value) is None
             words += [name, str(Path(value).expanduser().absolute()) if local else value]
-    if given.build_dockerfiles:
-        if given.sandbox != "apptainer":
+    if options.build_dockerfiles:
+        if options.sandbox != "apptainer":
             raise UsageProblem("--build-dockerfiles goes with --sandbox apptainer")
         words.append("--build-dockerfiles")
-    if given.sandbox == "apptainer" and not given.image_cache:
+    if options.sandbox == "apptainer" and not options.image_cache:
         words += ["--image-cache", str(home / "images")]
     return words
 
 
-def _allowed_images(given: BridgeCommandOptions) -> list[str]:
+def _allowed_images(options: BridgeCommandOptions) -> list[str]:
     """Return the workers' options about the images that jobs may name.
 
     Whoever uses a control plane of this bridge holds this user's token. Authors of a control plane that the
     bridge joins do not, and an image shows them files of this user.
     """
-    entries = list(given.allow_images) or (["none"] if given.join else [])
-    found = []
+    entries = list(options.allow_images) or (["none"] if options.join else [])
+    words = []
     for entry in entries:
         alone = entry in ("any", "none")
         if alone and len(entries) > 1:
@@ -297,22 +297,25 @@ def _allowed_images(given: BridgeCommandOptions) -> list[str]:
                 "also allows the archives below it"
             )
         reference = alone or "://" in entry
-        found += ["--allow-image", entry if reference else str(Path(entry).expanduser().absolute())]
-    return found
+        words += ["--allow-image", entry if reference else str(Path(entry).expanduser().absolute())]
+    return words
 
 
-def _pools(given: BridgeCommandOptions) -> tuple[BackendPool, ...]:
+def _pools(command_options: BridgeCommandOptions) -> tuple[BackendPool, ...]:
     from rollyard.local.supervisor import default_pool
 
-    engine, model = given.engine, given.model
-    for name, value in (("--engine-arg", given.engine_args), ("--engine-env", given.engine_env)):
+    engine, model = command_options.engine, command_options.model
+    for name, value in (
+        ("--engine-arg", command_options.engine_args),
+        ("--engine-env", command_options.engine_env),
+    ):
         if value and engine == "none":
             raise UsageProblem(f"{name} goes with --engine")
     if engine == "none":
         if model:
             raise UsageProblem("--model goes with --engine")
         return ()
-    if given.gpus and engine != "vllm":
+    if command_options.gpus and engine != "vllm":
         raise UsageProblem("--gpus goes with --engine vllm")
     if engine == "vllm" and not model:
         raise UsageProblem("--engine vllm needs --model DIR, a Hugging Face model folder")
@@ -324,10 +327,10 @@ def _pools(given: BridgeCommandOptions) -> tuple[BackendPool, ...]:
     options = Options(
         home=Path(),
         engine=engine,
-        replicas=given.replicas,
-        engine_args=given.engine_args,
-        engine_env=given.engine_env,
-        gpus=given.gpus,
+        replicas=command_options.replicas,
+        engine_args=command_options.engine_args,
+        engine_env=command_options.engine_env,
+        gpus=command_options.gpus,
         model=model,
     )
     return (default_pool(options),)

@@ -1,4 +1,4 @@
-"""The options of `rollyard grade`."""
+"""The command `rollyard grade`."""
 
 from __future__ import annotations
 
@@ -73,8 +73,8 @@ def command(
     ANSWER is the policy's last message; `-` reads it from standard input. The exit status is 0 if each answer
     was graded, and got the reward that its line of --file expects; 2 for wrong usage, else 1.
     """
-    from rollyard.commands.grade.grading import grade, pairs_of, single
     from rollyard.extras import require
+    from rollyard.jobs.grading import grade, pairs_of, single
 
     require("`rollyard grade`", "worker")
     unknown = next((word for word in words if word.startswith("--")), None)
@@ -85,8 +85,8 @@ def command(
     numeric = None if unit is None and tolerance is None else {"unit": unit, "relative": tolerance}
     if (key is not None or choices or numeric is not None) and (tasks is not None or pairs_file is not None):
         raise click.UsageError("--key, --choice, --unit and --tolerance are for an ANSWER without --tasks")
-    given = {"--choice": choices, "--unit": unit is not None, "--tolerance": tolerance is not None}
-    unused = next((option for option, value in given.items() if value), None)
+    options = {"--choice": choices, "--unit": unit is not None, "--tolerance": tolerance is not None}
+    unused = next((option for option, value in options.items() if value), None)
     if unused is not None and handler in WITHOUT_CHOICES:
         raise click.UsageError(f"{unused}: the handler {handler!r} does not use it")
     if task_id is not None and (tasks is None or pairs_file is not None):

@@ -121,10 +121,10 @@ def single(
                 answer = file.read(MAX_ANSWER + 1)
         except UnicodeDecodeError as error:
             raise InvalidInput(f"standard input: not UTF-8 text ({error})") from error
-    given = {name: value for name, value in (numeric or {}).items() if value is not None}
+    numeric_fields = {name: value for name, value in (numeric or {}).items() if value is not None}
     document = {"answer": answer, "key": key, "choices": list(choices), "task": task}
     try:
-        yield _pair(document if numeric is None else {**document, "numeric": given})
+        yield _pair(document if numeric is None else {**document, "numeric": numeric_fields})
     except InvalidInput as error:
         raise InvalidInput(_with_options(str(error))) from error
 
@@ -142,7 +142,7 @@ def pairs_of(path: Path) -> Iterator[Pair | RefusedLine]:
     name = "standard input" if path == Path("-") else str(path)
     try:
         with _opened(path) as file:
-            for number, line in enumerate(_lines(file), 1):
+            for number, line in enumerate(iter(lambda: file.readline(MAX_LINE + 1), ""), 1):
                 if len(line) > MAX_LINE:
                     raise InvalidInput(f"{name}: line {number}: longer than {MAX_LINE >> 20} MiB")
                 if not line.strip():
@@ -165,10 +165,6 @@ def _opened(path: Path) -> AbstractContextManager[IO[str]]:
     if path == Path("-"):
         return click.open_file("-", encoding="utf-8-sig")
     return text_file(path, "utf-8-sig")
-
-
-def _lines(file: IO[str]) -> Iterator[str]:
-    return iter(lambda: file.readline(MAX_LINE + 1), "")
 
 
 def _from_line(line: str) -> Pair:
@@ -211,14 +207,14 @@ class GradeCounts:
         """The number of all answers."""
         return self.rewards.total() + self.failed
 
-    def add(self, pair: Pair | RefusedLine, one: Trajectory) -> bool:
+    def add(self, pair: Pair | RefusedLine, record: Trajectory) -> bool:
         """Count an answer, and return whether its reward is not the expected one."""
-        if one.reward is None:
+        if record.reward is None:
             self.failed += 1
             return False
-        shown = shown_reward(one.reward)
+        shown = shown_reward(record.reward)
         count_bounded(self.rewards, shown, MAX_REWARDS, "others")
-        differs = pair.expect is not None and not same_reward(one.reward, pair.expect)
+        differs = pair.expect is not None and not same_reward(record.reward, pair.expect)
         self.differing += differs
         return differs
 
@@ -277,11 +273,11 @@ def grade(
     counts = GradeCounts()
     with open_rescorer("grade", handler, spec, None, "rollyard grade", sandbox) as (rescorer, runner):
         try:
-            while some := list(itertools.islice(pairs, CHUNK)):
-                records = [_trajectory(pair, counts.answers + at) for at, pair in enumerate(some, 1)]
-                records = _graded(some, records, tasks, rescorer, runner, from_file=summed)
-                for pair, one in zip(some, records, strict=True):
-                    show(pair, one, counts.add(pair, one))
+            while chunk := list(itertools.islice(pairs, CHUNK)):
+                records = [_trajectory(pair, counts.answers + at) for at, pair in enumerate(chunk, 1)]
+                records = _graded(chunk, records, tasks, rescorer, runner, from_file=summed)
+                for pair, record in zip(chunk, records, strict=True):
+                    show(pair, record, counts.add(pair, record))
         except (CliError, KeyboardInterrupt) as error:
             if summed and counts.answers:
                 click.echo(str(counts), err=as_json or isinstance(error, KeyboardInterrupt))
@@ -294,7 +290,7 @@ def grade(
 
 
 def _graded(
-    some: Sequence[Pair | RefusedLine],
+    pairs: Sequence[Pair | RefusedLine],
     records: Sequence[Trajectory],
     tasks: Mapping[str, Task],
     rescorer: Rescorer,
@@ -307,9 +303,9 @@ def _graded(
     Raises:
         InvalidInput: The pair of the command line or its task is refused.
     """
-    found: dict[int, Trajectory] = {}
-    kept: dict[int, tuple[Trajectory, Task]] = {}
-    for at, (pair, one) in enumerate(zip(some, records, strict=True)):
+    results: dict[int, Trajectory] = {}
+    accepted: dict[int, tuple[Trajectory, Task]] = {}
+    for at, (pair, record) in enumerate(zip(pairs, records, strict=True)):
         try:
             if isinstance(pair, RefusedLine):
                 raise InvalidInput(pair.message)
@@ -317,13 +313,13 @@ def _graded(
         except InvalidInput as error:
             if not from_file:
                 raise InvalidInput(_with_options(str(error))) from error
-            found[at] = _refused(one, str(error))
+            results[at] = _refused(record, str(error))
         else:
-            messages = [*task.chat(), *one.messages]
-            kept[at] = one.model_copy(update={"task_id": task.id, "messages": messages}), task
-    graded = runner.run(rescorer.rescored(list(kept.values()), datetime.now(UTC)))
-    found |= {at: _worded(one, from_file) for at, one in zip(kept, graded, strict=True)}
-    return [found[at] for at in range(len(some))]
+            messages = [*task.chat(), *record.messages]
+            accepted[at] = record.model_copy(update={"task_id": task.id, "messages": messages}), task
+    graded = runner.run(rescorer.rescored(list(accepted.values()), datetime.now(UTC)))
+    results |= {at: _worded(record, from_file) for at, record in zip(accepted, graded, strict=True)}
+    return [results[at] for at in range(len(pairs))]
 
 
 def _spec(handler: str) -> RolloutJobSpec:
@@ -363,11 +359,11 @@ def _task(pair: Pair, tasks: Mapping[str, Task], rescorer: Rescorer) -> Task:
     else:
         task = Task(id=NO_TASK, prompt="?", answer=pair.key, choices=pair.choices, numeric=pair.numeric)
     try:
-        found = rescorer.problems(task)
+        problems = rescorer.problems(task)
     except PipelineError as error:
         raise InvalidInput(str(error).replace(f"the task '{NO_TASK}'", "the key", 1)) from error
-    if found:
-        raise InvalidInput(f"task {task.id!r}: {found[0]}" if tasks else _of_pair(found[0]))
+    if problems:
+        raise InvalidInput(f"task {task.id!r}: {problems[0]}" if tasks else _of_pair(problems[0]))
     return task
 
 
@@ -382,9 +378,9 @@ def _named_task(pair: Pair, tasks: Mapping[str, Task]) -> Task:
     for spelling in spellings:
         if spelling in tasks:
             return tasks[spelling]
-    some = list(itertools.islice(tasks, MAX_COMPARED_IDS))
-    near = [found for spelling in spellings for found in get_close_matches(spelling, some, n=3)]
-    shown = ", ".join(map(repr, list(dict.fromkeys(near))[:3] or some[:1]))
+    names = list(itertools.islice(tasks, MAX_COMPARED_IDS))
+    similar = [match for spelling in spellings for match in get_close_matches(spelling, names, n=3)]
+    shown = ", ".join(map(repr, list(dict.fromkeys(similar))[:3] or names[:1]))
     raise InvalidInput(f"task: --tasks has no {name!r}; there is {shown}")
 
 
@@ -392,21 +388,21 @@ def _of_pair(problem: str) -> str:
     return re.sub("^answer:", "key:", problem)
 
 
-def _worded(one: Trajectory, from_file: bool) -> Trajectory:
+def _worded(record: Trajectory, from_file: bool) -> Trajectory:
     """Return the record with a reason and a message that say what is wrong with the answer or its key."""
-    if one.reward is not None:
-        return one
-    if one.reason == "RescoreRefused":
-        return _refused(one, one.message.removeprefix("RescoreRefused: "))
-    if one.task_id != NO_TASK:
-        return one
-    before, _, problem = one.message.partition(f"task '{NO_TASK}': ")
+    if record.reward is not None:
+        return record
+    if record.reason == "RescoreRefused":
+        return _refused(record, record.message.removeprefix("RescoreRefused: "))
+    if record.task_id != NO_TASK:
+        return record
+    before, _, problem = record.message.partition(f"task '{NO_TASK}': ")
     problem = _of_pair(problem) if from_file else _with_options(_of_pair(problem))
-    return one.model_copy(update={"message": f"{before}{problem}"})
+    return record.model_copy(update={"message": f"{before}{problem}"})
 
 
-def _refused(one: Trajectory, why: str) -> Trajectory:
-    return one.model_copy(update={"status": "failed", "reason": InvalidInput.reason, "message": why})
+def _refused(record: Trajectory, why: str) -> Trajectory:
+    return record.model_copy(update={"status": "failed", "reason": InvalidInput.reason, "message": why})
 
 
 def _trajectory(pair: Pair | RefusedLine, number: int) -> Trajectory:
@@ -421,46 +417,46 @@ def _trajectory(pair: Pair | RefusedLine, number: int) -> Trajectory:
     )
 
 
-def _as_json(pair: Pair | RefusedLine, one: Trajectory, differs: bool) -> None:
+def _as_json(pair: Pair | RefusedLine, record: Trajectory, differs: bool) -> None:
     shown = {"id": pair.id, "task": pair.task, "expect": pair.expect}
-    recorded = one.model_dump(mode="json", include=set(RECORDED))
+    recorded = record.model_dump(mode="json", include=set(RECORDED))
     click.echo(json.dumps({name: value for name, value in shown.items() if value is not None} | recorded))
 
 
-def _in_full(pair: Pair | RefusedLine, one: Trajectory, differs: bool) -> None:
-    if one.reward is None:
-        raise CliError(_verdict(one))
+def _in_full(pair: Pair | RefusedLine, record: Trajectory, differs: bool) -> None:
+    if record.reward is None:
+        raise CliError(_verdict(record))
     console = terminal.console()
-    console.print(Text(_verdict(one), style="bold"), soft_wrap=True)
+    console.print(Text(_verdict(record), style="bold"), soft_wrap=True)
     # The answer may have written it, and no line of it may look like one of these.
-    for line in one.reward_output.splitlines():
+    for line in record.reward_output.splitlines():
         console.print(Text(f"  │ {line}"), soft_wrap=True)
-    if one.reward_components:
-        parts = ", ".join(f"{name} {value:g}" for name, value in one.reward_components.items())
+    if record.reward_components:
+        parts = ", ".join(f"{name} {value:g}" for name, value in record.reward_components.items())
         console.print(Text(f"reward components: {parts}", style="dim"), soft_wrap=True)
 
 
-def _as_line(pair: Pair | RefusedLine, one: Trajectory, differs: bool) -> None:
+def _as_line(pair: Pair | RefusedLine, record: Trajectory, differs: bool) -> None:
     """Print a pair as one line, which a terminal gets as wide as it is and a pipe in full.
 
     What handlers show last is what the reward comes from, so it is first here, where no terminal cuts it.
     """
     console = terminal.console()
-    wanted = f", not {pair.expect:g}" if differs else ""
-    *others, last = [line for line in one.reward_output.splitlines() if line.strip()] or [""]
+    expected = f", not {pair.expect:g}" if differs else ""
+    *others, last = [line for line in record.reward_output.splitlines() if line.strip()] or [""]
     name = pair.id or ""
     if console.is_terminal and len(name) > MAX_SHOWN_ID:
         name = f"{name[: MAX_SHOWN_ID - 1]}…"
-    verdict = f"{name}: {_verdict(one)}{wanted}{': ' if last else ''}{last}"
+    verdict = f"{name}: {_verdict(record)}{expected}{': ' if last else ''}{last}"
     text = Text(one_line(" | ".join((verdict, *others))))
-    text.stylize("yellow" if one.reward is None else "red" if differs else "")
+    text.stylize("yellow" if record.reward is None else "red" if differs else "")
     if console.is_terminal:
         console.print(text, no_wrap=True, overflow="ellipsis")
     else:
         console.print(text, soft_wrap=True)
 
 
-def _verdict(one: Trajectory) -> str:
-    if one.reward is None:
-        return f"not graded: {one_line(one.message)}"
-    return f"reward {one.reward:g}" + (f" ({one.reward_reason})" if one.reward_reason else "")
+def _verdict(record: Trajectory) -> str:
+    if record.reward is None:
+        return f"not graded: {one_line(record.message)}"
+    return f"reward {record.reward:g}" + (f" ({record.reward_reason})" if record.reward_reason else "")

@@ -1,4 +1,4 @@
-"""The command `rollyard images`."""
+"""The command `rollyard images`, which builds images of sandboxes ahead of time."""
 
 from __future__ import annotations
 
@@ -61,29 +61,31 @@ def build(
 
     if sum((cache is not None, out is not None, dry_run)) != 1:
         raise UsageProblem("give one of --cache DIR, --out FILE.sif and --dry-run")
-    given: dict[str, str] = {}
+    substitutes: dict[str, str] = {}
     for text in bases:
         name, equals, image = text.partition("=")
         if not name or not equals or not image:
             raise UsageProblem(f"--base {text!r}: expected NAME=IMAGE")
-        given[name] = str(Path(image).expanduser().absolute()) if ":" not in image else image
+        substitutes[name] = str(Path(image).expanduser().absolute()) if ":" not in image else image
     from rollyard import extras
 
     extras.require("`rollyard images`", "worker")
-    from rollyard.commands.images import building
+    from rollyard import images
 
-    wanted = building.wanted_images(folder, given, lambda line: terminal.echo(f"rollyard: {line}", err=True))
-    if out is not None and len(wanted) > 1:
-        raise UsageProblem(f"--out: {folder} needs {len(wanted)} images; use --cache DIR")
-    for each in wanted:
+    needed = images.needed_images(
+        folder, substitutes, lambda line: terminal.echo(f"rollyard: {line}", err=True)
+    )
+    if out is not None and len(needed) > 1:
+        raise UsageProblem(f"--out: {folder} needs {len(needed)} images; use --cache DIR")
+    for each in needed:
         assert each.image.recipe is not None
         for note in each.image.recipe.notes:
             terminal.echo(f"{each.names[0]}: {note}", err=True)
     if dry_run:
-        for each in wanted:
-            click.echo(f"# {', '.join(each.names)}\n{building.definition_of(each.image)}")
+        for each in needed:
+            click.echo(f"# {', '.join(each.names)}\n{images.definition_of(each.image)}")
     elif out is not None:
-        asyncio.run(building.build_one(wanted[0], out.absolute(), apptainer, timeout, click.echo))
+        asyncio.run(images.build_one(needed[0], out.absolute(), apptainer, timeout, click.echo))
     else:
         assert cache is not None
-        asyncio.run(building.build_all(wanted, cache, apptainer, timeout, click.echo))
+        asyncio.run(images.build_all(needed, cache, apptainer, timeout, click.echo))

@@ -188,15 +188,15 @@ class AgentContext:
             return ParsedTurn(text.strip())
         thought = recorder.turns[-1].thought
         # Messages in channels may be calls wherever they stand, and their parser knows a thought's channel.
-        said = thought.answer if thought is not None and not recorder.channels else 0
+        start = thought.answer if thought is not None and not recorder.channels else 0
         if isinstance(parser, ToolCallParser):
-            parsed = clean_turn(parser.parse(text[said:]))
-            return ParsedTurn((text[:said] + parsed.text).strip(), parsed.calls)
-        found = await parser.parse_ids(sample.token_ids, prompt.ids) if said < len(text) else None
-        if found is None:
+            parsed = clean_turn(parser.parse(text[start:]))
+            return ParsedTurn((text[:start] + parsed.text).strip(), parsed.calls)
+        turn = await parser.parse_ids(sample.token_ids, prompt.ids) if start < len(text) else None
+        if turn is None:
             return ParsedTurn(text.strip())
-        parsed = clean_turn(found)
-        before = text[:said] if said else parsed.thought and f"{parsed.thought}\n\n"
+        parsed = clean_turn(turn)
+        before = text[:start] if start else parsed.thought and f"{parsed.thought}\n\n"
         return ParsedTurn((before + parsed.text).strip(), parsed.calls)
 
     async def call(self, call: ParsedCall) -> ToolResult:

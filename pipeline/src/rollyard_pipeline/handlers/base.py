@@ -239,10 +239,10 @@ class StageContext:
     @property
     def _last(self) -> tuple[str, Thought | None]:
         """Return the content of the policy's last message, and what of it is a thought."""
-        said = [] if self.trajectory is None else said_by_policy(self.task, self.trajectory)
-        if not said:
+        messages = [] if self.trajectory is None else said_by_policy(self.task, self.trajectory)
+        if not messages:
             return "", None
-        message, turn = said[-1]
+        message, turn = messages[-1]
         if self.spec.agent.thoughts == "answer":
             return message.content, None
         if turn is None or turn.thought is None:
@@ -253,12 +253,14 @@ class StageContext:
 
 def said_by_policy(task: Task, trajectory: RunRecord) -> list[tuple[Message, Turn | None]]:
     """Return the policy's messages with their turns, without the messages that the task begins with."""
-    given = sum(message.role == "assistant" for message in task.chat())
-    said = trajectory.said
-    own = [place for place, message in enumerate(trajectory.messages) if message.role == "assistant"][given:]
+    initial = sum(message.role == "assistant" for message in task.chat())
+    turn_numbers = trajectory.said
+    own = [index for index, message in enumerate(trajectory.messages) if message.role == "assistant"][
+        initial:
+    ]
     return [
-        (trajectory.messages[place], trajectory.turns[said[place]] if place in said else None)
-        for place in own
+        (trajectory.messages[index], trajectory.turns[turn_numbers[index]] if index in turn_numbers else None)
+        for index in own
     ]
 
 

@@ -75,7 +75,7 @@ def evaluation_environment(
     written = [
         folder for folder in written if folder.startswith("/")
     ]  # "/" itself is excluded, because every path is below it.
-    found: dict[str, str] = {}
+    environment: dict[str, str] = {}
     for name, value in variables.items():
         if name.startswith(("BASH_FUNC_", "GIT_CONFIG_KEY_", "GIT_CONFIG_VALUE_")) or name in _SHELLS_OWN:
             continue
@@ -87,11 +87,11 @@ def evaluation_environment(
                 continue
         elif name in _OPTIONS and any(folder in value for folder in written):
             continue
-        found[name] = value
-    found |= _ALWAYS
-    found |= {name: value for name, value in _SWITCHES.items() if name not in author}
-    found.setdefault("PATH", SYSTEM_PATH)
-    return found | {"HOME": place.home, "TMPDIR": place.tmp}
+        environment[name] = value
+    environment |= _ALWAYS
+    environment |= {name: value for name, value in _SWITCHES.items() if name not in author}
+    environment.setdefault("PATH", SYSTEM_PATH)
+    return environment | {"HOME": place.home, "TMPDIR": place.tmp}
 
 
 _SHELLS_OWN: Final = frozenset({"BASHOPTS", "OLDPWD", "PWD", "SHELLOPTS", "SHLVL", "_"})

@@ -83,8 +83,8 @@ def unmarked(text: str) -> str:
     space, and `×` and `\cdot` become `*`. Other characters have their compatible form (NFKC).
     """
     text = text.strip()[-MAX_ANSWER:]
-    text = _SUPERSCRIPTS.sub(lambda found: "^{" + unicodedata.normalize("NFKC", found[0]) + "}", text)
-    text = _VULGAR.sub(lambda found: " " + unicodedata.normalize("NFKC", found[0]), text)
+    text = _SUPERSCRIPTS.sub(lambda match: "^{" + unicodedata.normalize("NFKC", match[0]) + "}", text)
+    text = _VULGAR.sub(lambda match: " " + unicodedata.normalize("NFKC", match[0]), text)
     text = _emphasis_removed(text.replace("`", "").replace("{,}", ","))
     text = unicodedata.normalize("NFKC", text.translate(_SAME)).translate(_SAME)[:MAX_ANSWER]
     text = _ALIGNED.sub("", text)
@@ -104,16 +104,16 @@ def _grouped(text: str) -> str:
         before = text
         text = _WRAPPED.sub(r"\1", _ADJACENT.sub(r"\1 ", text))
         text = _POWER.sub(r"^(\1)", text)
-        text = _INDEX.sub(lambda found: "_" + re.sub(r"[\W_]", "", found[1]), text)
-        text = _ROOT.sub(lambda found: f"√({found[1] or found[2] or found[3]})", text)
-        text = _FRACTION.sub(lambda found: f"({found[1] or found[2]})/({found[3] or found[4]})", text)
+        text = _INDEX.sub(lambda match: "_" + re.sub(r"[\W_]", "", match[1]), text)
+        text = _ROOT.sub(lambda match: f"√({match[1] or match[2] or match[3]})", text)
+        text = _FRACTION.sub(lambda match: f"({match[1] or match[2]})/({match[3] or match[4]})", text)
         if text == before:
             break
     return text
 
 
-def _command(found: re.Match[str]) -> str:
-    name = found[1] or found[2] or found[3]
+def _command(match: re.Match[str]) -> str:
+    name = match[1] or match[2] or match[3]
     return _WITH_GROUPS.get(name) or _COMMANDS.get(name, f"\\{name} " if name.isalpha() else name)
 
 
@@ -131,8 +131,8 @@ def folded(text: str) -> str:
     return text.rstrip(_STOPS)
 
 
-def _word(found: re.Match[str]) -> str:
-    word = found[0]
+def _word(match: re.Match[str]) -> str:
+    word = match[0]
     lower = word.casefold()
     if len(word) == _SYMBOL:
         return lower if lower in _SHORT_WORDS else word

@@ -83,8 +83,8 @@ class Verifiers:
         answered = await self._children.ask({"golds": list(golds), "answer": answer}, seconds)
         if "unreadable" in answered:
             raise KeyUnreadable(f"the expected answer cannot be read: {answered['unreadable']}")
-        found = bool(answered.get("answered"))
-        return Judgement(bool(answered.get("equal")), str(answered.get("why", "")), found)
+        has_answer = bool(answered.get("answered"))
+        return Judgement(bool(answered.get("equal")), str(answered.get("why", "")), has_answer)
 
     async def close(self) -> None:
         """End every child."""
@@ -154,10 +154,10 @@ class MathHandler(Handler):
         golds = ctx.task.accepted_answers()
         if not golds:
             raise TaskInvalid(f"task '{ctx.task.id}': answer: required by the handler 'math'")
-        said = ctx.final_text[-_LONGEST:]
+        text = ctx.final_text[-_LONGEST:]
         answered = {"answered": 1.0}  # What takes too long to compare is an answer.
         try:
-            verdict = await self._compare(golds, said, ctx.timeout)
+            verdict = await self._compare(golds, text, ctx.timeout)
         except VerifierTimeout:
             expected = "\nexpected: ".join(golds)
             ctx.show(f"The comparison was ended after {_VERDICT_SECONDS:g} s.\nexpected: {expected}")

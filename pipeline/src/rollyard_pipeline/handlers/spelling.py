@@ -201,15 +201,15 @@ def spellings(text: str, *, letter_unit: str = "", is_key: bool = False) -> list
     plain = _signs(text)
     plain, unit = _without_unit(plain, letter_unit)
     unit = unit or _currency(text)
-    found = [Spelling(_numbers(plain), unit)]
+    results = [Spelling(_numbers(plain), unit)]
     apart = _numbers(plain, fused=False)
-    if apart != found[0].latex:
-        found.append(Spelling(apart, unit, "by taking numbers between commas apart"))
+    if apart != results[0].latex:
+        results.append(Spelling(apart, unit, "by taking numbers between commas apart"))
     comma = None if is_key else _DECIMAL_COMMA.match(plain)
     if comma is not None and not _GROUPED.search(plain):
         point = f"{comma[1]}.{comma[2]}{comma[3]}"
-        found.append(Spelling(_numbers(point), unit, "by taking the comma for a decimal point"))
-    return [each for each in found if each.latex and _is_readable(each.latex)]
+        results.append(Spelling(_numbers(point), unit, "by taking the comma for a decimal point"))
+    return [each for each in results if each.latex and _is_readable(each.latex)]
 
 
 def _is_readable(latex: str) -> bool:
@@ -302,10 +302,10 @@ def _is_unit(words: str) -> bool:
     """Return whether words after a number only say of what it is: neither "or 6" nor "squared"."""
     if re.fullmatch("[\u4e00-\u9fff]{1,4}", words.strip()):
         return not set(words) & _CHINESE_NUMBERS
-    found = re.findall(r"[a-z']+", words.lower())
-    if not found or re.search(r"(?<![\^{-])\d|[,;]", words) or found[0] in ("squared", "cubed"):
+    latin = re.findall(r"[a-z']+", words.lower())
+    if not latin or re.search(r"(?<![\^{-])\d|[,;]", words) or latin[0] in ("squared", "cubed"):
         return words.strip() == "°"
-    return not _NO_UNITS & set(found)
+    return not _NO_UNITS & set(latin)
 
 
 def _joined(match: re.Match[str]) -> str:

@@ -125,24 +125,24 @@ class Unit:
     offset: float = 0.0
     """The temperature of zero, in kelvin."""
 
-    def convert(self, value: float, wanted: Unit) -> float | None:
+    def convert(self, value: float, target_unit: Unit) -> float | None:
         """Return a value in this unit in another one, or None if that is a unit of another kind.
 
         Temperatures alone are absolute: 0 °C is 273.15 K, and C stands for °C. Radians and cycles may be left
         out of one of the units, as in 1/s for Hz; where both have them, 1 Hz is 2π rad/s.
         """
-        if self in _SHORT_SCALES and wanted.dimension == _UNITS["K"].dimension:
-            return _SHORT_SCALES[self].convert(value, wanted)
-        if self._kind() != wanted._kind():
+        if self in _SHORT_SCALES and target_unit.dimension == _UNITS["K"].dimension:
+            return _SHORT_SCALES[self].convert(value, target_unit)
+        if self._kind() != target_unit._kind():
             return None
-        given, target = self._angles(), wanted._angles()
+        own, target = self._angles(), target_unit._angles()
         turns = Fraction(0)
-        if given and target:
-            if sum(given.values()) != sum(target.values()):
+        if own and target:
+            if sum(own.values()) != sum(target.values()):
                 return None
-            turns = given.get("cycle", Fraction(0)) - target.get("cycle", Fraction(0))
-        found = value * self.factor * math.pow(2 * math.pi, turns) + self.offset - wanted.offset
-        return found / wanted.factor
+            turns = own.get("cycle", Fraction(0)) - target.get("cycle", Fraction(0))
+        size = value * self.factor * math.pow(2 * math.pi, turns) + self.offset - target_unit.offset
+        return size / target_unit.factor
 
     def _kind(self) -> frozenset[tuple[str, Fraction]]:
         return frozenset(item for item in self.dimension if item[0] not in _ANGLES)
@@ -170,9 +170,9 @@ def _multiplied(factors: Sequence[tuple[Unit, Fraction]]) -> Unit:
         OverflowError: The size is no finite number.
     """
     size, powers = 1.0, dict[str, Fraction]()
-    for one, power in factors:
-        size *= one.factor ** float(power)
-        for base, exponent in one.dimension:
+    for factor, power in factors:
+        size *= factor.factor ** float(power)
+        for base, exponent in factor.dimension:
             powers[base] = powers.get(base, Fraction(0)) + exponent * power
     if not (math.isfinite(size) and size > 0.0):
         raise OverflowError
@@ -191,10 +191,10 @@ def unit(text: str) -> Unit | None:
     An empty text is the unit of numbers that have none. All that stands behind a slash is below it, so
     `J/mol K` is `J/(mol K)`. The text has no mark-up (see `unmarked`).
     """
-    found = leading_unit(symbols(text))
-    if found is None:
+    leading = leading_unit(symbols(text))
+    if leading is None:
         return None if text.strip() else Unit(1.0, frozenset())
-    return None if found[1].strip() else found[0]
+    return None if leading[1].strip() else leading[0]
 
 
 def symbols(text: str) -> str:
@@ -204,8 +204,8 @@ def symbols(text: str) -> str:
     return _TOGETHER.sub(_apart, text)
 
 
-def _apart(found: re.Match[str]) -> str:
-    name = found[0]
+def _apart(match: re.Match[str]) -> str:
+    name = match[0]
     if not name.islower() and not _named(name):
         for last in _LAST:
             first = name.removesuffix(last)
@@ -228,46 +228,46 @@ def _factors(text: str, start: int, depth: int) -> tuple[list[tuple[Unit, Fracti
     factors: list[tuple[Unit, Fraction]] = []
     end, over = start, False
     while (token := _TOKEN.match(text, end)) is not None:
-        operator, place = token["operator"], token.end()
-        found: list[tuple[Unit, Fraction]]
+        operator, at = token["operator"], token.end()
+        inner: list[tuple[Unit, Fraction]]
         if token["group"]:
-            found, place = _factors(text, place, depth + 1) if depth < _MAX_DEPTH else ([], place)
-            closing = _CLOSING.match(text, place)
-            if not found or closing is None:
+            inner, at = _factors(text, at, depth + 1) if depth < _MAX_DEPTH else ([], at)
+            closing = _CLOSING.match(text, at)
+            if not inner or closing is None:
                 break
-            place = closing.end()
+            at = closing.end()
         elif token["one"]:
-            found = []
+            inner = []
             if factors or operator:
                 break
         else:
-            one = _named(token["name"])
-            if one is None or (factors and operator is None and token["name"] in _WORDS):
+            named = _named(token["name"])
+            if named is None or (factors and operator is None and token["name"] in _WORDS):
                 break
-            found = [(one, Fraction(1))]
-        power, place = _power(text, place)
+            inner = [(named, Fraction(1))]
+        power, at = _power(text, at)
         power *= _SQUARES.get((token["power"] or "")[:2].lower(), 1)
         if abs(power) > _MAX_POWER:
             break
         over = over or operator in ("/", "per")
-        factors += [(one, exponent * (-power if over else power)) for one, exponent in found]
-        end = place
+        factors += [(named, exponent * (-power if over else power)) for named, exponent in inner]
+        end = at
     return factors, end
 
 
-def _power(text: str, place: int) -> tuple[Fraction, int]:
-    found = _EXPONENT.match(text, place)
-    if found is None:
-        return Fraction(1), place
-    if found[4]:
-        return Fraction(2 if found[4] == "squared" else 3), found.end()
-    return Fraction(found[1] or found[2] or found[3]), found.end()
+def _power(text: str, at: int) -> tuple[Fraction, int]:
+    match = _EXPONENT.match(text, at)
+    if match is None:
+        return Fraction(1), at
+    if match[4]:
+        return Fraction(2 if match[4] == "squared" else 3), match.end()
+    return Fraction(match[1] or match[2] or match[3]), match.end()
 
 
 def _named(name: str) -> Unit | None:
-    found = _by_symbol(name)
-    if found is not None:
-        return found
+    base = _by_symbol(name)
+    if base is not None:
+        return base
     lower = name.lower()
     for word in (lower, lower.removesuffix("s"), lower.removesuffix("es")):
         if word in _NAMES:

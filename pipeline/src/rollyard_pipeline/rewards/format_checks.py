@@ -79,11 +79,11 @@ def own_texts(task: Task, trajectory: RunRecord | None) -> list[str]:
     """
     if trajectory is None:
         return []
-    said = said_by_policy(task, trajectory)
-    thoughts = [turn.thought if turn is not None else None for _, turn in said]
+    messages = said_by_policy(task, trajectory)
+    thoughts = [turn.thought if turn is not None else None for _, turn in messages]
     return [
         message.content if thought is None else thought.opened + message.content
-        for (message, _), thought in zip(said, thoughts, strict=True)
+        for (message, _), thought in zip(messages, thoughts, strict=True)
     ]
 
 
@@ -92,8 +92,8 @@ def has_tags(text: str, tags: Sequence[str]) -> bool:
     at = 0
     for tag in tags:
         for mark in (f"<{tag}>", f"</{tag}>"):
-            place = text.find(mark, at)
-            if place < 0 or text.count(mark) != 1:
+            index = text.find(mark, at)
+            if index < 0 or text.count(mark) != 1:
                 return False
-            at = place + len(mark)
+            at = index + len(mark)
     return True

@@ -24,10 +24,10 @@ def main() -> None:
         request = json.loads(line)
         pattern = re.compile(request["pattern"], re.DOTALL)
         try:
-            found = all(pattern.search(text) is not None for text in request["texts"])
+            matched = all(pattern.search(text) is not None for text in request["texts"])
         except (MemoryError, RecursionError):
-            found = False
-        print(json.dumps({"found": found}), flush=True)
+            matched = False
+        print(json.dumps({"found": matched}), flush=True)
 
 
 if __name__ == "__main__":

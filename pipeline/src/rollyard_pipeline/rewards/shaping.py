@@ -63,7 +63,7 @@ async def service_score(
         RewardServiceFailed: The service gave no score, or may not be asked.
     """
     request = RewardRequest(rollout=lease.rollout, token=lease.token, episode=episode)
-    asked = unavailable = 0
+    attempts = unavailable = 0
     while True:
         try:
             answer = await control.reward(request, service.timeout_seconds)
@@ -73,11 +73,11 @@ async def service_score(
             continue
         if not answer.error:
             return {"reward": answer.reward, "components": answer.components}
-        asked += 1
-        if asked >= service.max_attempts or not answer.retryable:
-            tries = "1 try" if asked == 1 else f"{asked} tries"
+        attempts += 1
+        if attempts >= service.max_attempts or not answer.retryable:
+            tries = "1 try" if attempts == 1 else f"{attempts} tries"
             raise RewardServiceFailed(f"the reward service gave no score in {tries}; last: {answer.error}")
-        await asyncio.sleep(_PAUSES.pause(asked))
+        await asyncio.sleep(_PAUSES.pause(attempts))
 
 
 MAX_TEXT: Final = 1 << 18
@@ -132,7 +132,7 @@ def episode_document(context: StageContext, evaluation: Evaluation) -> dict[str,
 
 def _messages(messages: list[Message]) -> tuple[list[dict[str, Any]], int]:
     """Return the latest messages that there is room for, and the number of the earlier ones."""
-    kept: list[dict[str, Any]] = []
+    latest: list[dict[str, Any]] = []
     room = MAX_MESSAGES
     for message in reversed(messages):
         shown = message.model_dump(mode="json", exclude_none=True)
@@ -143,10 +143,10 @@ def _messages(messages: list[Message]) -> tuple[list[dict[str, Any]], int]:
             del shown["tool_calls"]
         room -= len(shown["content"]) + len(shown.get("reasoning_content", ""))
         room -= len(str(shown.get("tool_calls", "")))
-        if kept and room < 0:
+        if latest and room < 0:
             break
-        kept.append(shown)
-    return kept[::-1], len(messages) - len(kept)
+        latest.append(shown)
+    return latest[::-1], len(messages) - len(latest)
 
 
 def _shortened(text: str) -> str:
@@ -162,9 +162,9 @@ def checked_score(
     answer: Mapping[str, Any],
     *,
     name: str,
-    wanted: Collection[str],
+    required: Collection[str],
     taken: Collection[str],
-    what: str,
+    source: str,
     failed: type[PipelineError],
 ) -> dict[str, float]:
     """Return a score as components: the reward under `name`, and the components beside it.
@@ -172,9 +172,9 @@ def checked_score(
     Args:
         answer: An object with `reward` and, where there are any, `components`.
         name: The component that holds the reward.
-        wanted: The components that must be there.
+        required: The components that must be there.
         taken: The names that others have.
-        what: Who gave the score, for messages.
+        source: Who gave the score, for messages.
         failed: The exception for a score that cannot be used.
 
     Raises:
@@ -183,22 +183,22 @@ def checked_score(
     """
     components = answer.get("components") or {}
     if not isinstance(components, dict) or len(components) > MAX_COMPONENTS:
-        raise failed(f"{what}: 'components' must be an object of at most {MAX_COMPONENTS} numbers")
-    found = {name: _number(answer.get("reward"), "reward", what, failed)}
+        raise failed(f"{source}: 'components' must be an object of at most {MAX_COMPONENTS} numbers")
+    checked = {name: _number(answer.get("reward"), "reward", source, failed)}
     for key, value in components.items():
         if len(key) > 128 or _NAME.match(key) is None or key in RESERVED or key in taken:
-            raise failed(f"{what}: {_shown(key)} is no name that a component of it may have")
-        found[key] = _number(value, f"component '{key}'", what, failed)
-    missing = sorted(set(wanted) - found.keys())
+            raise failed(f"{source}: {_shown(key)} is no name that a component of it may have")
+        checked[key] = _number(value, f"component '{key}'", source, failed)
+    missing = sorted(set(required) - checked.keys())
     if missing:
-        raise failed(f"{what}: component '{missing[0]}' is missing")
-    return found
+        raise failed(f"{source}: component '{missing[0]}' is missing")
+    return checked
 
 
-def _number(value: Any, field: str, what: str, failed: type[PipelineError]) -> float:
+def _number(value: Any, field: str, source: str, failed: type[PipelineError]) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not _in_range(value):
         raise failed(
-            f"{what}: {field} is {_shown(value)}, expected a number of at most {MAX_REWARD:,.0f} in size"
+            f"{source}: {field} is {_shown(value)}, expected a number of at most {MAX_REWARD:,.0f} in size"
         )
     return float(value)
 
@@ -311,9 +311,9 @@ class Rewards:
             added |= checked_score(
                 await ask(episode_document(context, evaluation)),
                 name=SERVICE,
-                wanted=reward.service.components,
+                required=reward.service.components,
                 taken=taken,
-                what="the reward service",
+                source="the reward service",
                 failed=RewardServiceFailed,
             )
         clashes = sorted(components.keys() & added.keys())
@@ -330,14 +330,14 @@ class Rewards:
         declared: tuple[str, ...],
         taken: frozenset[str],
     ) -> dict[str, float]:
-        what = f"the reward function '{function.name}'"
+        source = f"the reward function '{function.name}'"
         answer = await self._children(function).ask(
             episode_document(context, evaluation), function.timeout_seconds
         )
         if "error" in answer:
-            raise RewardFunctionFailed(f"{what} raised {answer['error']}")
+            raise RewardFunctionFailed(f"{source} raised {answer['error']}")
         return checked_score(
-            answer, name=FUNCTION, wanted=declared, taken=taken, what=what, failed=RewardFunctionFailed
+            answer, name=FUNCTION, required=declared, taken=taken, source=source, failed=RewardFunctionFailed
         )
 
     async def close(self) -> None:

@@ -88,14 +88,14 @@ class StagesAlone:
                 )
             )  # fmt: skip
 
-        held = lease("init")
+        init_lease = lease("init")
         try:
-            init = await self._stages.work(held, StageTimes())
+            init = await self._stages.work(init_lease, StageTimes())
             ran = await self._stages.work(lease("run", init), StageTimes())
             return ran, await self._stages.work(lease("eval", ran), StageTimes())
         finally:
-            if held.sandbox is not None:
-                await asyncio.shield(self._provider.release(held.sandbox))
+            if init_lease.sandbox is not None:
+                await asyncio.shield(self._provider.release(init_lease.sandbox))
 
     async def renew(self) -> None:
         """Keep the sandboxes of this process alive until this is cancelled, as heartbeats do."""

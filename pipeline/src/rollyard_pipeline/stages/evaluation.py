@@ -79,8 +79,8 @@ async def evaluate(
             raise
         if client is not None and await _was_at_work(client):
             return Evaluation(0.0, {"test_timeout": 1.0}, sabotage.TEST_TIMEOUT)
-        what = blocked(error) or f"handler '{context.spec.handler}'"
-        raise EvalTimeout(f"Eval took longer than {seconds:g} s: {what}") from error
+        culprit = blocked(error) or f"handler '{context.spec.handler}'"
+        raise EvalTimeout(f"Eval took longer than {seconds:g} s: {culprit}") from error
     except ExecError as error:
         if untouched:
             raise

@@ -81,11 +81,11 @@ class LeftBehind:
 
     def __str__(self) -> str:
         """Return what people read of it, or "" if nothing was left behind."""
-        said = []
+        sentences = []
         if self.count:
             named = ", ".join(self.names) + (", …" if self.count > len(self.names) else "")
-            said.append(f"{self.count} files and folders of the policy stayed behind ({named})")
+            sentences.append(f"{self.count} files and folders of the policy stayed behind ({named})")
         if self.executable:
-            said.append(f"{self.executable} files lost the permission to be executed")
-        words = f"Because Eval has a network: {'; '.join(said)}." if said else ""
+            sentences.append(f"{self.executable} files lost the permission to be executed")
+        words = f"Because Eval has a network: {'; '.join(sentences)}." if sentences else ""
         return words and f"{words} See docs/sandbox-network.md."

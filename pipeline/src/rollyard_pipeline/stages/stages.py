@@ -98,8 +98,8 @@ class RunLimits:
         except TimeoutError as error:
             if not limit.expired():
                 raise
-            if place := blocked(error):
-                raise HandlerBlocked(f"Run took longer than {seconds:g} s: {place}") from error
+            if location := blocked(error):
+                raise HandlerBlocked(f"Run took longer than {seconds:g} s: {location}") from error
             silence = await self._session.silence() if self._session is not None else None
             if silence is not None:
                 raise BackendUnavailable(
@@ -261,8 +261,8 @@ class Stages:
         except TimeoutError as error:
             if time.monotonic() - held.started < timeout:
                 raise
-            what = blocked(error) or f"handler '{spec.handler}'"
-            raise InitTimeout(f"Init took longer than {timeout} s: {what}") from error
+            culprit = blocked(error) or f"handler '{spec.handler}'"
+            raise InitTimeout(f"Init took longer than {timeout} s: {culprit}") from error
         return StageResult(
             rollout=lease.rollout,
             token=lease.token,
@@ -422,8 +422,8 @@ class Stages:
     async def _acquire(self, held: HeldLease, spec: RolloutJobSpec) -> Sandbox:
         if self._provider is None:
             raise SandboxMissing("this worker has no sandboxes (start it with --sandbox)")
-        wanted = sandbox_request(spec, self._handler(spec), held.lease.task)
-        sandbox = await sandbox_started(self._provider, wanted, held.ref)
+        request = sandbox_request(spec, self._handler(spec), held.lease.task)
+        sandbox = await sandbox_started(self._provider, request, held.ref)
         held.sandbox = sandbox.handle
         # Sandboxes that start in advance would compete for the cores with this one, and with the first Run.
         if held.lease.job_uid in self._met:

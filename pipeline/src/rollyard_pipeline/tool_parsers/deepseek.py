@@ -37,8 +37,8 @@ class DeepSeekParser:
         parsed = self._reader.parse(text)
         if not parsed.calls:
             return parsed
-        thought, mark, said = parsed.text.rpartition(THINK[1])
-        return ParsedTurn((thought + mark + _FRAME.sub("", said)).strip(), parsed.calls)
+        thought, mark, answer = parsed.text.rpartition(THINK[1])
+        return ParsedTurn((thought + mark + _FRAME.sub("", answer)).strip(), parsed.calls)
 
 
 def _calls(text: str, mark: re.Match[str]) -> tuple[Sequence[ParsedCall], int]:

@@ -79,13 +79,13 @@ def _object(text: str, at: int, depth: int) -> tuple[dict[str, Any], int]:
     pairs: dict[str, Any] = {}
     at = skip_blank(text, at + 1)
     while not text.startswith("}", at):
-        found = _KEY.match(text, at)
-        if found is None:
+        match = _KEY.match(text, at)
+        if match is None:
             raise NotLiteral("expected KEY:VALUE", at)
-        key = found["key"].strip()
+        key = match["key"].strip()
         if key in pairs:
             raise NotLiteral(f"key '{key}' is given twice", at)
-        pairs[key], at = _value(text, found.end(), depth + 1)
+        pairs[key], at = _value(text, match.end(), depth + 1)
         at = _after_item(text, at, "}")
     return pairs, at + 1
 

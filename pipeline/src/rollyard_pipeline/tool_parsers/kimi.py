@@ -46,8 +46,8 @@ class KimiParser:
     def parse(self, text: str) -> ParsedTurn:
         """Return the calls of one turn, and its text without them."""
         parsed = self._reader.parse(text)
-        thought, mark, said = parsed.text.rpartition(THINK[1])
-        return ParsedTurn((thought + mark + _EMPTY.sub("", said)).strip(), parsed.calls)
+        thought, mark, answer = parsed.text.rpartition(THINK[1])
+        return ParsedTurn((thought + mark + _EMPTY.sub("", answer)).strip(), parsed.calls)
 
 
 def _calls(text: str, mark: re.Match[str]) -> tuple[Sequence[ParsedCall], int]:
@@ -66,8 +66,8 @@ def _call(text: str, at: int) -> tuple[ParsedCall, int]:
     head = _HEAD.match(text, at)
     if head is None:
         return malformed(f"expected functions.NAME:NUMBER and {_ARGUMENTS}"), recover(_RESUME, text, at)
-    found = _ID.fullmatch(head["id"])
-    name = found["name"] if found is not None else ""
+    match = _ID.fullmatch(head["id"])
+    name = match["name"] if match is not None else ""
     try:
         # A value may contain the closing mark as text, so the JSON itself determines where it ends.
         value, end = json_at(text, head.end())

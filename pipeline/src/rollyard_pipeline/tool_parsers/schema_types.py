@@ -27,9 +27,11 @@ def typed(value: str, rule: Mapping[str, Any]) -> Any:
         if number.is_integer():
             return int(number)
     if kinds & {"array", "object"}:
-        found = _structure(word)
-        if (isinstance(found, list) and "array" in kinds) or (isinstance(found, dict) and "object" in kinds):
-            return found
+        structure = _structure(word)
+        if (isinstance(structure, list) and "array" in kinds) or (
+            isinstance(structure, dict) and "object" in kinds
+        ):
+            return structure
     return value
 
 

@@ -51,8 +51,8 @@ class XtmlParser:
     def parse(self, text: str) -> ParsedTurn:
         """Return the calls of one turn, and its text without them."""
         parsed = self._reader.parse(text)
-        thought, mark, said = parsed.text.rpartition(_THINK[1])
-        return ParsedTurn((thought + mark + _FRAME.sub("", said)).strip(), parsed.calls)
+        thought, mark, answer = parsed.text.rpartition(_THINK[1])
+        return ParsedTurn((thought + mark + _FRAME.sub("", answer)).strip(), parsed.calls)
 
 
 def _call(text: str, mark: re.Match[str]) -> tuple[Sequence[ParsedCall], int]:
@@ -91,6 +91,6 @@ def _call(text: str, mark: re.Match[str]) -> tuple[Sequence[ParsedCall], int]:
 def _attributes(tag: re.Match[str]) -> dict[str, str]:
     """Return the attributes of an opening tag, with `&quot;` and `&amp;` replaced."""
     return {
-        one["key"]: one["value"].replace("&quot;", '"').replace("&amp;", "&")
-        for one in _ATTRIBUTE.finditer(tag["attributes"])
+        attribute["key"]: attribute["value"].replace("&quot;", '"').replace("&amp;", "&")
+        for attribute in _ATTRIBUTE.finditer(tag["attributes"])
     }

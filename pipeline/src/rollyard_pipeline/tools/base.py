@@ -83,8 +83,8 @@ class ToolContext:
         reason = await self.own_end() if self.own_end is not None else ""
         if not reason:
             return None
-        gone = f"the sandbox {_ENDS.get(reason, 'has ended')}, and is gone"
-        return ToolResult(f"error: {gone}", error=gone, truncates=reason)
+        message = f"the sandbox {_ENDS.get(reason, 'has ended')}, and is gone"
+        return ToolResult(f"error: {message}", error=message, truncates=reason)
 
 
 @dataclass(frozen=True, slots=True)

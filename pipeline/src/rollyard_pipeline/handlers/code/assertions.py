@@ -278,11 +278,11 @@ def _is_idle(statement: ast.stmt) -> bool:
 
 def _awkward(value: Any) -> bool:
     """Return whether an encoded value could take long to be made or compared, or holds no plain data only."""
-    waiting, seen = [value], 0
+    waiting, count = [value], 0
     while waiting:
         each = waiting.pop()
-        seen += 1
-        if seen > _MOST_VALUES or (isinstance(each, str | list) and len(each) > _MOST_VALUES):
+        count += 1
+        if count > _MOST_VALUES or (isinstance(each, str | list) and len(each) > _MOST_VALUES):
             return True
         if isinstance(each, list):
             waiting += each

@@ -90,11 +90,11 @@ def exception_of(fields: dict[str, Any]) -> Exception:
     if fields["kind"] == "sandbox":
         return from_wire(str(fields["reason"]), message)
     if fields["kind"] == "pipeline":
-        found = getattr(errors, str(fields["class"]), None)
-        if found is RewardUnusable:
+        kind = getattr(errors, str(fields["class"]), None)
+        if kind is RewardUnusable:
             return RewardUnusable(message, str(fields["blamed"]))
-        if isinstance(found, type) and issubclass(found, PipelineError):
-            return found(message)
+        if isinstance(kind, type) and issubclass(kind, PipelineError):
+            return kind(message)
         error = HandlerRaised(message)
         vars(error).update(fields["decisions"])  # The class is one of the handler's package.
         return error

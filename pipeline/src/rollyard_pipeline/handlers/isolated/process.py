@@ -61,13 +61,13 @@ class HandlerProcess:
 
     def __init__(
         self,
-        what: str,
+        name: str,
         process: asyncio.subprocess.Process,
         reader: asyncio.StreamReader,
         writer: asyncio.StreamWriter,
         stack: int,
     ) -> None:
-        self._what = what
+        self._what = name
         self._process = process
         self._reader = reader
         self._writer = writer
@@ -78,11 +78,11 @@ class HandlerProcess:
         self._call = 0
 
     @classmethod
-    async def start(cls, what: str, target: str) -> Self:
+    async def start(cls, name: str, target: str) -> Self:
         """Return a process that has loaded the handler.
 
         Args:
-            what: The name of the handler, for messages.
+            name: The name of the handler, for messages.
             target: Its class, as MODULE:CLASS.
 
         Raises:
@@ -103,21 +103,20 @@ class HandlerProcess:
             ours.close()
             os.close(stack)
             if isinstance(error, OSError):
-                raise HandlerFailed(f"{what}: its process cannot be started: {error}") from error
+                raise HandlerFailed(f"{name}: its process cannot be started: {error}") from error
             raise
         finally:
             its.close()
-        started = cls(what, process, reader, writer, stack)
+        started = cls(name, process, reader, writer, stack)
         try:
             async with asyncio.timeout(_START_SECONDS):
                 loaded = await started._outcome("being loaded", _Request(None, (), {}))
             started._raise_error(loaded)
         except TimeoutError as error:
-            place = await started.stopped_at()
+            location = await started.stopped_at()
             await started.end()
-            problem = (
-                f"{what} was not loaded within {_START_SECONDS:g} s{f', blocked at {place}' if place else ''}"
-            )
+            where = f", blocked at {location}" if location else ""
+            problem = f"{name} was not loaded within {_START_SECONDS:g} s{where}"
             raise HandlerFailed(problem) from error
         except BaseException:
             await started.end()
@@ -260,8 +259,8 @@ class HandlerProcess:
             self._writer.write(encode({"event": "output", "id": number}, output))
 
         client = request.sandboxes[int(header["sandbox"])]
-        asked = dict(header["request"])
-        return await client.forward(asked, body, limit=float(header["limit"]), listener=hear)
+        fields = dict(header["request"])
+        return await client.forward(fields, body, limit=float(header["limit"]), listener=hear)
 
     async def stopped_at(self) -> str:
         """End the process, and return where its code was, or "" if it was waiting."""
@@ -277,11 +276,11 @@ class HandlerProcess:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_ABORT_SECONDS):
                 await self._process.wait()
-        status, place = self._process.returncode, blocked_at(self._dump())
+        status, location = self._process.returncode, blocked_at(self._dump())
         how = ""
         if status is not None:
             how = f" by {signal.Signals(-status).name}" if status < 0 else f" with status {status}"
-        return f"{how}{f', at {place}' if place else ''}"
+        return f"{how}{f', at {location}' if location else ''}"
 
     def _dump(self) -> str:
         return os.pread(self._stack, _STACK_BYTES, 0).decode("utf-8", "replace")

@@ -164,10 +164,10 @@ async def _run(ctx: StageContext, script: str, folder: str, env: dict[str, str])
 
 def _scored(ctx: StageContext, tests: SweTests, results: Results) -> Evaluation:
     """Return the evaluation of the results. People are shown which tests did not pass."""
-    found = score(tests, results)
-    ctx.show(found.message)
-    components = {"fail_to_pass": found.fail_to_pass, "pass_to_pass": found.pass_to_pass}
-    return Evaluation(float(found.solved), components, "" if results else NO_RESULTS)
+    total = score(tests, results)
+    ctx.show(total.message)
+    components = {"fail_to_pass": total.fail_to_pass, "pass_to_pass": total.pass_to_pass}
+    return Evaluation(float(total.solved), components, "" if results else NO_RESULTS)
 
 
 def _tests(task: Task) -> SweTests:
@@ -220,12 +220,12 @@ async def _place_repository(ctx: StageContext, tests: SweTests, folder: str) -> 
         raise SetupFailed(f"task '{ctx.task.id}': swe.patch does not apply to the repository")
 
 
-async def _bash(ctx: StageContext, script: str, *arguments: str, what: str) -> None:
+async def _bash(ctx: StageContext, script: str, *arguments: str, field: str) -> None:
     result = await ctx.sandbox.run(
         ["bash", "-c", script, "bash", *arguments], cwd="/", timeout=min(_SECONDS, ctx.timeout)
     )
     if result.exit_code != 0:
         how = "ran out of time" if result.timed_out else f"ended with {result.exit_code}"
         raise SetupFailed(
-            f"task '{ctx.task.id}': swe.repository.{what}: the command {how}: {result.text()[-1000:]}"
+            f"task '{ctx.task.id}': swe.repository.{field}: the command {how}: {result.text()[-1000:]}"
         )

@@ -49,7 +49,7 @@ def protection(tests: SweTests) -> Callable[[bytes], bool]:
         small = [part.lower() for part in parts]
         if any(_matches(part, _FOLDERS) for part in small) or _matches(small[-1], _FILES):
             return True
-        return any(path == one or path.startswith(one + b"/") for one in paths)
+        return any(path == folder or path.startswith(folder + b"/") for folder in paths)
 
     return protected
 
@@ -59,21 +59,21 @@ def test_paths(tests: SweTests) -> list[str]:
     named = [*tests.files, *tests.protected, *_inside(tests)]
     if tests.patch is not None:
         named += changed_files(tests.patch)
-    wanted = [*tests.fail_to_pass, *tests.pass_to_pass, *(tests.expected or ())]
-    named += [name.partition("::")[0] for name in wanted if "::" in name and in_a_function(name)]
+    deciding = [*tests.fail_to_pass, *tests.pass_to_pass, *(tests.expected or ())]
+    named += [name.partition("::")[0] for name in deciding if "::" in name and in_a_function(name)]
     return sorted({posixpath.normpath(path) for path in named})
 
 
 def test_folders(paths: Iterable[str]) -> list[str]:
     """Return the folders of tests in which these files lie: what tests share lies beside them."""
-    found = set()
+    folders = set()
     for path in paths:
         parts = path.split("/")[:-1]
-        for place, part in enumerate(parts):
-            if _TESTS.fullmatch(part) or (part == "testing" and place == 0):
-                found.add("/".join(parts[: place + 1]))
+        for depth, part in enumerate(parts):
+            if _TESTS.fullmatch(part) or (part == "testing" and depth == 0):
+                folders.add("/".join(parts[: depth + 1]))
                 break
-    return sorted(found)
+    return sorted(folders)
 
 
 def _inside(tests: SweTests) -> Iterable[str]:

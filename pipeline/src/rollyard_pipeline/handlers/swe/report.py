@@ -54,12 +54,12 @@ class SignedReport:
     def doubtful(self, tests: SweTests) -> set[str]:
         """Return the tests of a task that have passed in a way that is not believed."""
         reported = Reported(tests, self.results.keys() | self.tampered)
-        wanted = [*tests.fail_to_pass, *tests.pass_to_pass, *(tests.expected or ())]
-        found = {name for test in wanted for name in reported.of(test) if name in self.tampered}
+        listed = [*tests.fail_to_pass, *tests.pass_to_pass, *(tests.expected or ())]
+        doubted = {name for test in listed for name in reported.of(test) if name in self.tampered}
         for test in filter(in_a_function, deciding(tests)):
             passed = (name for name in reported.of(test) if self.results.get(name) == PASSED)
-            found.update(name for name in passed if name not in self.controlled)
-        return found
+            doubted.update(name for name in passed if name not in self.controlled)
+        return doubted
 
 
 class ReportFiles:

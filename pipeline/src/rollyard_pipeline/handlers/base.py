@@ -81,9 +81,9 @@ async def run_test(
     )
 
 
-ANSWER = "answer"
+ANSWER: Final = "answer"
 """The key of `ctx.carry` under which Run stores the answer that `submit` received."""
-_SETUP_OUTPUT = 8192  # The number of bytes of a setup script's output that the error message keeps.
+_SETUP_OUTPUT: Final = 8192  # The number of bytes of a setup script's output that the error message keeps.
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,8 @@ import re
 import unicodedata
 from typing import Final
 
+from rollyard_pipeline.handlers.tables import words
+
 MAX_ANSWER: Final = 4096
 """Characters. No answer is longer than this."""
 _SUPERSCRIPTS: Final = re.compile("[⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻]++")
@@ -36,24 +38,53 @@ _COMMANDS: Final = {
     **dict.fromkeys(("ge", "geq", "geqslant", "gt", "gg", "gtrsim"), "≥"),
     **dict.fromkeys(("ne", "neq"), "≠"),
     **dict.fromkeys(("to", "rightarrow", "Rightarrow", "longrightarrow", "implies", "therefore"), ", "),
-    "AA": "Å", "odot": "odot", "sun": "odot", "Omega": "Ω", "ohm": "Ω", "mu": "μ", "pi": "π", "pm": "±",
+    "AA": "Å",
+    "odot": "odot",
+    "sun": "odot",
+    "Omega": "Ω",
+    "ohm": "Ω",
+    "mu": "μ",
+    "pi": "π",
+    "pm": "±",
     "div": "/",
-}  # fmt: skip
+}
 """What stands for a command of LaTeX. Others, such as variables and functions, stay what they are."""
 _WRAPPER, _FRAC, _SQRT = "\0", "\1", "\2"
 """What stands for these commands until their groups have been read."""
 _WITH_GROUPS: Final = {
     **dict.fromkeys(
         (
-            "text", "textbf", "textit", "textrm", "textsf", "emph", "mathrm", "mathbf", "mathit", "mathsf",
-            "boldsymbol", "bf", "rm", "operatorname", "boxed", "fbox", "ce", "num", "unit", "si", "SI", "qty",
-            "underline", "hbox", "mbox",
+            "text",
+            "textbf",
+            "textit",
+            "textrm",
+            "textsf",
+            "emph",
+            "mathrm",
+            "mathbf",
+            "mathit",
+            "mathsf",
+            "boldsymbol",
+            "bf",
+            "rm",
+            "operatorname",
+            "boxed",
+            "fbox",
+            "ce",
+            "num",
+            "unit",
+            "si",
+            "SI",
+            "qty",
+            "underline",
+            "hbox",
+            "mbox",
         ),
         _WRAPPER,
     ),
     **dict.fromkeys(("frac", "dfrac", "tfrac", "cfrac"), _FRAC),
     "sqrt": _SQRT,
-}  # fmt: skip
+}
 _COMMAND: Final = re.compile(r"\\(?:(mu)(?![A-Za-z])\s*+|([A-Za-z]++)|(.))", re.DOTALL)
 _ALIGNED: Final = re.compile(r"\\(?:begin|end)\s*+\{[A-Za-z]++\*?\}|&(?=\s*+[=≈])")
 _ADJACENT: Final = re.compile(r"\0\s*+\{([^{}]*+)\}(?=\0)")
@@ -65,10 +96,9 @@ _INDEX: Final = re.compile(r"_\s*+\{([^{}]*+)\}")
 _DEGREE: Final = re.compile(r"\^\s*+\(?\s*+(?:°|o(?=\)?\s*+C\b))\s*+\)?")
 _WORD: Final = re.compile(r"[^\W\d_]+")
 _SYMBOL: Final = 2  # Letters, as most symbols of elements have.
-_SHORT_WORDS: Final = frozenset((
-    "am", "an", "as", "at", "be", "by", "do", "go", "he", "if", "in", "is", "it", "me", "my", "no", "of",
-    "on", "or", "so", "to", "up", "us", "we",
-))  # fmt: skip
+_SHORT_WORDS: Final = words(
+    "am an as at be by do go he if in is it me my no of on or so to up us we",
+)
 _CHARGE: Final = re.compile(r"\^(?:\((\d*[+-])\)|([+-]))(?!\s*[\w(])")
 _QUOTED: Final = re.compile(r"\A(?:\"(.*)\"|'(.*)'|“(.*)”|‘(.*)’)\Z", re.DOTALL)
 _STOPS: Final = ".,;:。"

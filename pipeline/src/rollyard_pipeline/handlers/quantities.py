@@ -38,9 +38,17 @@ _PERCENT: Final = re.compile(r"\s?%")
 _CLOSING: Final = re.compile(r"\)*+")
 """Parentheses that do not hide the unit behind them."""
 _SCALES: Final = {
-    "dozen": 12.0, "hundred": 1e2, "thousand": 1e3, "million": 1e6, "billion": 1e9, "trillion": 1e12,
-    "quadrillion": 1e15, "quintillion": 1e18, "lakh": 1e5, "crore": 1e7,
-}  # fmt: skip
+    "dozen": 12.0,
+    "hundred": 1e2,
+    "thousand": 1e3,
+    "million": 1e6,
+    "billion": 1e9,
+    "trillion": 1e12,
+    "quadrillion": 1e15,
+    "quintillion": 1e18,
+    "lakh": 1e5,
+    "crore": 1e7,
+}
 _SCALE: Final = re.compile(rf"\s?({'|'.join(_SCALES)})s?\b", re.IGNORECASE)
 _START: Final = re.compile(r"(?:[+-]\s?)?\(*+[+-]?(?:\.?\d|[√π])", re.ASCII)
 _CHINESE_IS: Final = "为為是约約得"

@@ -78,15 +78,24 @@ class StagesAlone:
         def lease(stage: StageName, before: StageResult | None = None) -> HeldLease:
             return HeldLease(
                 Lease(
-                    rollout=f"{task.id}/{number}", token=1, stage=stage, job="alone", namespace="default",
-                    job_uid="alone", group_id=task.id, sample_index=0, attempt=0, queued_seconds=0.0,
-                    lease_seconds=_LEASE_SECONDS, task=task,
+                    rollout=f"{task.id}/{number}",
+                    token=1,
+                    stage=stage,
+                    job="alone",
+                    namespace="default",
+                    job_uid="alone",
+                    group_id=task.id,
+                    sample_index=0,
+                    attempt=0,
+                    queued_seconds=0.0,
+                    lease_seconds=_LEASE_SECONDS,
+                    task=task,
                     sandbox=before.sandbox if before is not None else None,
                     carry=copy.deepcopy(before.carry) if before is not None else {},
                     trajectory=None if before is None else before.transcript,
                     segments=[] if before is None else before.segments,
                 )
-            )  # fmt: skip
+            )
 
         init_lease = lease("init")
         try:

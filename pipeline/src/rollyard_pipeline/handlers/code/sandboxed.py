@@ -158,8 +158,12 @@ def decode(value: Any) -> Any:
 
 
 KINDS: dict[str, Callable[[Any], Any]] = {
-    "l": list, "t": tuple, "s": set, "z": frozenset, "y": lambda items: iter(list(items)),
-}  # fmt: skip
+    "l": list,
+    "t": tuple,
+    "s": set,
+    "z": frozenset,
+    "y": lambda items: iter(list(items)),
+}
 
 
 def quoted(words: str) -> str:

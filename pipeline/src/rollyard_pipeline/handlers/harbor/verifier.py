@@ -116,8 +116,12 @@ async def verify(
     variables = {"PYTHONPATH": TESTS, **variables, **step.verifier_env}
     result = await client.run(
         ["bash", "--noprofile", "--norc", f"{TESTS}/test.sh"],
-        env=dict(variables), cwd=plan.workdir, clean_env=True, timeout=timeout, max_output=_OUTPUT,
-    )  # fmt: skip
+        env=dict(variables),
+        cwd=plan.workdir,
+        clean_env=True,
+        timeout=timeout,
+        max_output=_OUTPUT,
+    )
     # What the tests left running could change the files while they are read.
     await client.kill_all()
     printed = result.text().strip()

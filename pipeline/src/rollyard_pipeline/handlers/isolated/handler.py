@@ -85,9 +85,14 @@ class IsolatedHandler(Handler):
         self._handler = handler
         self._processes = processes
         shown = (
-            "needs_sandbox", "needs_tokens", "judges_answers", "reward_range", "components", "eval_sandbox",
+            "needs_sandbox",
+            "needs_tokens",
+            "judges_answers",
+            "reward_range",
+            "components",
+            "eval_sandbox",
             "fetches",
-        )  # fmt: skip
+        )
         # These are attributes of the class, which an instance can only hide.
         vars(self).update({name: getattr(handler, name) for name in shown})
 

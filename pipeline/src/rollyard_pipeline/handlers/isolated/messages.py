@@ -74,8 +74,11 @@ def described(error: BaseException) -> dict[str, Any]:
             }
             blamed = error.reward_reason if isinstance(error, RewardUnusable) else ""
             return fields | {
-                "kind": "pipeline", "class": type(error).__name__, "decisions": decisions, "blamed": blamed,
-            }  # fmt: skip
+                "kind": "pipeline",
+                "class": type(error).__name__,
+                "decisions": decisions,
+                "blamed": blamed,
+            }
     trace = "".join(traceback.format_exception(error))[-_TRACE:]
     return {"kind": "other", "message": message_of(error), "trace": trace}
 

@@ -95,9 +95,15 @@ class HandlerProcess:
         try:
             arguments = (target, its.fileno(), stack, logging.getLogger().getEffectiveLevel())
             process = await asyncio.create_subprocess_exec(
-                sys.executable, "-P", "-m", _PROGRAM, *map(str, arguments),
-                stdin=asyncio.subprocess.DEVNULL, pass_fds=(its.fileno(), stack), start_new_session=True,
-            )  # fmt: skip
+                sys.executable,
+                "-P",
+                "-m",
+                _PROGRAM,
+                *map(str, arguments),
+                stdin=asyncio.subprocess.DEVNULL,
+                pass_fds=(its.fileno(), stack),
+                start_new_session=True,
+            )
             reader, writer = await asyncio.open_connection(sock=ours)
         except BaseException as error:
             ours.close()

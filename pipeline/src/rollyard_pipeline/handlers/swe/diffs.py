@@ -132,9 +132,14 @@ async def _git(
     # A repository further up must not decide what the paths of the diff are relative to.
     variables = {**(env or {}), "GIT_CEILING_DIRECTORIES": posixpath.dirname(folder)}
     return await ctx.sandbox.run(
-        [*_GIT, *options, "-"], env=variables, clean_env=env is not None, cwd=folder,
-        stdin=patch.encode(errors="replace"), timeout=min(_SECONDS, ctx.timeout), max_output=1 << 20,
-    )  # fmt: skip
+        [*_GIT, *options, "-"],
+        env=variables,
+        clean_env=env is not None,
+        cwd=folder,
+        stdin=patch.encode(errors="replace"),
+        timeout=min(_SECONDS, ctx.timeout),
+        max_output=1 << 20,
+    )
 
 
 def _literal(name: bytes) -> str:

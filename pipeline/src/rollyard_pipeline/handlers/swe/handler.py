@@ -155,9 +155,14 @@ async def _run(ctx: StageContext, script: str, folder: str, env: dict[str, str])
     # commands can read the rest.
     command = 'rollyard_script=$(cat) && exec < /dev/null && eval "$rollyard_script"'
     result = await ctx.sandbox.run(
-        [*_SHELL, command, "bash"], env=env, clean_env=True, cwd=folder, stdin=script.encode(),
-        timeout=ctx.timeout, max_output=_LOG_BYTES,
-    )  # fmt: skip
+        [*_SHELL, command, "bash"],
+        env=env,
+        clean_env=True,
+        cwd=folder,
+        stdin=script.encode(),
+        timeout=ctx.timeout,
+        max_output=_LOG_BYTES,
+    )
     ctx.show(result.text().strip())
     return result
 

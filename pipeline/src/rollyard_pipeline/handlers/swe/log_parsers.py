@@ -109,10 +109,13 @@ def logged_name(parser: str, test: str) -> str:
 
 
 _DJANGO_ENDS: Final = (
-    (re.compile(r"^(.*) \.\.\. (?:ok|OK)$"), PASSED), (re.compile(r"^(.*) \.\.\. skipped\b"), SKIPPED),
-    (re.compile(r"^(.*) \.\.\. expected failure$"), PASSED), (re.compile(r"^(.*) \.\.\. FAIL$"), FAILED),
-    (re.compile(r"^(.*) \.\.\. ERROR$"), ERROR), (re.compile(r"^(.*) \.\.\. unexpected success$"), FAILED),
-)  # fmt: skip
+    (re.compile(r"^(.*) \.\.\. (?:ok|OK)$"), PASSED),
+    (re.compile(r"^(.*) \.\.\. skipped\b"), SKIPPED),
+    (re.compile(r"^(.*) \.\.\. expected failure$"), PASSED),
+    (re.compile(r"^(.*) \.\.\. FAIL$"), FAILED),
+    (re.compile(r"^(.*) \.\.\. ERROR$"), ERROR),
+    (re.compile(r"^(.*) \.\.\. unexpected success$"), FAILED),
+)
 _DJANGO_HEADS: Final = ((re.compile(r"^FAIL: (.*)$"), FAILED), (re.compile(r"^ERROR: (.*)$"), ERROR))
 _UNITTEST_NAME: Final = re.compile(r"^\w+ \([\w.]+\)")
 

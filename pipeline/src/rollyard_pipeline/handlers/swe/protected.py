@@ -12,21 +12,21 @@ from rollyard_crds.fields.swe_tests import SweTests
 from rollyard_tasks.formats.swebench.diffs import changed_files
 
 from rollyard_pipeline.handlers.swe.results import in_a_function
+from rollyard_pipeline.handlers.tables import words
 
-_FOLDERS: Final = (
-    ".git", ".hg", ".eggs", ".nox", ".pytest_cache", ".tox", ".venv", "__pycache__", "node_modules",
-    "*.dist-info", "*.egg-info", "site-packages", "conftest", "encodings", "sitecustomize", "usercustomize",
-)  # fmt: skip
+_FOLDERS: Final = words(
+    ".git .hg .eggs .nox .pytest_cache .tox .venv __pycache__ node_modules *.dist-info *.egg-info",
+    "site-packages conftest encodings sitecustomize usercustomize",
+)
 """Folders at any depth: histories, whose settings start programs; caches, from which compiled code is loaded
 without a look at its source; environments; metadata, which name plugins of pytest; and packages that hide a
 file of the next list."""
-_FILES: Final = (
-    "conftest.*", "pytest.ini", ".pytest.ini", "pytest.toml", ".pytest.toml", "tox.ini", "setup.cfg",
-    "pyproject.toml", "setup.py", "versioneer.py", "makefile", "gnumakefile", "noxfile.py", ".coveragerc",
-    "sitecustomize.*", "usercustomize.*", "*.pth", "*.pyc", "*.pyo", "package.json", "jest.config.*",
-    "vitest.config.*",
-    "vite.config.*", "babel.config.*", ".babelrc*", ".mocharc.*", ".gitattributes", ".gitmodules",
-)  # fmt: skip
+_FILES: Final = words(
+    "conftest.* pytest.ini .pytest.ini pytest.toml .pytest.toml tox.ini setup.cfg pyproject.toml setup.py",
+    "versioneer.py makefile gnumakefile noxfile.py .coveragerc sitecustomize.* usercustomize.* *.pth *.pyc",
+    "*.pyo package.json jest.config.* vitest.config.* vite.config.* babel.config.* .babelrc* .mocharc.*",
+    ".gitattributes .gitmodules",
+)
 """Files at any depth that say how tests are run, or that an interpreter runs at its start."""
 _TESTS: Final = re.compile(r"tests?|\w+[_-]tests?|tests?[_-]\w+", re.IGNORECASE)
 """The names of folders that hold tests, and what tests share. A `testing` further down may be the product."""

@@ -90,9 +90,13 @@ class ReportFiles:
         cut = sorted({plain(name) for name in listed if "[" in name and not name.endswith("]")})
         paths = test_paths(tests)
         task = {
-            "secret": self._secret, "folder": repository, "names": names, "cut": cut, "files": paths,
+            "secret": self._secret,
+            "folder": repository,
+            "names": names,
+            "cut": cut,
+            "files": paths,
             "folders": test_folders(paths),
-        }  # fmt: skip
+        }
         for path, module in _SOURCES.items():
             source = files(__package__).joinpath(module).read_bytes()
             await self._client.write_file(f"{self._folder}/{path}", source)

@@ -211,16 +211,16 @@ async def _place_repository(ctx: StageContext, tests: SweTests, folder: str) -> 
             raise TaskInvalid(f"task '{ctx.task.id}': swe.repository.archive: is not in base64") from error
         packed = f"{ctx.workdir}/.rollyard-archive"
         await ctx.sandbox.write_file(packed, data)
-        await _bash(ctx, f'{_FROM_ARCHIVE} && rm -- "$1"', packed, target, what="archive")
+        await _bash(ctx, f'{_FROM_ARCHIVE} && rm -- "$1"', packed, target, field="archive")
     elif repository.source is not None:
-        await _bash(ctx, _FROM_EITHER, repository.source, target, what="source")
-    await _bash(ctx, '[ -d "$1" ] && [ ! -L "$1" ]', folder, what="path")
+        await _bash(ctx, _FROM_EITHER, repository.source, target, field="source")
+    await _bash(ctx, '[ -d "$1" ] && [ ! -L "$1" ]', folder, field="path")
     if repository.patch is not None and not await diffs.applies(ctx, folder, repository.patch):
         raise SetupFailed(f"task '{ctx.task.id}': swe.repository.patch does not apply")
     if not ctx.for_eval:
         for path in repository.hidden:
             hidden = posixpath.join(folder, path)
-            await _bash(ctx, 'rm -rf -- "$1" && [ ! -e "$1" ]', hidden, what="hidden")
+            await _bash(ctx, 'rm -rf -- "$1" && [ ! -e "$1" ]', hidden, field="hidden")
     elif tests.patch is not None and not await diffs.applies(ctx, folder, tests.patch, "--check"):
         raise SetupFailed(f"task '{ctx.task.id}': swe.patch does not apply to the repository")
 

@@ -218,7 +218,7 @@ class DecidingFiles:
     """The code of the tests that decide, and of what they may inherit tests from.
 
     Args:
-        given: What Eval says of the tests.
+        task: What Eval says of the tests.
     """
 
     def __init__(self, task: Any) -> None:

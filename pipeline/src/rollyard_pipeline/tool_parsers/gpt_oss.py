@@ -13,7 +13,14 @@ import re
 from typing import Final
 
 from rollyard_pipeline.tool_parsers.base import ParsedCall, ParsedTurn
-from rollyard_pipeline.tool_parsers.calls import NAME_LIMIT, NotJson, call_of, json_at, malformed, skip_space
+from rollyard_pipeline.tool_parsers.calls import (
+    NAME_LIMIT,
+    NotAValue,
+    call_of,
+    json_at,
+    malformed,
+    skip_space,
+)
 
 _START: Final = "<|start|>"
 _MESSAGE: Final = "<|message|>"
@@ -81,7 +88,7 @@ def _call(text: str, at: int, name: str, calls: list[ParsedCall]) -> int:
             # The JSON itself determines where it ends, because a value may contain a mark as text.
             value, after = json_at(text, at)
             call = call_of(name, value)
-        except NotJson as error:
+        except NotAValue as error:
             call, after = malformed(str(error), name), at
     end = _ENDS.search(text, after)
     stop = end.start() if end is not None else len(text)

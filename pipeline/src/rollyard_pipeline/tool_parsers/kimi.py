@@ -16,7 +16,7 @@ from typing import Final
 from rollyard_pipeline.tool_parsers.base import ParsedCall, ParsedTurn
 from rollyard_pipeline.tool_parsers.calls import (
     NAME_LIMIT,
-    NotJson,
+    NotAValue,
     call_of,
     json_at,
     malformed,
@@ -71,7 +71,7 @@ def _call(text: str, at: int) -> tuple[ParsedCall, int]:
     try:
         # A value may contain the closing mark as text, so the JSON itself determines where it ends.
         value, end = json_at(text, head.end())
-    except NotJson as error:
+    except NotAValue as error:
         return malformed(str(error), name), recover(_RESUME, text, head.end())
     after = skip_space(text, end)
     if not text.startswith(_END, after):

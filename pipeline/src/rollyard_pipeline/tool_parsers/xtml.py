@@ -20,7 +20,7 @@ from typing import Any, Final
 from rollyard_pipeline.tool_parsers.base import ParsedCall, ParsedTurn
 from rollyard_pipeline.tool_parsers.calls import (
     NAME_LIMIT,
-    NotJson,
+    NotAValue,
     json_value,
     malformed,
     recover,
@@ -78,7 +78,7 @@ def _call(text: str, mark: re.Match[str]) -> tuple[Sequence[ParsedCall], int]:
         value = text[argument.end() : end.start()]
         try:
             arguments[key] = value if attributes.get("type") == "string" else json_value(value)
-        except NotJson as error:
+        except NotAValue as error:
             return [malformed(f"argument '{key}': {error}", name)], recover(_RESUME, text, end.end())
         at = end.end()
     closed = _CALL_END.match(text, at)

@@ -52,7 +52,7 @@ class HandlerProcess:
     """A process that performs the calls of a handler, one at a time. See `program`.
 
     Args:
-        what: The name of the handler, for messages.
+        name: The name of the handler, for messages.
         process: The process.
         reader: Reads from the socket to it.
         writer: Writes to the socket to it.
@@ -67,7 +67,7 @@ class HandlerProcess:
         writer: asyncio.StreamWriter,
         stack: int,
     ) -> None:
-        self._what = name
+        self._name = name
         self._process = process
         self._reader = reader
         self._writer = writer
@@ -163,7 +163,7 @@ class HandlerProcess:
         try:
             self._writer.write(encode({"id": self._ready, "call": self._call}, body))
         except SandboxError as error:
-            raise HandlerFailed(f"{self._what}: {method} cannot get its context: {error}") from error
+            raise HandlerFailed(f"{self._name}: {method} cannot get its context: {error}") from error
         outcome = await self._outcome(method, request)
         context.show(outcome.shown)
         if outcome.raised in request.raised:
@@ -171,7 +171,7 @@ class HandlerProcess:
         self._raise_error(outcome)
         complete = outcome.carry is not None and (method != "eval" or outcome.components is not None)
         if outcome.raised is not None or not complete:
-            raise HandlerFailed(f"{self._what}: its process reported no outcome of {method}")
+            raise HandlerFailed(f"{self._name}: its process reported no outcome of {method}")
         return outcome
 
     def _raise_error(self, outcome: HandlerOutcome) -> None:
@@ -181,7 +181,7 @@ class HandlerProcess:
         try:
             error = exception_of(outcome.error)
         except (ValueError, KeyError, TypeError) as problem:
-            raise HandlerFailed(f"{self._what}: its process reported no exception: {problem!r}") from problem
+            raise HandlerFailed(f"{self._name}: its process reported no exception: {problem!r}") from problem
         raise error
 
     async def _outcome(self, doing: str, request: _Request) -> HandlerOutcome:
@@ -196,7 +196,7 @@ class HandlerProcess:
                         return HandlerOutcome.model_validate(json.loads(body))
                     await self._begin(header, body, request, tasks)
         except (SandboxError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            problem = f"{self._what}: its process does not keep to the protocol ({doing}): {error!r}"
+            problem = f"{self._name}: its process does not keep to the protocol ({doing}): {error!r}"
             raise HandlerFailed(clean_text(problem, _MESSAGE)) from error
         except asyncio.CancelledError:
             stopped = True
@@ -211,7 +211,7 @@ class HandlerProcess:
                 task.cancel()
             if ending:
                 await asyncio.wait(ending)
-        raise HandlerFailed(f"{self._what}: its process ended in {doing}{await self._ending()}")
+        raise HandlerFailed(f"{self._name}: its process ended in {doing}{await self._ending()}")
 
     async def _begin(
         self, header: dict[str, Any], body: bytes, request: _Request, tasks: dict[int, asyncio.Task[None]]

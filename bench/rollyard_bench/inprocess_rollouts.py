@@ -22,12 +22,12 @@ from rollyard_engine.generation.sampling import SamplingParams
 from rollyard_engine.generation.scheduler import Scheduler, SchedulerLimits
 from rollyard_engine.generation.sequence import Sequence as EngineSequence
 from rollyard_engine.generation.thread import EngineThread
-from rollyard_pipeline.handlers.scripts import run_test
+from rollyard_pipeline.handlers.base import run_test
 from rollyard_pipeline.sandboxes.interface import SandboxProvider, SandboxRequest
 from rollyard_pipeline.sandboxes.provider import open_provider
 from rollyard_pipeline.tools.base import Tool, ToolContext, check_arguments, refusal
-from rollyard_pipeline.tools.bash import BashTool
 from rollyard_pipeline.tools.edit import EditTool
+from rollyard_pipeline.tools.shipped import BashTool
 from tokenizers import Tokenizer
 
 CONCURRENCY: Final = 32

@@ -23,7 +23,7 @@ from rollyard_pipeline.stages.evaluation import evaluate
 from rollyard_pipeline.tool_parsers.base import ParsedCall
 from rollyard_pipeline.tool_parsers.hermes import HermesParser
 from rollyard_pipeline.tools.base import ToolContext
-from rollyard_pipeline.tools.bash import BashTool
+from rollyard_pipeline.tools.shipped import BashTool
 from rollyard_pipeline.trajectories.episode import Episode
 from rollyard_sandbox.client import EvalPlace, ExecClient
 from rollyard_testing.pace import patience

@@ -17,14 +17,14 @@ from rollyard_crds.trajectory import Trajectory
 from rollyard_pipeline.errors import TaskInvalid
 from rollyard_pipeline.handlers import StageContext
 from rollyard_pipeline.handlers.answers import final_answer
-from rollyard_pipeline.handlers.math import MathHandler
-from rollyard_pipeline.handlers.statements import statements
-from rollyard_pipeline.handlers.verifier import (
+from rollyard_pipeline.handlers.math import (
     Judgement,
+    MathHandler,
     VerifierFailed,
     Verifiers,
     VerifierTimeout,
 )
+from rollyard_pipeline.handlers.statements import statements
 from rollyard_testing.pace import patience
 
 # There is one event loop, so that tests share a handler: its children are slow to start (sympy).

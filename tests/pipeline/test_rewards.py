@@ -32,10 +32,15 @@ from rollyard_pipeline.handlers import Evaluation, Handler, StageContext
 from rollyard_pipeline.handlers.math import MathHandler
 from rollyard_pipeline.registry import REWARD_FUNCTIONS, Registry
 from rollyard_pipeline.rewards.components import component_problems
-from rollyard_pipeline.rewards.episode import MAX_MESSAGES, MAX_METADATA, MAX_TEXT, episode_document
 from rollyard_pipeline.rewards.format_checks import FormatChecks, has_tags
-from rollyard_pipeline.rewards.service import service_score
-from rollyard_pipeline.rewards.shaping import Rewards
+from rollyard_pipeline.rewards.shaping import (
+    MAX_MESSAGES,
+    MAX_METADATA,
+    MAX_TEXT,
+    Rewards,
+    episode_document,
+    service_score,
+)
 from rollyard_pipeline.worker.worker import stage_failure
 from rollyard_testing.pace import patience
 

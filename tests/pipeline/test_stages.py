@@ -53,8 +53,7 @@ from rollyard_pipeline.sandboxes.errors import ImageNotUsable, SandboxLost
 from rollyard_pipeline.sandboxes.provider import NodeProvider
 from rollyard_pipeline.stages.contexts import checked_carry, stage_context
 from rollyard_pipeline.stages.rescoring import Rescorer
-from rollyard_pipeline.stages.run_limits import AgentRuns, RunLimits
-from rollyard_pipeline.stages.stages import Stages
+from rollyard_pipeline.stages.stages import AgentRuns, RunLimits, Stages
 from rollyard_pipeline.tool_parsers.base import ParsedCall
 from rollyard_pipeline.tools import ToolContext
 from rollyard_pipeline.tools.edit import EditTool

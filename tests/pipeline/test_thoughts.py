@@ -21,8 +21,8 @@ from rollyard_pipeline.handlers.math import MathHandler
 from rollyard_pipeline.handlers.stem import StemHandler
 from rollyard_pipeline.handlers.swe.diffs import patch_of
 from rollyard_pipeline.registry import Registry
-from rollyard_pipeline.rewards.episode import episode_document
 from rollyard_pipeline.rewards.format_checks import has_tags, own_texts
+from rollyard_pipeline.rewards.shaping import episode_document
 from rollyard_pipeline.sandboxes import open_provider
 from rollyard_pipeline.sandboxes.interface import SandboxRequest
 from rollyard_pipeline.stages.evaluation import evaluate

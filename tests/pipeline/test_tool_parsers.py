@@ -12,9 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rollyard_pipeline.tool_parsers import ParsedCall, ParsedTurn
 from rollyard_pipeline.tool_parsers.hermes import HermesParser
-from rollyard_pipeline.tools.base import ToolContext, check_arguments
-from rollyard_pipeline.tools.render import render_result
-from rollyard_pipeline.tools.submit import SubmitTool
+from rollyard_pipeline.tools.base import ToolContext, check_arguments, render_result
+from rollyard_pipeline.tools.shipped import SubmitTool
 from rollyard_pipeline.trajectories.episode import clean_turn
 from rollyard_pipeline.trajectories.sanitize import TooDeep, clean_text, clean_value
 from rollyard_sandbox.client import ExecResult

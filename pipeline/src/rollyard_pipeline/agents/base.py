@@ -11,15 +11,20 @@ Every token that `ctx.turn()` samples is recorded. An agent cannot lose or forge
 from __future__ import annotations
 
 import logging
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import TracebackType
 from typing import ClassVar, Final
 
 from rollyard_crds.rolloutjob import AgentSpec, SamplingSpec
 from rollyard_crds.task import Task
 from rollyard_crds.trajectory import FinishReason
 from rollyard_inference.errors import ContextOverflow
+from rollyard_process.telemetry import conventions as names
+from rollyard_process.telemetry.scope import current
+from rollyard_process.telemetry.spans import Value
 from rollyard_sandbox.errors import ConnectionLost, ServerFault
 from rollyard_sandbox.errors import SandboxError as ExecError
 
@@ -28,10 +33,54 @@ from rollyard_pipeline.errors import PromptTooLong
 from rollyard_pipeline.sabotage import reward_reason, was_removed
 from rollyard_pipeline.tool_parsers.base import ParsedCall, ParsedTurn, TokenParser, ToolCallParser
 from rollyard_pipeline.tools.base import Tool, ToolContext, ToolResult, check_arguments, refusal
-from rollyard_pipeline.tools.tool_span import ToolSpan
 from rollyard_pipeline.trajectories.episode import Episode, clean_turn
 from rollyard_pipeline.trajectories.recorder import Prompt, Sample
 from rollyard_pipeline.trajectories.sanitize import clean_text
+
+TOOL_ERROR: Final = "ToolError"
+"""The error of a call whose observation is an error, such as one with malformed arguments."""
+
+
+class ToolSpan:
+    """A block that runs one tool call. Its span is added when the block ends.
+
+    Nothing that the policy has written is part of the span: neither arguments nor output, nor the name of a
+    tool that does not exist.
+
+    Args:
+        tool: The name of the tool, or "" if there is no such tool.
+    """
+
+    def __init__(self, tool: str) -> None:
+        self._tool = tool or names.UNKNOWN_TOOL
+        self._began = time.monotonic()
+        self.seconds = 0.0
+        """How long the call took, in seconds. It is valid after the block."""
+        self.failed = False
+        """Whether the observation is an error."""
+
+    def __enter__(self) -> ToolSpan:
+        self._began = time.monotonic()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.seconds = time.monotonic() - self._began
+        scope = current()
+        if scope is None or scope.sink is None:
+            return
+        failure = kind.__name__ if kind is not None else TOOL_ERROR if self.failed else ""
+        attributes: dict[str, Value] = {
+            names.OPERATION: names.EXECUTE_TOOL,
+            names.CONVERSATION: scope.rollout,
+            names.TOOL: self._tool,
+        }
+        if failure:
+            attributes[names.ERROR_TYPE] = failure
+        title = f"{names.EXECUTE_TOOL} {self._tool}"
+        scope.add(title, self.seconds, attributes, error=failure)
+
 
 log = logging.getLogger(__name__)
 
@@ -139,15 +188,15 @@ class AgentContext:
             return ParsedTurn(text.strip())
         thought = recorder.turns[-1].thought
         # Messages in channels may be calls wherever they stand, and their parser knows a thought's channel.
-        said = thought.answer if thought is not None and not recorder.channels else 0
+        start = thought.answer if thought is not None and not recorder.channels else 0
         if isinstance(parser, ToolCallParser):
-            parsed = clean_turn(parser.parse(text[said:]))
-            return ParsedTurn((text[:said] + parsed.text).strip(), parsed.calls)
-        found = await parser.parse_ids(sample.token_ids, prompt.ids) if said < len(text) else None
-        if found is None:
+            parsed = clean_turn(parser.parse(text[start:]))
+            return ParsedTurn((text[:start] + parsed.text).strip(), parsed.calls)
+        turn = await parser.parse_ids(sample.token_ids, prompt.ids) if start < len(text) else None
+        if turn is None:
             return ParsedTurn(text.strip())
-        parsed = clean_turn(found)
-        before = text[:said] if said else parsed.thought and f"{parsed.thought}\n\n"
+        parsed = clean_turn(turn)
+        before = text[:start] if start else parsed.thought and f"{parsed.thought}\n\n"
         return ParsedTurn((before + parsed.text).strip(), parsed.calls)
 
     async def call(self, call: ParsedCall) -> ToolResult:

@@ -22,19 +22,19 @@ def final_answer(text: str) -> str:
     follows the last "answer is", or the last line. Thousands separators, a leading currency sign and a final
     full stop are removed.
     """
-    found = boxed(text)
-    if found is None:
+    answer = boxed(text)
+    if answer is None:
         hashes = _HASHES.findall(text)
         if hashes:
-            found = hashes[-1]
-    if found is None:
+            answer = hashes[-1]
+    if answer is None:
         stated = _ANSWER_IS.findall(text)
         if stated:
-            found = stated[-1]
-    if found is None:
+            answer = stated[-1]
+    if answer is None:
         lines = text.strip().splitlines()
-        found = lines[-1] if lines else ""
-    return _plain(found[:_LAST_LINE])
+        answer = lines[-1] if lines else ""
+    return _plain(answer[:_LAST_LINE])
 
 
 _OPENINGS: Final = 64
@@ -54,10 +54,10 @@ def boxed(text: str) -> str | None:
 def closing_brace(text: str, start: int) -> int | None:
     """Return the place of the brace that closes the group which begins at `start`, or None."""
     depth = 1
-    for place in range(start, min(len(text), start + _LAST_LINE)):
-        depth += (text[place] == "{") - (text[place] == "}")
+    for index in range(start, min(len(text), start + _LAST_LINE)):
+        depth += (text[index] == "{") - (text[index] == "}")
         if depth == 0:
-            return place
+            return index
     return None
 
 

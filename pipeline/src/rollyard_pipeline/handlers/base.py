@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, Protocol
+from typing import Any, ClassVar, Final, Literal, Protocol
 
 from rollyard_crds.rolloutjob import EvalSandbox, RolloutJobSpec
 from rollyard_crds.task import Message, Task, TaskSandbox
@@ -23,15 +23,67 @@ from rollyard_crds.trajectory import (
     Turn,
 )
 from rollyard_sandbox.client import EvalPlace, ExecClient, ExecResult
+from rollyard_sandbox.errors import LaunchError
 
 from rollyard_pipeline.chat.thoughts import text_thought
 from rollyard_pipeline.errors import SetupFailed
-from rollyard_pipeline.handlers.scripts import run_script, run_test
 from rollyard_pipeline.trajectories.sanitize import clean_text
 
-ANSWER = "answer"
+# A script runs without a file: it needs no disk, and nothing in the sandbox can change it.
+# The script comes on standard input and is read completely before any of it runs. None of its own commands
+# can consume the rest. The variable is not exported.
+_READ_AND_RUN: Final = 'rollyard_script=$(cat) && exec < /dev/null && eval "$rollyard_script"'
+# The answer comes first, up to a NUL, because it may be longer than a request's header.
+_READ_ANSWER: Final = "IFS= read -r -d '' ROLLYARD_ANSWER && export ROLLYARD_ANSWER && "
+# The shell reads no start-up file, and with -p neither BASH_ENV nor functions from the environment.
+_TEST_SHELL: Final = ("bash", "--noprofile", "--norc", "-p", "-c", _READ_ANSWER + _READ_AND_RUN, "bash")
+
+
+async def run_script(
+    client: ExecClient, script: str, *, env: Mapping[str, str], timeout: float, max_output: int
+) -> ExecResult:
+    """Run `script` in a fresh bash in the work folder, or in `/` if the work folder is gone.
+
+    Raises:
+        rollyard_sandbox.errors.SandboxError: The sandbox failed, or has no bash.
+    """
+    argv = ["bash", "-c", _READ_AND_RUN, "bash"]
+    data = script.encode(errors="replace")
+    try:
+        return await client.run(argv, env=dict(env), stdin=data, timeout=timeout, max_output=max_output)
+    except LaunchError:
+        return await client.run(
+            argv, env=dict(env), cwd="/", stdin=data, timeout=timeout, max_output=max_output
+        )
+
+
+async def run_test(
+    client: ExecClient,
+    script: str,
+    *,
+    env: Mapping[str, str],
+    answer: str,
+    timeout: float,
+    max_output: int,
+) -> ExecResult:
+    """Run a hidden test in a fresh bash in the work folder.
+
+    Args:
+        env: The whole environment of the test, except ROLLYARD_ANSWER.
+        answer: The value of ROLLYARD_ANSWER.
+
+    Raises:
+        rollyard_sandbox.errors.SandboxError: The test cannot be started, or the sandbox failed.
+    """
+    data = answer.replace("\0", "\ufffd").encode(errors="replace") + b"\0" + script.encode(errors="replace")
+    return await client.run(
+        list(_TEST_SHELL), env=dict(env), clean_env=True, stdin=data, timeout=timeout, max_output=max_output
+    )
+
+
+ANSWER: Final = "answer"
 """The key of `ctx.carry` under which Run stores the answer that `submit` received."""
-_SETUP_OUTPUT = 8192  # The number of bytes of a setup script's output that the error message keeps.
+_SETUP_OUTPUT: Final = 8192  # The number of bytes of a setup script's output that the error message keeps.
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,10 +239,10 @@ class StageContext:
     @property
     def _last(self) -> tuple[str, Thought | None]:
         """Return the content of the policy's last message, and what of it is a thought."""
-        said = [] if self.trajectory is None else said_by_policy(self.task, self.trajectory)
-        if not said:
+        messages = [] if self.trajectory is None else said_by_policy(self.task, self.trajectory)
+        if not messages:
             return "", None
-        message, turn = said[-1]
+        message, turn = messages[-1]
         if self.spec.agent.thoughts == "answer":
             return message.content, None
         if turn is None or turn.thought is None:
@@ -201,12 +253,14 @@ class StageContext:
 
 def said_by_policy(task: Task, trajectory: RunRecord) -> list[tuple[Message, Turn | None]]:
     """Return the policy's messages with their turns, without the messages that the task begins with."""
-    given = sum(message.role == "assistant" for message in task.chat())
-    said = trajectory.said
-    own = [place for place, message in enumerate(trajectory.messages) if message.role == "assistant"][given:]
+    initial = sum(message.role == "assistant" for message in task.chat())
+    turn_numbers = trajectory.said
+    own = [index for index, message in enumerate(trajectory.messages) if message.role == "assistant"][
+        initial:
+    ]
     return [
-        (trajectory.messages[place], trajectory.turns[said[place]] if place in said else None)
-        for place in own
+        (trajectory.messages[index], trajectory.turns[turn_numbers[index]] if index in turn_numbers else None)
+        for index in own
     ]
 
 

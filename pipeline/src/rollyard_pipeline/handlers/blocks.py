@@ -70,13 +70,13 @@ def fenced_blocks(answer: str, state: Callable[[Block], State] = lambda block: "
     before = answer[:-MAX_ANSWER].count("\n")
     text = _NEWLINE.sub("\n", answer[-MAX_ANSWER:])
     text = _AFTER.sub(r"\1", _BEFORE.sub(r"\1", text))
-    found = _blocks(text.split("\n"), _reader(_RULES), state)
+    blocks = _blocks(text.split("\n"), _reader(_RULES), state)
     if _DEEP.search(text):
-        taken = {number for block in found for number in range(block.first, block.last + 1)}
+        taken = {number for block in blocks for number in range(block.first, block.last + 1)}
         deep = _blocks(_PARAGRAPH.sub("", text).split("\n"), _reader(_RULES - {"code"}), state)
-        found += [block for block in deep if taken.isdisjoint(range(block.first, block.last + 1))]
-        found.sort(key=lambda block: block.first)
-    return [_moved(block, before) for block in found]
+        blocks += [block for block in deep if taken.isdisjoint(range(block.first, block.last + 1))]
+        blocks.sort(key=lambda block: block.first)
+    return [_moved(block, before) for block in blocks]
 
 
 def _reader(rules: Set[str]) -> MarkdownIt:
@@ -84,7 +84,7 @@ def _reader(rules: Set[str]) -> MarkdownIt:
 
 
 def _blocks(lines: list[str], reader: MarkdownIt, state: Callable[[Block], State]) -> list[Block]:
-    found: list[Block] = []
+    blocks: list[Block] = []
     start, ends = 0, _MOST_ENDS
     while start < len(lines):
         for block in _read(lines, start, reader):
@@ -92,27 +92,27 @@ def _blocks(lines: list[str], reader: MarkdownIt, state: Callable[[Block], State
             if ends and state(block) == "cut":
                 longer, ends = _longer(lines, block, state, ends)
             if longer is not None:
-                found.append(longer)
+                blocks.append(longer)
                 start = longer.last
                 break
             pages = block.label in _PAGES or _DOUBLED.match(block.text)
             inner = _read(block.text.split("\n"), 0, reader) if pages else []
-            found += [_moved(each, block.first) for each in inner] or [block]
+            blocks += [_moved(each, block.first) for each in inner] or [block]
         else:
             break
-    return found
+    return blocks
 
 
 def _read(lines: list[str], start: int, reader: MarkdownIt) -> list[Block]:
     """Return the blocks from a line on, which has the number 0 if it is the first one."""
     tokens: list[Token] = []
     reader.block.parse("\n".join(lines[start:]), reader, {}, tokens)
-    found = []
+    blocks = []
     for token in tokens:
         if token.type == "fence" and token.map is not None:
             label = "".join(_LABEL.findall(token.info)[:1]).lower()
-            found.append(Block(label, token.content, start + token.map[0] + 1, start + token.map[1]))
-    return found
+            blocks.append(Block(label, token.content, start + token.map[0] + 1, start + token.map[1]))
+    return blocks
 
 
 def _longer(

@@ -86,29 +86,29 @@ def compare(gold: str, text: str) -> tuple[bool | None, str]:
     Instead of the first, it returns None if the expected answer is neither words nor a formula that can be
     read, and then the expected answer.
     """
-    wanted, answers = expected(gold), statements(text)
-    key = wanted.text
-    readable = wanted.words or _is_words(key) or _is_prose(key) or bool(_reads(key, is_key=True))
+    statement, answers = expected(gold), statements(text)
+    key = statement.text
+    readable = statement.words or _is_words(key) or _is_prose(key) or bool(_reads(key, is_key=True))
     if not readable and not any(_same_text(key, answer.text) for answer in answers):
         return None, _cut(key)
     if not answers:
         return False, f"There is no answer.\nexpected: {_cut(key)}"
     why = f"compared answer: {_cut(answers[0].text)} ({answers[0].where})\nexpected: {_cut(key)}"
     for answer in answers:
-        how = _stated_how(wanted, answer)
+        how = _stated_how(statement, answer)
         if how is not None:
-            said = f"{_cut(answer.text)} ({answer.where})"
-            return True, f"compared answer: {said}\nexpected: {_cut(key)}\nequal{how}"
+            shown = f"{_cut(answer.text)} ({answer.where})"
+            return True, f"compared answer: {shown}\nexpected: {_cut(key)}\nequal{how}"
     unread = "" if _is_words(key) or _reads(answers[0].text) else ": the answer cannot be read as a formula"
     return False, f"{why}\ndifferent{unread}"
 
 
-def _stated_how(wanted: Statement, answer: Statement) -> str | None:
+def _stated_how(statement: Statement, answer: Statement) -> str | None:
     """Return how two statements are equal, as `_equal_how` does. Words are equal to the same words only."""
-    key, texts = wanted.text, (answer.text, answer.whole)
-    if not wanted.words and not answer.words:
+    key, texts = statement.text, (answer.text, answer.whole)
+    if not statement.words and not answer.words:
         return _equal_how(key, answer.text)
-    if wanted.words or _is_words(key):
+    if statement.words or _is_words(key):
         words = _as_words(key, folded=True)
         return " as text" if any(_as_words(text, folded=True) == words for text in texts) else None
     return " by their letter" if _same_choice(key, answer.text) else None
@@ -124,9 +124,9 @@ def _equal_how(key: str, answer: str) -> str | None:
         return " as text"
     if _same_choice(key, answer):
         return " by their letter"
-    wanted, numeral = _numeral(key), _numeral(answer)
-    if wanted is not None and numeral is not None:
-        return " as numerals" if wanted == numeral and numeral[1] is not None else None
+    key_numeral, numeral = _numeral(key), _numeral(answer)
+    if key_numeral is not None and numeral is not None:
+        return " as numerals" if key_numeral == numeral and numeral[1] is not None else None
     if numeral is not None:  # The expected answer names no base.
         answer = "" if numeral[1] is None else str(numeral[1])
     times = [_TIME.fullmatch(_bare(each)) for each in (key, answer)]
@@ -239,11 +239,11 @@ def _same_choice(key: str, answer: str) -> bool:
     if gold is None:
         return False
     text = _TEXT.sub(r"\1", _BLANKS.sub(" ", answer)).strip(" $*")
-    said = _CHOSEN.match(text)
-    if said is None or _OTHER_CHOICE.search(text, said.end()):
+    match = _CHOSEN.match(text)
+    if match is None or _OTHER_CHOICE.search(text, match.end()):
         return False
-    letter = said[1] or said[2] or said[3]
-    return letter == gold[1] or (said[1] is not None and "(" in key and letter.upper() == gold[1])
+    letter = match[1] or match[2] or match[3]
+    return letter == gold[1] or (match[1] is not None and "(" in key and letter.upper() == gold[1])
 
 
 def _letter(unit: str) -> str:
@@ -265,12 +265,12 @@ def _known_unit(text: str) -> Any:
 
 
 def _reads(text: str, letter_unit: str = "", *, is_key: bool = False) -> list[_Read]:
-    found = []
+    readings = []
     for spelling in spellings(text, letter_unit=letter_unit, is_key=is_key):
         value = _parsed(spelling.latex)
         if value is not None:
-            found.append(_Read(spelling, value))
-    return found
+            readings.append(_Read(spelling, value))
+    return readings
 
 
 @functools.lru_cache(maxsize=64)
@@ -281,9 +281,9 @@ def _parsed(latex: str) -> Any:
         return quick
     parts = _SEPARATOR.split(latex)
     if 1 < len(parts) <= _MOST_PARTS and all(map(INEQUALITY.search, parts)):
-        found = satisfied([_parsed_part(part) for part in parts], all_of_them=";" not in latex)
-        if found is not None:
-            return found
+        solutions = satisfied([_parsed_part(part) for part in parts], all_of_them=";" not in latex)
+        if solutions is not None:
+            return solutions
     whole = _parsed_part(latex)
     if whole is not None or not 1 < len(parts) <= _MOST_PARTS:
         return whole

@@ -11,31 +11,28 @@ from typing import Final
 
 from rollyard_sandbox.client.results import EvalPlace
 
+from rollyard_pipeline.handlers.tables import words
+
 SYSTEM_PATH: Final = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 _SHARED: Final = ("/tmp", "/var/tmp", "/dev/shm", "/run/user")
 """Folders to which every program can write."""
 
-_FOLDERS: Final = frozenset(
-    {
-        "BASH_ENV", "CARGO_HOME", "CDPATH", "CLASSPATH", "ENV", "GEM_HOME", "GEM_PATH", "GIT_CONFIG",
-        "GIT_CONFIG_GLOBAL", "GIT_CONFIG_SYSTEM", "GIT_DIR", "GIT_EXEC_PATH", "GIT_TEMPLATE_DIR", "GOPATH",
-        "INPUTRC", "IPYTHONDIR", "JUPYTER_CONFIG_DIR", "LD_AUDIT", "LD_LIBRARY_PATH", "LD_PRELOAD",
-        "LUA_CPATH", "LUA_PATH", "NODE_PATH", "NPM_CONFIG_PREFIX", "NPM_CONFIG_USERCONFIG", "PATH",
-        "PERL5LIB", "PERLLIB", "PIP_CONFIG_FILE", "PYENV_ROOT", "PYTHONHOME", "PYTHONPATH",
-        "PYTHONPYCACHEPREFIX", "PYTHONSTARTUP", "PYTHONUSERBASE", "RUBYLIB", "RUSTUP_HOME", "TEMP", "TMP",
-        "VIRTUAL_ENV", "XDG_CACHE_HOME", "XDG_CONFIG_DIRS", "XDG_CONFIG_HOME", "XDG_DATA_DIRS",
-        "XDG_DATA_HOME", "XDG_RUNTIME_DIR", "XDG_STATE_HOME", "npm_config_prefix", "npm_config_userconfig",
-    }
-)  # fmt: skip
+_FOLDERS: Final = words(
+    "BASH_ENV CARGO_HOME CDPATH CLASSPATH ENV GEM_HOME GEM_PATH GIT_CONFIG GIT_CONFIG_GLOBAL",
+    "GIT_CONFIG_SYSTEM GIT_DIR GIT_EXEC_PATH GIT_TEMPLATE_DIR GOPATH INPUTRC IPYTHONDIR JUPYTER_CONFIG_DIR",
+    "LD_AUDIT LD_LIBRARY_PATH LD_PRELOAD LUA_CPATH LUA_PATH NODE_PATH NPM_CONFIG_PREFIX",
+    "NPM_CONFIG_USERCONFIG PATH PERL5LIB PERLLIB PIP_CONFIG_FILE PYENV_ROOT PYTHONHOME PYTHONPATH",
+    "PYTHONPYCACHEPREFIX PYTHONSTARTUP PYTHONUSERBASE RUBYLIB RUSTUP_HOME TEMP TMP VIRTUAL_ENV",
+    "XDG_CACHE_HOME XDG_CONFIG_DIRS XDG_CONFIG_HOME XDG_DATA_DIRS XDG_DATA_HOME XDG_RUNTIME_DIR",
+    "XDG_STATE_HOME npm_config_prefix npm_config_userconfig",
+)
 """Variables that name folders with code and settings, as paths separated by colons or spaces."""
 
-_OPTIONS: Final = frozenset(
-    {
-        "EDITOR", "GIT_ASKPASS", "GIT_EDITOR", "GIT_EXTERNAL_DIFF", "GIT_PAGER", "GIT_SSH", "GIT_SSH_COMMAND",
-        "JAVA_TOOL_OPTIONS", "JDK_JAVA_OPTIONS", "LESSOPEN", "MAKEFLAGS", "NODE_OPTIONS", "PAGER", "PERL5OPT",
-        "PROMPT_COMMAND", "PYTEST_ADDOPTS", "PYTEST_PLUGINS", "RUBYOPT", "SHELL", "SSH_ASKPASS", "VISUAL",
-    }
-)  # fmt: skip
+_OPTIONS: Final = words(
+    "EDITOR GIT_ASKPASS GIT_EDITOR GIT_EXTERNAL_DIFF GIT_PAGER GIT_SSH GIT_SSH_COMMAND JAVA_TOOL_OPTIONS",
+    "JDK_JAVA_OPTIONS LESSOPEN MAKEFLAGS NODE_OPTIONS PAGER PERL5OPT PROMPT_COMMAND PYTEST_ADDOPTS",
+    "PYTEST_PLUGINS RUBYOPT SHELL SSH_ASKPASS VISUAL",
+)
 """Variables that hold commands or options, which may name a file of code."""
 
 _ALWAYS: Final = {
@@ -75,7 +72,7 @@ def evaluation_environment(
     written = [
         folder for folder in written if folder.startswith("/")
     ]  # "/" itself is excluded, because every path is below it.
-    found: dict[str, str] = {}
+    environment: dict[str, str] = {}
     for name, value in variables.items():
         if name.startswith(("BASH_FUNC_", "GIT_CONFIG_KEY_", "GIT_CONFIG_VALUE_")) or name in _SHELLS_OWN:
             continue
@@ -87,11 +84,11 @@ def evaluation_environment(
                 continue
         elif name in _OPTIONS and any(folder in value for folder in written):
             continue
-        found[name] = value
-    found |= _ALWAYS
-    found |= {name: value for name, value in _SWITCHES.items() if name not in author}
-    found.setdefault("PATH", SYSTEM_PATH)
-    return found | {"HOME": place.home, "TMPDIR": place.tmp}
+        environment[name] = value
+    environment |= _ALWAYS
+    environment |= {name: value for name, value in _SWITCHES.items() if name not in author}
+    environment.setdefault("PATH", SYSTEM_PATH)
+    return environment | {"HOME": place.home, "TMPDIR": place.tmp}
 
 
 _SHELLS_OWN: Final = frozenset({"BASHOPTS", "OLDPWD", "PWD", "SHELLOPTS", "SHLVL", "_"})

@@ -283,10 +283,10 @@ def _in_any_order(gold: Sequence[Any], answer: Sequence[Any]) -> bool:
         return False
     left = list(answer)
     for part in gold:
-        found = next((place for place, other in enumerate(left) if equal(part, other)), None)
-        if found is None:
+        index = next((number for number, candidate in enumerate(left) if equal(part, candidate)), None)
+        if index is None:
             return False
-        del left[found]
+        del left[index]
     return True
 
 
@@ -314,8 +314,8 @@ def _proportional(gold: Any, answer: Any) -> bool:
         return False
     first, second = gold.lhs - gold.rhs, answer.lhs - answer.rhs
     point = {
-        symbol: sympy.Rational(1009 + place, 1013)
-        for place, symbol in enumerate(sorted(first.free_symbols, key=str))
+        symbol: sympy.Rational(1009 + number, 1013)
+        for number, symbol in enumerate(sorted(first.free_symbols, key=str))
     }
     values = first.xreplace(point), second.xreplace(point)
     if not all(isinstance(value, sympy.Rational) and value for value in values):
@@ -484,12 +484,12 @@ def _bounds(expression: Any) -> set[str]:
 
 def _value(expression: Any, point: dict[str, Any]) -> Any:
     """Return the value of an expression at a point, as sympy's number, or None if sympy finds none."""
-    given = {
+    values = {
         symbol: sympy.I if symbol.name == "i" else point.get(symbol.name, symbol)
         for symbol in expression.free_symbols
     }
     try:
-        value = expression.xreplace(given).doit().evalf(_DIGITS)
+        value = expression.xreplace(values).doit().evalf(_DIGITS)
     except (TypeError, ValueError, NotImplementedError, ArithmeticError, AttributeError, RecursionError):
         return None
     return None if value.free_symbols else value

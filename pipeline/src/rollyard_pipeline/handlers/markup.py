@@ -6,6 +6,8 @@ import re
 import unicodedata
 from typing import Final
 
+from rollyard_pipeline.handlers.tables import words
+
 MAX_ANSWER: Final = 4096
 """Characters. No answer is longer than this."""
 _SUPERSCRIPTS: Final = re.compile("[⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻]++")
@@ -36,24 +38,53 @@ _COMMANDS: Final = {
     **dict.fromkeys(("ge", "geq", "geqslant", "gt", "gg", "gtrsim"), "≥"),
     **dict.fromkeys(("ne", "neq"), "≠"),
     **dict.fromkeys(("to", "rightarrow", "Rightarrow", "longrightarrow", "implies", "therefore"), ", "),
-    "AA": "Å", "odot": "odot", "sun": "odot", "Omega": "Ω", "ohm": "Ω", "mu": "μ", "pi": "π", "pm": "±",
+    "AA": "Å",
+    "odot": "odot",
+    "sun": "odot",
+    "Omega": "Ω",
+    "ohm": "Ω",
+    "mu": "μ",
+    "pi": "π",
+    "pm": "±",
     "div": "/",
-}  # fmt: skip
+}
 """What stands for a command of LaTeX. Others, such as variables and functions, stay what they are."""
 _WRAPPER, _FRAC, _SQRT = "\0", "\1", "\2"
 """What stands for these commands until their groups have been read."""
 _WITH_GROUPS: Final = {
     **dict.fromkeys(
         (
-            "text", "textbf", "textit", "textrm", "textsf", "emph", "mathrm", "mathbf", "mathit", "mathsf",
-            "boldsymbol", "bf", "rm", "operatorname", "boxed", "fbox", "ce", "num", "unit", "si", "SI", "qty",
-            "underline", "hbox", "mbox",
+            "text",
+            "textbf",
+            "textit",
+            "textrm",
+            "textsf",
+            "emph",
+            "mathrm",
+            "mathbf",
+            "mathit",
+            "mathsf",
+            "boldsymbol",
+            "bf",
+            "rm",
+            "operatorname",
+            "boxed",
+            "fbox",
+            "ce",
+            "num",
+            "unit",
+            "si",
+            "SI",
+            "qty",
+            "underline",
+            "hbox",
+            "mbox",
         ),
         _WRAPPER,
     ),
     **dict.fromkeys(("frac", "dfrac", "tfrac", "cfrac"), _FRAC),
     "sqrt": _SQRT,
-}  # fmt: skip
+}
 _COMMAND: Final = re.compile(r"\\(?:(mu)(?![A-Za-z])\s*+|([A-Za-z]++)|(.))", re.DOTALL)
 _ALIGNED: Final = re.compile(r"\\(?:begin|end)\s*+\{[A-Za-z]++\*?\}|&(?=\s*+[=≈])")
 _ADJACENT: Final = re.compile(r"\0\s*+\{([^{}]*+)\}(?=\0)")
@@ -65,10 +96,9 @@ _INDEX: Final = re.compile(r"_\s*+\{([^{}]*+)\}")
 _DEGREE: Final = re.compile(r"\^\s*+\(?\s*+(?:°|o(?=\)?\s*+C\b))\s*+\)?")
 _WORD: Final = re.compile(r"[^\W\d_]+")
 _SYMBOL: Final = 2  # Letters, as most symbols of elements have.
-_SHORT_WORDS: Final = frozenset((
-    "am", "an", "as", "at", "be", "by", "do", "go", "he", "if", "in", "is", "it", "me", "my", "no", "of",
-    "on", "or", "so", "to", "up", "us", "we",
-))  # fmt: skip
+_SHORT_WORDS: Final = words(
+    "am an as at be by do go he if in is it me my no of on or so to up us we",
+)
 _CHARGE: Final = re.compile(r"\^(?:\((\d*[+-])\)|([+-]))(?!\s*[\w(])")
 _QUOTED: Final = re.compile(r"\A(?:\"(.*)\"|'(.*)'|“(.*)”|‘(.*)’)\Z", re.DOTALL)
 _STOPS: Final = ".,;:。"
@@ -83,8 +113,8 @@ def unmarked(text: str) -> str:
     space, and `×` and `\cdot` become `*`. Other characters have their compatible form (NFKC).
     """
     text = text.strip()[-MAX_ANSWER:]
-    text = _SUPERSCRIPTS.sub(lambda found: "^{" + unicodedata.normalize("NFKC", found[0]) + "}", text)
-    text = _VULGAR.sub(lambda found: " " + unicodedata.normalize("NFKC", found[0]), text)
+    text = _SUPERSCRIPTS.sub(lambda match: "^{" + unicodedata.normalize("NFKC", match[0]) + "}", text)
+    text = _VULGAR.sub(lambda match: " " + unicodedata.normalize("NFKC", match[0]), text)
     text = _emphasis_removed(text.replace("`", "").replace("{,}", ","))
     text = unicodedata.normalize("NFKC", text.translate(_SAME)).translate(_SAME)[:MAX_ANSWER]
     text = _ALIGNED.sub("", text)
@@ -104,16 +134,16 @@ def _grouped(text: str) -> str:
         before = text
         text = _WRAPPED.sub(r"\1", _ADJACENT.sub(r"\1 ", text))
         text = _POWER.sub(r"^(\1)", text)
-        text = _INDEX.sub(lambda found: "_" + re.sub(r"[\W_]", "", found[1]), text)
-        text = _ROOT.sub(lambda found: f"√({found[1] or found[2] or found[3]})", text)
-        text = _FRACTION.sub(lambda found: f"({found[1] or found[2]})/({found[3] or found[4]})", text)
+        text = _INDEX.sub(lambda match: "_" + re.sub(r"[\W_]", "", match[1]), text)
+        text = _ROOT.sub(lambda match: f"√({match[1] or match[2] or match[3]})", text)
+        text = _FRACTION.sub(lambda match: f"({match[1] or match[2]})/({match[3] or match[4]})", text)
         if text == before:
             break
     return text
 
 
-def _command(found: re.Match[str]) -> str:
-    name = found[1] or found[2] or found[3]
+def _command(match: re.Match[str]) -> str:
+    name = match[1] or match[2] or match[3]
     return _WITH_GROUPS.get(name) or _COMMANDS.get(name, f"\\{name} " if name.isalpha() else name)
 
 
@@ -131,8 +161,8 @@ def folded(text: str) -> str:
     return text.rstrip(_STOPS)
 
 
-def _word(found: re.Match[str]) -> str:
-    word = found[0]
+def _word(match: re.Match[str]) -> str:
+    word = match[0]
     lower = word.casefold()
     if len(word) == _SYMBOL:
         return lower if lower in _SHORT_WORDS else word

@@ -38,9 +38,17 @@ _PERCENT: Final = re.compile(r"\s?%")
 _CLOSING: Final = re.compile(r"\)*+")
 """Parentheses that do not hide the unit behind them."""
 _SCALES: Final = {
-    "dozen": 12.0, "hundred": 1e2, "thousand": 1e3, "million": 1e6, "billion": 1e9, "trillion": 1e12,
-    "quadrillion": 1e15, "quintillion": 1e18, "lakh": 1e5, "crore": 1e7,
-}  # fmt: skip
+    "dozen": 12.0,
+    "hundred": 1e2,
+    "thousand": 1e3,
+    "million": 1e6,
+    "billion": 1e9,
+    "trillion": 1e12,
+    "quadrillion": 1e15,
+    "quintillion": 1e18,
+    "lakh": 1e5,
+    "crore": 1e7,
+}
 _SCALE: Final = re.compile(rf"\s?({'|'.join(_SCALES)})s?\b", re.IGNORECASE)
 _START: Final = re.compile(r"(?:[+-]\s?)?\(*+[+-]?(?:\.?\d|[√π])", re.ASCII)
 _CHINESE_IS: Final = "为為是约約得"
@@ -118,15 +126,15 @@ class Quantity:
     written: str = ""
     """The number and its unit as the text has them, without mark-up."""
 
-    def value_in(self, wanted: Unit) -> float | None:
+    def value_in(self, target: Unit) -> float | None:
         """Return the number in the wanted unit, or None if its unit is not known or of another kind.
 
         A number without a unit is in the wanted one. Where no unit is wanted, it may count things.
         """
         if self.unit is None:
-            return self.value if wanted == _PLAIN or not self.noun else None
-        found = self.unit.convert(self.value, wanted)
-        return found if found is not None and math.isfinite(found) else None
+            return self.value if target == _PLAIN or not self.noun else None
+        value = self.unit.convert(self.value, target)
+        return value if value is not None and math.isfinite(value) else None
 
 
 def quantities(text: str) -> list[Quantity]:
@@ -139,15 +147,15 @@ def quantities(text: str) -> list[Quantity]:
     text = symbols(_PI.sub("π", _NEGATIVE.sub("-", _PRECISION.sub("", text))))
     if _BOUNDS.search(text):
         return []
-    place = max(text.rfind("="), text.rfind("≈"))
+    sign = max(text.rfind("="), text.rfind("≈"))
     number = _DIGIT.search(text)
     if number is None:
         return []
-    if _DIGIT.search(text, place + 1) and not _SEVERAL.search(text, number.end(), max(place, 0)):
+    if _DIGIT.search(text, sign + 1) and not _SEVERAL.search(text, number.end(), max(sign, 0)):
         *sides, text = re.split("[=≈]", text)
-        found = _read(text.strip())
-        states_another = any(_differ(side, found[0]) for side in sides[-_MAX_NUMBERS:]) if found else False
-        return [] if states_another else found
+        values = _read(text.strip())
+        states_another = any(_differ(side, values[0]) for side in sides[-_MAX_NUMBERS:]) if values else False
+        return [] if states_another else values
     return _read(text)
 
 
@@ -166,18 +174,22 @@ def _differ(side: str, last: Quantity) -> bool:
 
     Sides without a unit may be in another one than the last.
     """
-    found = _read(side.strip())
-    if len(found) != 1 or found[0].written != side.strip() or (found[0].unit is None) != (last.unit is None):
+    values = _read(side.strip())
+    if (
+        len(values) != 1
+        or values[0].written != side.strip()
+        or (values[0].unit is None) != (last.unit is None)
+    ):
         return False
-    value = found[0].value if last.unit is None else found[0].value_in(last.unit)
+    value = values[0].value if last.unit is None else values[0].value_in(last.unit)
     return value is not None and abs(value - last.value) > _ROUNDING * max(abs(value), abs(last.value))
 
 
-def with_unit_behind(one: Quantity, rest: str) -> Quantity | None:
+def with_unit_behind(quantity: Quantity, rest: str) -> Quantity | None:
     """Return a quantity with the unit that stands behind the box around it.
 
     Args:
-        one: The quantity in the box.
+        quantity: The quantity in the box.
         rest: What stands behind the box in its line.
 
     Returns:
@@ -185,16 +197,16 @@ def with_unit_behind(one: Quantity, rest: str) -> Quantity | None:
     """
     rest = _ENDED.split(symbols(unmarked(rest)), maxsplit=1)[0].translate(_ROUND)
     if not _SAYS_MORE.search(rest):
-        return one
-    found = None if rest.lstrip().startswith("^") else _read_first(f"(1) {rest.lstrip()}")
-    if found is None:
+        return quantity
+    behind = None if rest.lstrip().startswith("^") else _read_first(f"(1) {rest.lstrip()}")
+    if behind is None:
         # "(to the left)" is no unit, nor is a short word behind one.
-        lone = rest.lstrip().startswith("(") or (one.unit is not None and _WORD.match(rest))
-        return one if lone else None
-    if one.unit is not None or one.noun:
-        return one if found.unit is None and found.value == 1.0 else None
-    written = f"{one.written}{found.written.removeprefix('(1)')}"
-    return replace(found, value=one.value * found.value, written=written)
+        lone = rest.lstrip().startswith("(") or (quantity.unit is not None and _WORD.match(rest))
+        return quantity if lone else None
+    if quantity.unit is not None or quantity.noun:
+        return quantity if behind.unit is None and behind.value == 1.0 else None
+    written = f"{quantity.written}{behind.written.removeprefix('(1)')}"
+    return replace(behind, value=quantity.value * behind.value, written=written)
 
 
 def _read_first(text: str) -> Quantity | None:
@@ -267,10 +279,10 @@ class _Reader:
             value *= _SCALES[scale[1].lower()]
         if not math.isfinite(value):
             raise _Unreadable
-        found, noun = self._unit()
-        self._uncertainty(value, found)
+        unit, noun = self._unit()
+        self._uncertainty(value, unit)
         written = self._text[start : self._place].strip()
-        return Quantity(value, found, noun, written), start, self._place
+        return Quantity(value, unit, noun, written), start, self._place
 
     def _uncertainty(self, value: float, its_unit: Unit | None = None) -> None:
         """Pass the uncertainty of a value, which must be no larger than the value itself."""
@@ -280,8 +292,8 @@ class _Reader:
         if self._take(_PERCENT):
             size *= abs(value) / 100
         elif its_unit is not None:
-            found, _ = self._unit()
-            size *= 1.0 if found is None else found.factor / its_unit.factor
+            unit, _ = self._unit()
+            size *= 1.0 if unit is None else unit.factor / its_unit.factor
         if not size <= abs(value):
             raise _Unreadable
 
@@ -342,11 +354,11 @@ class _Reader:
         return value if power is None else math.pow(value, float(power[1] or power[2]))
 
     def _numeral(self) -> float:
-        found = self._take(_NUMERAL)
+        match = self._take(_NUMERAL)
         # A leading zero is what is left of something else: 0,125 without its comma.
-        if found is None or re.match(r"0\d", found[0]):
+        if match is None or re.match(r"0\d", match[0]):
             raise _Unreadable
-        kind, digits = found.lastgroup, found[0]
+        kind, digits = match.lastgroup, match[0]
         if kind == "english":
             digits = digits.replace(",", "").replace(" ", "")
         elif kind != "plain":
@@ -357,40 +369,42 @@ class _Reader:
         return float(digits) if power is None else float(f"{digits}e{power[1]}")
 
     def _take(self, pattern: re.Pattern[str]) -> re.Match[str] | None:
-        found = pattern.match(self._text, self._place)
-        if found is not None:
-            self._place = found.end()
-        return found
+        match = pattern.match(self._text, self._place)
+        if match is not None:
+            self._place = match.end()
+        return match
 
     def _skip(self, character: str) -> bool:
-        found = self._text.startswith(character, self._place)
-        self._place += found
-        return found
+        is_next = self._text.startswith(character, self._place)
+        self._place += is_next
+        return is_next
 
 
-def _joined(found: list[_Found], text: str) -> list[Quantity]:
+def _joined(matches: list[_Found], text: str) -> list[Quantity]:
     """Return the quantities, of which those in ever smaller units are one, as in 1 h 30 min.
 
     Several of them must be said to be the same, as in 450 K (177 °C). A range or a list states no value.
     """
     joined: list[Quantity] = []
-    for place, (one, start, _) in enumerate(found):
-        between = text[found[place - 1][2] : start].strip() if place else ""
+    for number, (quantity, start, _) in enumerate(matches):
+        between = text[matches[number - 1][2] : start].strip() if number else ""
         larger = joined[-1] if joined else None
-        if larger is not None and between in ("", "and") and (rest := _rest(one, larger)) is not None:
+        if larger is not None and between in ("", "and") and (rest := _rest(quantity, larger)) is not None:
             value = larger.value + math.copysign(rest, larger.value)
-            joined[-1] = replace(larger, value=value, written=f"{larger.written} {one.written}")
+            joined[-1] = replace(larger, value=value, written=f"{larger.written} {quantity.written}")
         elif larger is None or _THE_SAME.search(between):
-            joined.append(one)
+            joined.append(quantity)
         else:
             return []
     return joined
 
 
-def _rest(one: Quantity, larger: Quantity) -> float | None:
+def _rest(quantity: Quantity, larger: Quantity) -> float | None:
     """Return what a quantity in a smaller unit adds to a whole number of larger units, or None."""
-    if one.unit is None or larger.unit is None or one.unit.offset or larger.unit.offset:
+    if quantity.unit is None or larger.unit is None or quantity.unit.offset or larger.unit.offset:
         return None
-    added = one.unit.convert(one.value, larger.unit)
-    smaller = one.unit.dimension and one.unit.factor < larger.unit.factor and larger.value.is_integer()
+    added = quantity.unit.convert(quantity.value, larger.unit)
+    smaller = (
+        quantity.unit.dimension and quantity.unit.factor < larger.unit.factor and larger.value.is_integer()
+    )
     return added if smaller and added is not None and 0.0 <= added < 1.0 else None

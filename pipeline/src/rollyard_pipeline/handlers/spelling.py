@@ -11,22 +11,33 @@ import re
 from dataclasses import dataclass
 from typing import Final
 
+from rollyard_pipeline.handlers.tables import pairs, words
+
 _SIGNS: Final = str.maketrans(
     {
-        "−": "-", "–": "-", "—": "-", "×": r"\times ", "÷": "/",
-        "·": r"\cdot ", "⋅": r"\cdot ", "∙": r"\cdot ",
-        "π": r"\pi ", "∞": r"\infty ", "≤": r"\le ", "≥": r"\ge ", "≠": r"\ne ", "∪": r"\cup ", "∩": r"\cap ",
-        "∈": r"\in ", "∅": r"\emptyset ", "°": r"^\circ ", "±": r"\pm ", "≈": r"\approx ", "∶": ":", "⁄": "/",
-        "…": r"\ldots ", "¢": r"\text{cents}", "✓": "", "✔": "", "✅": "", "或": " or ", "且": " and ",
-        "½": r"\frac{1}{2}", "⅓": r"\frac{1}{3}", "⅔": r"\frac{2}{3}", "¼": r"\frac{1}{4}",
-        "¾": r"\frac{3}{4}", "⅕": r"\frac{1}{5}", "⅛": r"\frac{1}{8}", "∖": r"\setminus ", "ℝ": r"\mathbb{R}",
-        "（": "(", "）": ")", "，": ",", "、": ",", "；": ";", "：": ":", "％": "%", "＝": "=",
-        "“": "", "”": "",
-        "\u00a0": " ", "\u2009": " ", "\u202f": " ", "\u2007": " ", "\u2008": " ", "\u200a": " ",
-        "\u200b": "", "\ufeff": "", "²": "^{2}", "³": "^{3}", "¹": "^{1}",
+        **{
+            sign: f"\\{command} "
+            for sign, command in pairs(
+                "×=times ·=cdot ⋅=cdot ∙=cdot π=pi ∞=infty ≤=le ≥=ge ≠=ne ∪=cup ∩=cap ∈=in ∅=emptyset ±=pm",
+                "≈=approx …=ldots ∖=setminus",
+            ).items()
+        },
+        **{
+            sign: rf"\frac{{{fraction[0]}}}{{{fraction[2]}}}"
+            for sign, fraction in pairs("½=1/2 ⅓=1/3 ⅔=2/3 ¼=1/4 ¾=3/4 ⅕=1/5 ⅛=1/8").items()
+        },
+        **pairs(
+            "−=- –=- —=- ÷=/ ∶=: ⁄=/ （=( ）=) ，=, 、=, ；=; ：=: ％=% ＝== ²=^{2} ³=^{3} ¹=^{1}",
+            r"ℝ=\mathbb{R} ¢=\text{cents}",
+        ),
+        **dict.fromkeys("✓✔✅“”\u200b\ufeff", ""),
+        **dict.fromkeys("\u00a0\u2007\u2008\u2009\u200a\u202f", " "),
         **{chr(0xFF10 + digit): str(digit) for digit in range(10)},
+        "°": r"^\circ ",
+        "或": " or ",
+        "且": " and ",
     }
-)  # fmt: skip
+)
 _RAISED: Final = re.compile("[⁻⁺]?[⁰¹²³⁴⁵⁶⁷⁸⁹]+")
 _RAISED_SIGNS: Final = str.maketrans("⁻⁺⁰¹²³⁴⁵⁶⁷⁸⁹", "-+0123456789")
 _ROOT: Final = re.compile(r"√\s*(?:\(([^()]*)\)|\{([^{}]*)\}|(\w+))")
@@ -81,7 +92,7 @@ _WORD_SIGNS: Final = (
     (re.compile(r"\\varnothing" + _NO_COMMAND), r"\\emptyset "),
     (re.compile(r"\\(?:colon)" + _NO_COMMAND), ":"),
     (re.compile(r"\\langle\s*(.*?)\s*\\rangle"), r"(\1)"),
-)  # fmt: skip
+)
 _DEGREES_OF: Final = re.compile(
     r"(\\(?:sin|cos|tan|cot|sec|csc))\s*\(?\s*\{?(\d+(?:\.\d+)?)\s*\^\s*\{?\s*\\circ\s*\}?\s*\}?\)?"
 )
@@ -156,14 +167,12 @@ _ABBREVIATIONS: Final = (
 _UNIT_SHORT: Final = re.compile(
     rf"(?<=[\d}}%)])\s*((?:sq\.?\s+|cu\.?\s+)?(?:{_ABBREVIATIONS}))\.?((?:\s*\^\s*\{{?\d\}}?)?)\s*$"
 )
-_NO_UNITS: Final = frozenset({
-    "and", "or", "sin", "cos", "tan", "log", "mod", "infinity", "percent", "sqrt", "is", "are", "was", "be",
-    "isn't", "not", "no", "never", "wrong", "incorrect", "than", "too", "if", "unless", "when", "where",
-    "else", "but", "except", "maybe", "perhaps", "possibly", "plus", "minus", "factorial", "dozen",
-    "dozens", "score", "hundred", "hundreds", "thousand", "thousands", "million", "millions", "billion",
-    "trillion", "hundredths", "halves", "half", "thirds", "third", "fourths", "quarters", "fifths",
-    "sixths", "sevenths", "eighths", "ninths", "tenths",
-})  # fmt: skip
+_NO_UNITS: Final = words(
+    "and or sin cos tan log mod infinity percent sqrt is are was be isn't not no never wrong incorrect than",
+    "too if unless when where else but except maybe perhaps possibly plus minus factorial dozen dozens",
+    "score hundred hundreds thousand thousands million millions billion trillion hundredths halves half",
+    "thirds third fourths quarters fifths sixths sevenths eighths ninths tenths",
+)
 """Words that say something of a number, so that it is another one."""
 _CHINESE_NUMBERS: Final = frozenset("零一二两三四五六七八九十百千万亿半倍分之多不非没无或和且至到")
 _OTHERWISE: Final = _NO_UNITS - {"sin", "cos", "tan", "log", "mod", "half"} | {
@@ -201,15 +210,15 @@ def spellings(text: str, *, letter_unit: str = "", is_key: bool = False) -> list
     plain = _signs(text)
     plain, unit = _without_unit(plain, letter_unit)
     unit = unit or _currency(text)
-    found = [Spelling(_numbers(plain), unit)]
+    results = [Spelling(_numbers(plain), unit)]
     apart = _numbers(plain, fused=False)
-    if apart != found[0].latex:
-        found.append(Spelling(apart, unit, "by taking numbers between commas apart"))
+    if apart != results[0].latex:
+        results.append(Spelling(apart, unit, "by taking numbers between commas apart"))
     comma = None if is_key else _DECIMAL_COMMA.match(plain)
     if comma is not None and not _GROUPED.search(plain):
         point = f"{comma[1]}.{comma[2]}{comma[3]}"
-        found.append(Spelling(_numbers(point), unit, "by taking the comma for a decimal point"))
-    return [each for each in found if each.latex and _is_readable(each.latex)]
+        results.append(Spelling(_numbers(point), unit, "by taking the comma for a decimal point"))
+    return [each for each in results if each.latex and _is_readable(each.latex)]
 
 
 def _is_readable(latex: str) -> bool:
@@ -302,10 +311,10 @@ def _is_unit(words: str) -> bool:
     """Return whether words after a number only say of what it is: neither "or 6" nor "squared"."""
     if re.fullmatch("[\u4e00-\u9fff]{1,4}", words.strip()):
         return not set(words) & _CHINESE_NUMBERS
-    found = re.findall(r"[a-z']+", words.lower())
-    if not found or re.search(r"(?<![\^{-])\d|[,;]", words) or found[0] in ("squared", "cubed"):
+    latin = re.findall(r"[a-z']+", words.lower())
+    if not latin or re.search(r"(?<![\^{-])\d|[,;]", words) or latin[0] in ("squared", "cubed"):
         return words.strip() == "°"
-    return not _NO_UNITS & set(found)
+    return not _NO_UNITS & set(latin)
 
 
 def _joined(match: re.Match[str]) -> str:

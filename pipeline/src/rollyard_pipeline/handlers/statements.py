@@ -199,11 +199,11 @@ def statements(text: str) -> list[Statement]:
         together = Statement(", ".join(_of_box(box).text for box in boxes), "in all boxes together")
         return [last] if len(boxes) == 1 else [together] if joined else [last, together]
     if mark is not None:
-        found = _stated(mark.text, mark.where, first=True)
-        if found.text:
-            return [found]
-    found = _of_sentences(text)
-    return [found] if found.text else []
+        statement = _stated(mark.text, mark.where, first=True)
+        if statement.text:
+            return [statement]
+    statement = _of_sentences(text)
+    return [statement] if statement.text else []
 
 
 def expected(gold: str) -> Statement:
@@ -213,9 +213,9 @@ def expected(gold: str) -> Statement:
     """
     text = gold[-_LAST:]
     marked = bool(_BOX.search(text)) or _last_mark(text) is not None
-    found = statements(text)[-1:] if marked else []
-    if found:
-        return found[0]
+    stated = statements(text)[-1:] if marked else []
+    if stated:
+        return stated[0]
     text = plain(gold)
     shown = _without_commands(text)
     prose = _is_prose(shown) or re.search(r"\b(?:if|unless|except|otherwise)\b", shown) is not None
@@ -225,20 +225,22 @@ def expected(gold: str) -> Statement:
 def _tagged(text: str) -> list[Statement] | None:
     """Return what stands in `<answer>…</answer>` or, where several stand together, their list."""
     opening, closing = _TAG
-    found: list[str] = []
+    contents: list[str] = []
     before = text
-    while len(found) < _MOST_BOXES:
+    while len(contents) < _MOST_BOXES:
         end = before.rfind(closing)
         start = before.rfind(opening, 0, max(end, 0))
         rest = before[end + len(closing) :]
-        if start < 0 or (rest.strip() and not _JOINT.fullmatch(rest) if found else _BOX.search(rest)):
+        if start < 0 or (rest.strip() and not _JOINT.fullmatch(rest) if contents else _BOX.search(rest)):
             break
-        found.insert(0, before[start + len(opening) : end].strip())
+        contents.insert(0, before[start + len(opening) : end].strip())
         before = before[:start]
-    if len(set(found)) > 1:
-        return [Statement(", ".join(found), "in <answer>")]
+    if len(set(contents)) > 1:
+        return [Statement(", ".join(contents), "in <answer>")]
     return (
-        [dataclasses.replace(each, where="in <answer>") for each in statements(found[0])] if found else None
+        [dataclasses.replace(each, where="in <answer>") for each in statements(contents[0])]
+        if contents
+        else None
     )
 
 
@@ -270,7 +272,7 @@ def _boxes(text: str) -> tuple[list[str], bool]:
 
     Also return whether nothing but "and", "or" and commas stands between them.
     """
-    found: list[str] = []
+    contents: list[str] = []
     joined = True
     next_start: int | None = None
     openings = list(_BOX.finditer(text))[-_MOST_BOXES:]
@@ -281,20 +283,20 @@ def _boxes(text: str) -> tuple[list[str], bool]:
         content = text[opening.end() : end].strip()
         if next_start is not None:
             if end > next_start:  # It holds the boxes that were found.
-                found, next_start = [_BOX.sub("{", content)], opening.start()
+                contents, next_start = [_BOX.sub("{", content)], opening.start()
                 continue
             between = text[end + 1 : next_start]
-            near = len(between) < _NEAR and content != found[0] and _SEPARATOR.search(between)
+            near = len(between) < _NEAR and content != contents[0] and _SEPARATOR.search(between)
             if len(between) >= _CLOSE and not near:
                 break
-            joined = joined and (_JOINED.fullmatch(between) is not None or content in ("", found[0]))
-        if content and found[:1] != [content]:
-            found.insert(0, content)
-        next_start = opening.start() if found else None
-    if not found and openings:  # The text ended within its box.
+            joined = joined and (_JOINED.fullmatch(between) is not None or content in ("", contents[0]))
+        if content and contents[:1] != [content]:
+            contents.insert(0, content)
+        next_start = opening.start() if contents else None
+    if not contents and openings:  # The text ended within its box.
         rest = text[openings[-1].end() :].partition("\n")[0].strip()
         return ([rest[:_LONGEST]] if rest else []), False
-    return found, joined
+    return contents, joined
 
 
 @dataclass(frozen=True)
@@ -318,11 +320,11 @@ def _last_mark(text: str) -> _Mark | None:
     if last is None:
         return None
     final = last in stated and _FINAL.match(text, max(0, last.start() - 6)) is not None
-    found = last[1] if last in hashes else text[last.end() :].lstrip(" \t*_\n\r>")
-    if not found.startswith(("\\[", "$$", "\\begin")):
-        found = found.partition("\n")[0]
+    answer = last[1] if last in hashes else text[last.end() :].lstrip(" \t*_\n\r>")
+    if not answer.startswith(("\\[", "$$", "\\begin")):
+        answer = answer.partition("\n")[0]
     where = "after '####'" if last in hashes else "after 'answer is'"
-    return _Mark(last.start(), _HOPE.sub("", found[:_LONGEST]), where, final)
+    return _Mark(last.start(), _HOPE.sub("", answer[:_LONGEST]), where, final)
 
 
 def _is_hashed(text: str) -> bool:
@@ -339,9 +341,9 @@ def _of_sentences(text: str) -> Statement:
     prose = _is_sentence(last_line)
     if prose or text.endswith(("\\]", "$$")):
         for sentence in _sentences(text[-_LONGEST:])[-_MOST_SENTENCES:][::-1]:
-            found = _stated(sentence, where)
-            if found.text and re.search(r"\d|\\", found.text):
-                return found
+            statement = _stated(sentence, where)
+            if statement.text and re.search(r"\d|\\", statement.text):
+                return statement
     named = _NAMED.fullmatch(next(reversed(_sentences(last_line)), ""))
     if prose and named is None:
         return Statement(plain(last_line), where, words=True)
@@ -412,22 +414,22 @@ class _Value:
 
 
 def _values(text: str) -> list[_Value]:
-    found: list[_Value] = []
+    values: list[_Value] = []
     for match in _MATH.finditer(text):
         content = plain(next(part for part in match.groups() if part is not None))
         percent = _AFTER_MATH.match(text, match.end())
         content += r"\%" if percent is not None and "%" not in content else ""
         end = match.end() if percent is None else percent.end()
-        if found and _JOINT.fullmatch(text, found[-1].end, match.start()):
-            last = found.pop()
-            found.append(_Value(last.start, end, f"{last.text} , {content}", True))
+        if values and _JOINT.fullmatch(text, values[-1].end, match.start()):
+            last = values.pop()
+            values.append(_Value(last.start, end, f"{last.text} , {content}", True))
         else:
-            found.append(_Value(match.start(), end, content, True))
+            values.append(_Value(match.start(), end, content, True))
     masked = _MATH.sub(lambda match: "\x00" * len(match[0]), text)
-    found += [
+    values += [
         _Value(match.start(), match.end(), match[0].strip(" ,"), False) for match in _NUMBERS.finditer(masked)
     ]
-    return sorted(found, key=lambda value: value.start)
+    return sorted(values, key=lambda value: value.start)
 
 
 def _chosen(text: str, values: list[_Value], *, first: bool) -> _Value | None:
@@ -437,11 +439,11 @@ def _chosen(text: str, values: list[_Value], *, first: bool) -> _Value | None:
     if first and values and not gaps[0].strip(" *_\"'"):
         chosen = 0
     else:
-        main = [place for place, gap in enumerate(gaps) if not _ASIDE.search(gap)]
-        stated = [place for place in main if _is_stated(text, values[place])]
-        stated = [place for place in stated if not _is_denied(text, values[place])]
-        formulas = [place for place, value in enumerate(values) if value.formula]
-        rest = [place for place in main if place in formulas] or formulas
+        main = [index for index, gap in enumerate(gaps) if not _ASIDE.search(gap)]
+        stated = [index for index in main if _is_stated(text, values[index])]
+        stated = [index for index in stated if not _is_denied(text, values[index])]
+        formulas = [index for index, value in enumerate(values) if value.formula]
+        rest = [index for index in main if index in formulas] or formulas
         lone = [0] if len(values) == 1 else main if len(main) == 1 else []
         if not stated and not rest and not lone:
             return None

@@ -93,10 +93,10 @@ class StemHandler(Handler):
         wanted_unit = None if task.numeric is None else _unit_of(task.numeric)
         if task.numeric is not None and wanted_unit is None:
             return [f"numeric.unit: is not known: {task.numeric.unit!r}"]
-        for place, gold in enumerate(golds):
+        for number, gold in enumerate(golds):
             problem = _key_problem(gold, task, wanted_unit)
             if problem:
-                return [f"answer: {problem}" if task.answers is None else f"answers[{place}]: {problem}"]
+                return [f"answer: {problem}" if task.answers is None else f"answers[{number}]: {problem}"]
         return []
 
     async def eval(self, ctx: StageContext) -> Evaluation:
@@ -104,15 +104,15 @@ class StemHandler(Handler):
         problems = self.check(ctx.task)
         if problems:
             raise TaskInvalid(f"task '{ctx.task.id}': {problems[0]}")
-        golds, said = ctx.task.accepted_answers(), _within_mark(ctx.final_text)
+        golds, text = ctx.task.accepted_answers(), _within_mark(ctx.final_text)
         ctx.show(comparison(ctx.final_text.strip(), "\nexpected: ".join(golds)))
         if ctx.task.choices:
-            return _by_letter(ctx, said, golds)
+            return _by_letter(ctx, text, golds)
         if ctx.task.numeric is not None:
-            return _by_number(ctx, said, golds, ctx.task.numeric)
-        given = [folded(answer.text) for answer in _answers(said)]
-        ctx.show(f"read: {', '.join(given)[:_MAX_SHOWN] or 'nothing'}")
-        return _scored(any(given), any(set(given) == {folded(final_answer(gold))} for gold in golds))
+            return _by_number(ctx, text, golds, ctx.task.numeric)
+        texts = [folded(answer.text) for answer in _answers(text)]
+        ctx.show(f"read: {', '.join(texts)[:_MAX_SHOWN] or 'nothing'}")
+        return _scored(any(texts), any(set(texts) == {folded(final_answer(gold))} for gold in golds))
 
 
 def _key_problem(gold: str, task: Task, wanted_unit: Unit | None) -> str:
@@ -122,8 +122,8 @@ def _key_problem(gold: str, task: Task, wanted_unit: Unit | None) -> str:
         return "" if letter(gold, task.choices) else f"must be one of the letters A to {last}"
     if wanted_unit is None:
         return "" if folded(final_answer(gold)) else "must be more than punctuation"
-    found = _key(gold, wanted_unit)
-    return "" if found is not None else "must be one number, in the unit that 'numeric.unit' names"
+    number = _key(gold, wanted_unit)
+    return "" if number is not None else "must be one number, in the unit that 'numeric.unit' names"
 
 
 def _scored(answered: bool, right: bool) -> Evaluation:
@@ -153,35 +153,35 @@ def _answers(text: str) -> list[_Answer]:
     content = boxed(text)
     if content is None:
         return [_Answer(final_answer(text))]
-    found: list[_Answer] = []
+    answers: list[_Answer] = []
     parts = _BOX.split(text)[-_MAX_BOXES - 1 :]
     for before, part in reversed(list(itertools.pairwise(parts))):
         box = boxed(part)
-        if found and "\n" in part:
+        if answers and "\n" in part:
             break
         if box is not None:
             end = part.index("{") + len(box) + 2
             rest = part[end : end + _MAX_BEHIND].partition("\n")[0]
-            found.append(_Answer(box, before[-_MAX_BEFORE:], rest))
-    return found or [_Answer(content)]
+            answers.append(_Answer(box, before[-_MAX_BEFORE:], rest))
+    return answers or [_Answer(content)]
 
 
-def _by_letter(ctx: StageContext, said: str, golds: Sequence[str]) -> Evaluation:
-    answers = [_Answer(said)] if boxed(said) is None else _answers(said)
+def _by_letter(ctx: StageContext, text: str, golds: Sequence[str]) -> Evaluation:
+    answers = [_Answer(text)] if boxed(text) is None else _answers(text)
     chosen = {letter(answer.text, ctx.task.choices) for answer in answers}
-    found = chosen.pop() if len(chosen) == 1 else None
-    if found is not None and any(_hedged(found, one.rest, ctx.task.choices) for one in answers):
-        found = None
-    ctx.show(f"read: {found or 'no single letter'}")
-    wanted = {letter(gold, ctx.task.choices) for gold in golds}
-    return _scored(found is not None, found in wanted)
+    read = chosen.pop() if len(chosen) == 1 else None
+    if read is not None and any(_hedged(read, answer.rest, ctx.task.choices) for answer in answers):
+        read = None
+    ctx.show(f"read: {read or 'no single letter'}")
+    right = {letter(gold, ctx.task.choices) for gold in golds}
+    return _scored(read is not None, read in right)
 
 
-def _hedged(found: str, rest: str, choices: Sequence[str]) -> bool:
+def _hedged(chosen: str, rest: str, choices: Sequence[str]) -> bool:
     """Return whether what stands behind a box takes the letter in it back, or names another one beside it."""
     rest = unmarked(rest)
     another = _ANOTHER.match(rest) if _OR.match(rest) else None
-    named = another is not None and _permitted(another[1], choices) not in (None, found)
+    named = another is not None and _permitted(another[1], choices) not in (None, chosen)
     return named or _DENIED.match(rest) is not None
 
 
@@ -197,34 +197,34 @@ def letter(text: str, choices: Sequence[str]) -> str | None:
         lines = text.splitlines()
         return _whole(lines[-1], choices) if lines else None
     last = stated[-1]
-    said = text[last.start(last.lastindex or 0) :].partition("\n")[0]
+    line = text[last.start(last.lastindex or 0) :].partition("\n")[0]
     rest = text[last.end() :].partition("\n")[0]
-    named = _named(said, choices)
-    found = _permitted(said[0], choices)
-    if named is not None and (found is None or folded(rest)):
+    named = _named(line, choices)
+    chosen = _permitted(line[0], choices)
+    if named is not None and (chosen is None or folded(rest)):
         return named
-    return found if found is not None and _agrees(found, said, rest, choices) else None
+    return chosen if chosen is not None and _agrees(chosen, line, rest, choices) else None
 
 
-def _agrees(found: str, line: str, rest: str, choices: Sequence[str]) -> bool:
+def _agrees(chosen: str, line: str, rest: str, choices: Sequence[str]) -> bool:
     """Return whether the rest of a line neither names another letter nor is the text of another choice.
 
     Args:
-        found: The letter that is stated.
+        chosen: The letter that is stated.
         line: What is said from the letter on.
         rest: What is said behind the letter and its parentheses.
         choices: The texts of the choices.
     """
-    said = folded(re.sub(r"^[)\].:\s]+", "", rest))
-    own = folded(choices[ord(found) - ord("A")])
-    if own and said.startswith(own):
+    words = folded(re.sub(r"^[)\].:\s]+", "", rest))
+    own = folded(choices[ord(chosen) - ord("A")])
+    if own and words.startswith(own):
         return True
     if _ARTICLE.match(line) or _DENIED.match(rest):
         return False
     another = _ANOTHER.match(rest)
-    if another is not None and _permitted(another[1], choices) not in (None, found):
+    if another is not None and _permitted(another[1], choices) not in (None, chosen):
         return False
-    return said not in map(folded, choices)
+    return words not in map(folded, choices)
 
 
 def _whole(line: str, choices: Sequence[str]) -> str | None:
@@ -240,35 +240,35 @@ def _whole(line: str, choices: Sequence[str]) -> str | None:
         return _permitted(alone[1], choices)
     labelled = _LABELLED.fullmatch(line)
     if labelled is not None:
-        found = _permitted(labelled[1], choices)
+        chosen = _permitted(labelled[1], choices)
         # "B. It depends on C" is only a choice if the words are those of B.
-        if found is not None and folded(choices[ord(found) - ord("A")]) == folded(labelled[2]):
-            return found
+        if chosen is not None and folded(choices[ord(chosen) - ord("A")]) == folded(labelled[2]):
+            return chosen
     behind = _LABEL_BEHIND.fullmatch(line)
     return behind[2] if behind is not None and _named(behind[1], choices) == behind[2] else None
 
 
 def _named(text: str, choices: Sequence[str]) -> str | None:
     """Return the letter of the only choice that has this text."""
-    same = [place for place, choice in enumerate(choices) if folded(choice) == folded(text)]
+    same = [index for index, choice in enumerate(choices) if folded(choice) == folded(text)]
     return string.ascii_uppercase[same[0]] if len(same) == 1 else None
 
 
-def _permitted(found: str, choices: Sequence[str]) -> str | None:
-    found = found.upper()
-    return found if found in string.ascii_uppercase[: len(choices)] else None
+def _permitted(name: str, choices: Sequence[str]) -> str | None:
+    name = name.upper()
+    return name if name in string.ascii_uppercase[: len(choices)] else None
 
 
-def _by_number(ctx: StageContext, said: str, golds: Sequence[str], rule: NumericAnswer) -> Evaluation:
-    wanted = _unit_of(rule)
-    keys = [] if wanted is None else [key for gold in golds if (key := _key(gold, wanted)) is not None]
-    if wanted is None or not keys:
+def _by_number(ctx: StageContext, text: str, golds: Sequence[str], rule: NumericAnswer) -> Evaluation:
+    target = _unit_of(rule)
+    keys = [] if target is None else [key for gold in golds if (key := _key(gold, target)) is not None]
+    if target is None or not keys:
         raise TaskInvalid(f"task '{ctx.task.id}': the answer is no number in the unit {rule.unit!r}")
-    read = [_values(answer) for answer in _answers(said)]
+    read = [_values(answer) for answer in _answers(text)]
     # More than one value is an answer only if each of them is right, as in 450 K (177 °C).
-    given = [one for found in read for one in found] if all(read) else []
-    values = [one.value_in(wanted) for one in given]
-    ctx.show(f"read: {_shown(given, values, rule.unit)}")
+    stated = [quantity for quantities_read in read for quantity in quantities_read] if all(read) else []
+    values = [quantity.value_in(target) for quantity in stated]
+    ctx.show(f"read: {_shown(stated, values, rule.unit)}")
     right = False
     for key in keys:
         permitted = max(rule.absolute, rule.relative * abs(key))
@@ -279,18 +279,20 @@ def _by_number(ctx: StageContext, said: str, golds: Sequence[str], rule: Numeric
 
 def _values(answer: _Answer) -> list[Quantity]:
     """Return the quantities of an answer, with the unit and the alternative that stand behind its box."""
-    found = [] if _PARTIAL.search(answer.before) else quantities(answer.text)
+    values = [] if _PARTIAL.search(answer.before) else quantities(answer.text)
     rest, _, alternative = _SENTENCE_END.split(answer.rest, maxsplit=1)[0].partition(" or ")
-    whole = with_unit_behind(found[-1], rest) if found else None
+    whole = with_unit_behind(values[-1], rest) if values else None
     further = quantities(alternative)
     unread = not further and re.search(r"\d", alternative)
-    return [] if whole is None or unread else [*found[:-1], whole, *further]
+    return [] if whole is None or unread else [*values[:-1], whole, *further]
 
 
-def _shown(given: list[Quantity], values: list[float | None], name: str) -> str:
+def _shown(stated: list[Quantity], values: list[float | None], name: str) -> str:
     texts = [
-        f"{one.written} (not in the unit of the answer)" if value is None else f"{value:.12g} {name}".rstrip()
-        for one, value in zip(given, values, strict=True)
+        f"{quantity.written} (not in the unit of the answer)"
+        if value is None
+        else f"{value:.12g} {name}".rstrip()
+        for quantity, value in zip(stated, values, strict=True)
     ]
     return ", ".join(texts) or "no value, or several"
 
@@ -299,9 +301,9 @@ def _unit_of(rule: NumericAnswer) -> Unit | None:
     return unit(unmarked(rule.unit))
 
 
-def _key(gold: str, wanted: Unit) -> float | None:
-    found = quantities(final_answer(gold))
-    return found[0].value_in(wanted) if len(found) == 1 else None
+def _key(gold: str, target: Unit) -> float | None:
+    values = quantities(final_answer(gold))
+    return values[0].value_in(target) if len(values) == 1 else None
 
 
 def _close(value: float, key: float, permitted: float) -> bool:

@@ -21,8 +21,8 @@ def component_problems(
     handlers = {*of_handler, TEST_TIMEOUT_COMPONENT}
     own = reward.own_components()
     problems = [
-        f"spec.reward.format[{place}].name: the handler has a component '{check.name}', too"
-        for place, check in enumerate(reward.format)
+        f"spec.reward.format[{number}].name: the handler has a component '{check.name}', too"
+        for number, check in enumerate(reward.format)
         if check.name in handlers
     ]
     if reward.service is not None:

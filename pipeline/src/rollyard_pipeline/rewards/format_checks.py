@@ -1,7 +1,15 @@
-"""The checks of form, which say 1 or 0 about what the policy wrote."""
+"""The checks of form, which say 1 or 0 about what the policy wrote.
+
+A pattern can need more time for some texts than anybody has, and the `re` module cannot be interrupted. A
+process of its own therefore looks for patterns: `python -m rollyard_pipeline.rewards.format_checks` reads
+`{"pattern": …, "texts": […]}` a line, and writes `{"found": …}`: whether every text matches.
+"""
 
 from __future__ import annotations
 
+import json
+import re
+import sys
 from collections.abc import Sequence
 from typing import Final
 
@@ -9,7 +17,7 @@ from rollyard_crds.fields.reward import FormatCheck
 from rollyard_crds.task import Task
 from rollyard_crds.trajectory import RunRecord
 
-from rollyard_pipeline.child_processes import ChildProcesses
+from rollyard_pipeline.child_processes import ChildProcesses, begin_child
 from rollyard_pipeline.errors import FormatCheckFailed, FormatCheckTimeout
 from rollyard_pipeline.handlers.base import said_by_policy
 
@@ -27,7 +35,7 @@ class FormatChecks:
     def __init__(self, seconds: float = _SECONDS) -> None:
         self._seconds = seconds
         self._children = ChildProcesses(
-            "rollyard_pipeline.rewards.format_process",
+            __name__,
             what="the search for a pattern",
             failed=FormatCheckFailed,
             timeout=FormatCheckTimeout,
@@ -79,11 +87,11 @@ def own_texts(task: Task, trajectory: RunRecord | None) -> list[str]:
     """
     if trajectory is None:
         return []
-    said = said_by_policy(task, trajectory)
-    thoughts = [turn.thought if turn is not None else None for _, turn in said]
+    messages = said_by_policy(task, trajectory)
+    thoughts = [turn.thought if turn is not None else None for _, turn in messages]
     return [
         message.content if thought is None else thought.opened + message.content
-        for (message, _), thought in zip(said, thoughts, strict=True)
+        for (message, _), thought in zip(messages, thoughts, strict=True)
     ]
 
 
@@ -92,8 +100,29 @@ def has_tags(text: str, tags: Sequence[str]) -> bool:
     at = 0
     for tag in tags:
         for mark in (f"<{tag}>", f"</{tag}>"):
-            place = text.find(mark, at)
-            if place < 0 or text.count(mark) != 1:
+            index = text.find(mark, at)
+            if index < 0 or text.count(mark) != 1:
                 return False
-            at = place + len(mark)
+            at = index + len(mark)
     return True
+
+
+_MEMORY: Final = 1 << 30  # The size of the address space in bytes.
+
+
+def main() -> None:
+    """Answer requests until the input ends. This is the main function of the process."""
+    begin_child(_MEMORY)
+    print("ready", flush=True)
+    for line in sys.stdin:
+        request = json.loads(line)
+        pattern = re.compile(request["pattern"], re.DOTALL)
+        try:
+            matched = all(pattern.search(text) is not None for text in request["texts"])
+        except (MemoryError, RecursionError):
+            matched = False
+        print(json.dumps({"found": matched}), flush=True)
+
+
+if __name__ == "__main__":
+    main()

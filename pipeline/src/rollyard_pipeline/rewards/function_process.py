@@ -12,12 +12,12 @@ import operator
 import os
 import sys
 from collections.abc import Mapping
-from typing import Any, TextIO
+from typing import Any, Final, TextIO
 
 from rollyard_pipeline.child_processes import begin_child
 from rollyard_pipeline.handlers.base import Evaluation
 
-_ERROR_CHARACTERS = 1000
+_ERROR_CHARACTERS: Final = 1000
 
 
 def main(target: str) -> None:

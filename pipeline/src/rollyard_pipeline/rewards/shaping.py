@@ -1,31 +1,216 @@
-"""The reward of a job that says how it is made: components are added to the handler's, and weighed."""
+"""The reward of a job that says how it is made: components are added to the handler's, and weighed.
+
+A reward function or a reward service gets the episode as a JSON object of bounded size. The control plane
+asks a service on behalf of the worker. The scores of both are checked before they count.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import math
-from collections.abc import Awaitable, Callable
+import re
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from typing import Any, Final
 
-from rollyard_crds.fields.reward import FUNCTION, HANDLER, OVERLONG, SERVICE, RewardFunctionSpec, RewardSpec
+from rollyard_crds.fields.reward import (
+    COMPONENT_PATTERN,
+    FUNCTION,
+    HANDLER,
+    MAX_COMPONENTS,
+    OVERLONG,
+    RESERVED,
+    SERVICE,
+    RewardFunctionSpec,
+    RewardServiceSpec,
+    RewardSpec,
+)
 from rollyard_crds.fields.signals import TEST_TIMEOUT_COMPONENT
+from rollyard_crds.lease import Lease, RewardRequest
 from rollyard_crds.rolloutjob import RolloutJobSpec
+from rollyard_crds.task import Message
 from rollyard_crds.trajectory import MAX_REWARD
+from rollyard_process.backoff import Backoff
 
 from rollyard_pipeline.child_processes import ChildProcesses
+from rollyard_pipeline.control_plane.calls import TRY_AGAIN, ControlPlaneUnavailable, WorkerCalls
 from rollyard_pipeline.errors import (
     EvaluationInvalid,
+    PipelineError,
     RewardComponentUnknown,
     RewardFunctionFailed,
     RewardFunctionTimeout,
     RewardServiceFailed,
+    TaskInvalid,
 )
 from rollyard_pipeline.handlers.base import Evaluation, Handler, StageContext
 from rollyard_pipeline.registry import REWARD_FUNCTIONS, Registry
 from rollyard_pipeline.rewards.components import component_problems
-from rollyard_pipeline.rewards.episode import episode_document
 from rollyard_pipeline.rewards.format_checks import FormatChecks, own_texts
-from rollyard_pipeline.rewards.scores import checked_score
 from rollyard_pipeline.sabotage import FORMAT_TIMEOUT
+
+_PAUSES: Final = Backoff(first=0.2, longest=5.0, jitter=0.5)
+"""The pauses between requests to a service that gave no score."""
+
+
+async def service_score(
+    control: WorkerCalls, lease: Lease, service: RewardServiceSpec, episode: dict[str, Any]
+) -> dict[str, Any]:
+    """Return what the service says about an episode, after at most `maxAttempts` requests.
+
+    While the control plane does not answer, this waits; the caller limits the time.
+
+    Raises:
+        RewardServiceFailed: The service gave no score, or may not be asked.
+    """
+    request = RewardRequest(rollout=lease.rollout, token=lease.token, episode=episode)
+    attempts = unavailable = 0
+    while True:
+        try:
+            answer = await control.reward(request, service.timeout_seconds)
+        except ControlPlaneUnavailable as error:
+            unavailable += 1
+            await asyncio.sleep(TRY_AGAIN.pause(unavailable, error.retry_after))
+            continue
+        if not answer.error:
+            return {"reward": answer.reward, "components": answer.components}
+        attempts += 1
+        if attempts >= service.max_attempts or not answer.retryable:
+            tries = "1 try" if attempts == 1 else f"{attempts} tries"
+            raise RewardServiceFailed(f"the reward service gave no score in {tries}; last: {answer.error}")
+        await asyncio.sleep(_PAUSES.pause(attempts))
+
+
+MAX_TEXT: Final = 1 << 18
+"""The number of characters of a text beyond which its middle is left out."""
+MAX_MESSAGES: Final = 2 << 20
+"""The number of characters of all messages together beyond which the earliest are left out."""
+MAX_METADATA: Final = 1 << 20
+"""The largest number of characters of a task's metadata as JSON."""
+_GAP: Final = "\n[…]\n"
+
+
+def episode_document(context: StageContext, evaluation: Evaluation) -> dict[str, Any]:
+    """Return what is sent about an episode that the handler has evaluated.
+
+    A long episode is shortened and never refused, because a policy could otherwise escape a bad score.
+
+    Raises:
+        TaskInvalid: The task's metadata is too large.
+    """
+    task, trajectory = context.task, context.trajectory
+    metadata = task.model_dump_json(include={"metadata"})
+    if len(metadata) > MAX_METADATA:
+        raise TaskInvalid(
+            f"task '{task.id}': metadata: has {len(metadata)} characters of JSON; {MAX_METADATA} are sent to "
+            "reward functions and services at most"
+        )
+    messages, dropped = _messages(trajectory.messages if trajectory is not None else task.chat())
+    return {
+        "rollout": context.rollout,
+        "job": trajectory.job if trajectory is not None else "",
+        "namespace": trajectory.namespace if trajectory is not None else "",
+        "task": {
+            "id": task.id,
+            "answer": task.answer,
+            "answers": task.answers,
+            "metadata": task.metadata,
+        },
+        "sample_index": context.sample_index,
+        "messages": messages,
+        "messages_dropped": dropped,
+        "answer": None if context.answer is None else _shortened(context.answer),
+        "final_text": _shortened(context.final_text),
+        "thought": _shortened(context.thought),
+        "reward": float(evaluation.reward),
+        "reward_reason": evaluation.reason,
+        "components": {name: float(value) for name, value in evaluation.components.items()},
+        "sampled_tokens": trajectory.sampled_tokens if trajectory is not None else 0,
+        "truncated": trajectory.truncated if trajectory is not None else False,
+        "truncated_reason": trajectory.truncated_reason if trajectory is not None else "",
+    }
+
+
+def _messages(messages: list[Message]) -> tuple[list[dict[str, Any]], int]:
+    """Return the latest messages that there is room for, and the number of the earlier ones."""
+    latest: list[dict[str, Any]] = []
+    room = MAX_MESSAGES
+    for message in reversed(messages):
+        shown = message.model_dump(mode="json", exclude_none=True)
+        shown["content"] = _shortened(message.content)
+        if message.reasoning_content:
+            shown["reasoning_content"] = _shortened(message.reasoning_content)
+        if message.tool_calls and len(message.model_dump_json(include={"tool_calls"})) > MAX_TEXT:
+            del shown["tool_calls"]
+        room -= len(shown["content"]) + len(shown.get("reasoning_content", ""))
+        room -= len(str(shown.get("tool_calls", "")))
+        if latest and room < 0:
+            break
+        latest.append(shown)
+    return latest[::-1], len(messages) - len(latest)
+
+
+def _shortened(text: str) -> str:
+    half = (MAX_TEXT - len(_GAP)) // 2
+    return text if len(text) <= MAX_TEXT else f"{text[:half]}{_GAP}{text[-half:]}"
+
+
+_NAME: Final = re.compile(COMPONENT_PATTERN)
+_SHOWN: Final = 80  # Characters of a wrong value in a message.
+
+
+def checked_score(
+    answer: Mapping[str, Any],
+    *,
+    name: str,
+    required: Collection[str],
+    taken: Collection[str],
+    source: str,
+    failed: type[PipelineError],
+) -> dict[str, float]:
+    """Return a score as components: the reward under `name`, and the components beside it.
+
+    Args:
+        answer: An object with `reward` and, where there are any, `components`.
+        name: The component that holds the reward.
+        required: The components that must be there.
+        taken: The names that others have.
+        source: Who gave the score, for messages.
+        failed: The exception for a score that cannot be used.
+
+    Raises:
+        PipelineError: The exception `failed`: a value is no finite number of at most 10⁶ in size, or a
+            component is missing or has a name that it must not have.
+    """
+    components = answer.get("components") or {}
+    if not isinstance(components, dict) or len(components) > MAX_COMPONENTS:
+        raise failed(f"{source}: 'components' must be an object of at most {MAX_COMPONENTS} numbers")
+    checked = {name: _number(answer.get("reward"), "reward", source, failed)}
+    for key, value in components.items():
+        if len(key) > 128 or _NAME.match(key) is None or key in RESERVED or key in taken:
+            raise failed(f"{source}: {_shown(key)} is no name that a component of it may have")
+        checked[key] = _number(value, f"component '{key}'", source, failed)
+    missing = sorted(set(required) - checked.keys())
+    if missing:
+        raise failed(f"{source}: component '{missing[0]}' is missing")
+    return checked
+
+
+def _number(value: Any, field: str, source: str, failed: type[PipelineError]) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not _in_range(value):
+        raise failed(
+            f"{source}: {field} is {_shown(value)}, expected a number of at most {MAX_REWARD:,.0f} in size"
+        )
+    return float(value)
+
+
+def _in_range(value: int | float) -> bool:
+    return (isinstance(value, int) or math.isfinite(value)) and -MAX_REWARD <= value <= MAX_REWARD
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"
+
 
 Ask = Callable[[dict[str, Any]], Awaitable[dict[str, Any]]]
 """A function that sends an episode to the job's reward service, and returns its answer."""
@@ -126,9 +311,9 @@ class Rewards:
             added |= checked_score(
                 await ask(episode_document(context, evaluation)),
                 name=SERVICE,
-                wanted=reward.service.components,
+                required=reward.service.components,
                 taken=taken,
-                what="the reward service",
+                source="the reward service",
                 failed=RewardServiceFailed,
             )
         clashes = sorted(components.keys() & added.keys())
@@ -145,14 +330,14 @@ class Rewards:
         declared: tuple[str, ...],
         taken: frozenset[str],
     ) -> dict[str, float]:
-        what = f"the reward function '{function.name}'"
+        source = f"the reward function '{function.name}'"
         answer = await self._children(function).ask(
             episode_document(context, evaluation), function.timeout_seconds
         )
         if "error" in answer:
-            raise RewardFunctionFailed(f"{what} raised {answer['error']}")
+            raise RewardFunctionFailed(f"{source} raised {answer['error']}")
         return checked_score(
-            answer, name=FUNCTION, wanted=declared, taken=taken, what=what, failed=RewardFunctionFailed
+            answer, name=FUNCTION, required=declared, taken=taken, source=source, failed=RewardFunctionFailed
         )
 
     async def close(self) -> None:

@@ -78,24 +78,33 @@ class StagesAlone:
         def lease(stage: StageName, before: StageResult | None = None) -> HeldLease:
             return HeldLease(
                 Lease(
-                    rollout=f"{task.id}/{number}", token=1, stage=stage, job="alone", namespace="default",
-                    job_uid="alone", group_id=task.id, sample_index=0, attempt=0, queued_seconds=0.0,
-                    lease_seconds=_LEASE_SECONDS, task=task,
+                    rollout=f"{task.id}/{number}",
+                    token=1,
+                    stage=stage,
+                    job="alone",
+                    namespace="default",
+                    job_uid="alone",
+                    group_id=task.id,
+                    sample_index=0,
+                    attempt=0,
+                    queued_seconds=0.0,
+                    lease_seconds=_LEASE_SECONDS,
+                    task=task,
                     sandbox=before.sandbox if before is not None else None,
                     carry=copy.deepcopy(before.carry) if before is not None else {},
                     trajectory=None if before is None else before.transcript,
                     segments=[] if before is None else before.segments,
                 )
-            )  # fmt: skip
+            )
 
-        held = lease("init")
+        init_lease = lease("init")
         try:
-            init = await self._stages.work(held, StageTimes())
+            init = await self._stages.work(init_lease, StageTimes())
             ran = await self._stages.work(lease("run", init), StageTimes())
             return ran, await self._stages.work(lease("eval", ran), StageTimes())
         finally:
-            if held.sandbox is not None:
-                await asyncio.shield(self._provider.release(held.sandbox))
+            if init_lease.sandbox is not None:
+                await asyncio.shield(self._provider.release(init_lease.sandbox))
 
     async def renew(self) -> None:
         """Keep the sandboxes of this process alive until this is cancelled, as heartbeats do."""

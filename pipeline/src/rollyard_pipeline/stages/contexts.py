@@ -102,21 +102,21 @@ def eval_network(spec: RolloutJobSpec, handler: Handler, task: Task) -> SandboxS
         raise TaskInvalid(
             f"task '{task.id}': stages.eval.network: its handler runs no tests that may fetch what they need"
         )
-    given = {"network": stage.network or "none", "allowed_hosts": stage.allowed_hosts}
+    network_fields = {"network": stage.network or "none", "allowed_hosts": stage.allowed_hosts}
     try:
         hosts = handler.eval_hosts(task)
-        found = spec.sandbox.model_copy(update=given).narrowed(hosts, "stages.eval.allowedHosts")
+        network = spec.sandbox.model_copy(update=network_fields).narrowed(hosts, "stages.eval.allowedHosts")
     except ValueError as error:
         raise TaskInvalid(f"task '{task.id}': {error}") from error
     changes = handler.changes(task, WORKDIR)
     folders = [*handler.artifacts(task), *([] if changes is None else [changes.folder])]
-    for path in folders if found.host_rules else ():
+    for path in folders if network.host_rules else ():
         if of_the_system(path):
             raise TaskInvalid(
                 f"task '{task.id}': {path} is in a folder of the system, from which nothing can come into a "
                 "sandbox of Eval that has a network"
             )
-    return found
+    return network
 
 
 def pins_of(spec: RolloutJobSpec) -> tuple[HostRule, ...]:

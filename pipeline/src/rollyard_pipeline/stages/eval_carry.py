@@ -67,11 +67,11 @@ async def take_files(run: WorkFolder, carry: EvalCarry, left: LeftBehind | None 
             raise
         if left is not None:
             tree = _inert(tree, left, len(name))
-        wanted = [path for path, entry in tree.items() if entry.kind == "file"]
+        files = [path for path, entry in tree.items() if entry.kind == "file"]
         budget.count(tree)
-        budget.add(tree[path].size for path in wanted)
+        budget.add(tree[path].size for path in files)
         carried.folders += [path for path, entry in tree.items() if entry.kind == "folder"]
-        for path in wanted:
+        for path in files:
             data = await _content(run, path, tree[path].size)
             if data is not None:
                 carried.files.append((path, tree[path].executable, data))
@@ -119,21 +119,21 @@ async def take_changes(
         if entry.kind == "unreadable" and before.get(path) != entry:
             raise CarryRefused(f"the folder {shown(path)} cannot be read")
     # Links and folders that cannot be read stay where Init made them and Run did not touch them.
-    wanted = {
+    entries = {
         path: entry
         for path, entry in after.items()
         if entry.kind in ("file", "folder") or (entry.kind != "other" and before.get(path) == entry)
     }
-    removed = list(_topmost(path for path in before if path not in wanted))
+    removed = list(_topmost(path for path in before if path not in entries))
     same_size = [
         path
-        for path, entry in wanted.items()
+        for path, entry in entries.items()
         if entry.kind == "file" and (old := before.get(path)) is not None and old == entry
     ]
-    equal = await _equal(run, fresh, [(path, wanted[path].size) for path in same_size])
+    equal = await _equal(run, fresh, [(path, entries[path].size) for path in same_size])
     changed = {
         path: entry
-        for path, entry in wanted.items()
+        for path, entry in entries.items()
         if path not in equal and (entry.kind == "file" or before.get(path) != entry)
     }
     budget = _Budget(max_bytes)
@@ -157,20 +157,20 @@ def _inert(tree: Tree, left: LeftBehind, top: int) -> Tree:
     Args:
         top: The length of the path that the job names, which comes itself.
     """
-    kept = {}
+    inert = {}
     for path, entry in tree.items():
         if read_by_itself(path[top + 1 :]):
             left.add(path)
         else:
-            kept[path] = entry
-    return kept
+            inert[path] = entry
+    return inert
 
 
 def _unprotected(before: Tree, after: Tree, protected: Callable[[bytes], bool]) -> tuple[Tree, Tree]:
     """Return both trees without protected paths, and without what would change a folder that holds one."""
-    kept = {path for path in before if protected(path)}
-    folders = {path[:at] for path in kept for at in range(len(path)) if path[at : at + 1] == b"/"}
-    stays = kept | folders
+    protected_paths = {path for path in before if protected(path)}
+    folders = {path[:at] for path in protected_paths for at in range(len(path)) if path[at : at + 1] == b"/"}
+    stays = protected_paths | folders
 
     def rest(tree: Tree) -> Tree:
         return {path: entry for path, entry in tree.items() if path not in stays and not protected(path)}
@@ -224,28 +224,28 @@ async def bring(
             left.add(relative)
             continue
         if kind != "file" and (below := await _listed(run, path)) is not None:
-            found_here = [one for one in below if one.kind in ("file", "directory")]
+            children = [entry for entry in below if entry.kind in ("file", "directory")]
             # Both are checked before the paths are made, which a few long names of folders multiply.
-            entries += len(found_here)
-            room -= sum(len(path) + len(one.name) for one in found_here)
+            entries += len(children)
+            room -= sum(len(path) + len(entry.name) for entry in children)
             if entries > MAX_CARRIED:
                 raise CarryRefused(f"the artifacts are more than {MAX_CARRIED} files and folders")
             if room < 0:
                 raise CarryRefused(f"the artifacts and their paths are larger than {MAX_ARTIFACTS} bytes")
-            await _without_links(fresh, path, {one.name for one in found_here})
-            waiting += [(f"{path}/{one.name}", top, one.kind) for one in found_here]
+            await _without_links(fresh, path, {entry.name for entry in children})
+            waiting += [(f"{path}/{entry.name}", top, entry.kind) for entry in children]
             continue
         try:
-            found = await run.read_file(path, max_bytes=room + 1)
+            content = await run.read_file(path, max_bytes=room + 1)
         except FileError as error:
             if not kind and error.reason == "FileNotFound":
                 continue
             raise CarryRefused(f"an artifact cannot be read: {error.reason}") from error
-        room -= len(found.data)
+        room -= len(content.data)
         if room < 0:
             raise CarryRefused(f"the artifacts and their paths are larger than {MAX_ARTIFACTS} bytes")
         try:
-            await fresh.write_file(path, found.data, mode=_mode(bool(found.mode & 0o100), left))
+            await fresh.write_file(path, content.data, mode=_mode(bool(content.mode & 0o100), left))
         except FileError as error:
             if error.reason in ("PermissionDenied", "ReadOnly"):
                 raise CarryUnusable(f"the artifact {path} cannot be written in Eval's sandbox") from error
@@ -274,10 +274,10 @@ async def _without_links(fresh: ExecClient, path: str, names: AbstractSet[str]) 
     Raises:
         CarryRefused: A link cannot be removed, as Run has removed it.
     """
-    for one in await _listed(fresh, path) or ():
-        if one.kind == "symlink" and one.name in names:
+    for entry in await _listed(fresh, path) or ():
+        if entry.kind == "symlink" and entry.name in names:
             try:
-                await fresh.remove(f"{path}/{one.name}")
+                await fresh.remove(f"{path}/{entry.name}")
             except FileError as error:
                 raise CarryRefused(f"an artifact cannot be written: {error.reason}") from error
 
@@ -352,8 +352,8 @@ async def _equal(run: WorkFolder, fresh: WorkFolder, files: Sequence[tuple[bytes
     async def compare() -> None:
         nonlocal room
         ours, theirs = await run.digests(batch), await fresh.digests(batch)
-        for (path, _, _), one, other in zip(batch, ours, theirs, strict=True):
-            if one != other or one == bytes(DIGEST_SIZE):
+        for (path, _, _), our_digest, their_digest in zip(batch, ours, theirs, strict=True):
+            if our_digest != their_digest or our_digest == bytes(DIGEST_SIZE):
                 different.add(path)
         batch.clear()
         room = MAX_DIGESTED

@@ -216,7 +216,7 @@ class EvalSandboxes:
                 async with place_within(self._carries, limit):
                     if apart is None:
                         # Work folders may have different paths.
-                        folders = [handler.changes(task, one.workdir) for one in (used.sandbox, sandbox)]
+                        folders = [handler.changes(task, each.workdir) for each in (used.sandbox, sandbox)]
                         await _carry(used, sandbox, spec.stages.eval.carry, folders)
                     paths = handler.artifacts(task)
                     await eval_carry.bring(used.sandbox.client, sandbox.client, paths, used.left)

@@ -1,8 +1,9 @@
-"""One evaluation: prepare the sandbox against tampering by Run, call the handler, and judge failures."""
+"""One evaluation: prepare the sandbox against tampering by Run, call the handler, judge failures, reward."""
 
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import math
 import secrets
@@ -12,16 +13,19 @@ from dataclasses import replace
 from typing import Final
 
 from pydantic import TypeAdapter, ValidationError
+from rollyard_crds.lease import Lease
 from rollyard_crds.trajectory import MAX_REWARD, RewardReason
 from rollyard_sandbox.client import EvalPlace, ExecClient
 from rollyard_sandbox.errors import SandboxError as ExecError
 from rollyard_sandbox.errors import SandboxSabotaged
 
 from rollyard_pipeline import sabotage
+from rollyard_pipeline.control_plane.calls import WorkerCalls
 from rollyard_pipeline.errors import EvalTimeout, EvaluationInvalid
 from rollyard_pipeline.handlers.base import Evaluation, Handler, StageContext
 from rollyard_pipeline.handlers.environment import evaluation_environment
 from rollyard_pipeline.handlers.isolated.places import blocked
+from rollyard_pipeline.rewards.shaping import Rewards, service_score
 
 log = logging.getLogger(__name__)
 
@@ -75,8 +79,8 @@ async def evaluate(
             raise
         if client is not None and await _was_at_work(client):
             return Evaluation(0.0, {"test_timeout": 1.0}, sabotage.TEST_TIMEOUT)
-        what = blocked(error) or f"handler '{context.spec.handler}'"
-        raise EvalTimeout(f"Eval took longer than {seconds:g} s: {what}") from error
+        culprit = blocked(error) or f"handler '{context.spec.handler}'"
+        raise EvalTimeout(f"Eval took longer than {seconds:g} s: {culprit}") from error
     except ExecError as error:
         if untouched:
             raise
@@ -154,3 +158,40 @@ def _check(handler: Handler, name: str, evaluation: Evaluation) -> None:
         raise EvaluationInvalid(
             f"handler '{name}': reason is {evaluation.reason!r}, expected one CamelCase word or nothing"
         ) from error
+
+
+async def shaped(
+    rewards: Rewards,
+    control: WorkerCalls,
+    lease: Lease,
+    handler: Handler,
+    context: StageContext,
+    evaluation: Evaluation,
+    seconds: float,
+) -> Evaluation:
+    """Return what the job's `reward` makes of an evaluation.
+
+    Args:
+        rewards: Makes rewards.
+        control: The control plane, which asks the job's reward service.
+        lease: The lease of Eval.
+        handler: The handler that has evaluated.
+        context: The context of Eval.
+        evaluation: What the handler returned.
+        seconds: The time limit in seconds.
+
+    Raises:
+        EvalTimeout: A function or a service took longer.
+        PipelineError: The infrastructure failed; see `Rewards.shaped`.
+    """
+    reward = context.spec.reward
+    service = None if reward is None else reward.service
+    ask = None if service is None else functools.partial(service_score, control, lease, service)
+    limit = asyncio.timeout(seconds)
+    try:
+        async with limit:
+            return await rewards.shaped(handler, context, evaluation, ask)
+    except TimeoutError as error:
+        if not limit.expired():
+            raise
+        raise EvalTimeout(f"the reward was not made within {seconds:g} s") from error

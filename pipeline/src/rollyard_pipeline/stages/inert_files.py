@@ -12,32 +12,32 @@ import re
 from dataclasses import dataclass, field
 from typing import Final
 
+from rollyard_pipeline.handlers.tables import words
+
 _NAMES: Final = frozenset(
     name.encode()
-    for name in (
+    for name in words(
         # Folders of modules, in which interpreters and package managers look for code.
-        "buildsrc", "dist-packages", "node_modules", "site-packages", "vendor", "__pycache__",
-        "__pypackages__",
+        "buildsrc dist-packages node_modules site-packages vendor __pycache__ __pypackages__",
         # Code that Python and pytest load without being asked.
-        "conftest.py", "sitecustomize.py", "usercustomize.py", "pyvenv.cfg",
+        "conftest.py sitecustomize.py usercustomize.py pyvenv.cfg",
         # Settings and manifests of package managers and of the tools that they start. A manifest names what
         # else is fetched, from where, and which scripts run then.
-        "binding.gyp", "bun.lock", "bun.lockb", "bunfig.toml", "buildout.cfg", "build.gradle",
-        "build.gradle.kts", "cargo.lock", "cargo.toml", "composer.json", "composer.lock", "condarc",
-        "deno.json", "deno.jsonc", "deno.lock", "directory.build.props", "directory.build.targets",
-        "directory.packages.props", "environment.yaml", "environment.yml", "gemfile", "gemfile.lock",
-        "gems.locked", "gems.rb", "global.json", "go.mod", "go.sum", "go.work", "gradle.properties",
-        "gradle-wrapper.jar", "gradle-wrapper.properties", "hatch.toml", "lerna.json", "libs.versions.toml",
-        "mise.toml", "noxfile.py", "npm-shrinkwrap.json", "nuget.config", "package-lock.json", "package.json",
-        "package.json5", "package.yaml", "packages.lock.json", "pdm.lock", "pdm.toml", "pip.conf", "pip.ini",
-        "pipfile", "pipfile.lock", "pixi.lock", "pixi.toml", "pnpm-lock.yaml", "pnpm-workspace.yaml",
-        "pnpmfile.js", "poetry.lock", "poetry.toml", "pom.xml", "pylock.toml", "pyproject.toml", "pytest.ini",
-        "pytest.toml", "rust-toolchain", "rust-toolchain.toml", "settings.gradle", "settings.gradle.kts",
-        "setup.cfg", "tox.ini", "tox.toml", "uv.lock", "uv.toml", "yarn.lock",
+        "binding.gyp bun.lock bun.lockb bunfig.toml buildout.cfg build.gradle build.gradle.kts",
+        "cargo.lock cargo.toml composer.json composer.lock condarc deno.json deno.jsonc deno.lock",
+        "directory.build.props directory.build.targets directory.packages.props environment.yaml",
+        "environment.yml gemfile gemfile.lock gems.locked gems.rb global.json go.mod go.sum go.work",
+        "gradle.properties gradle-wrapper.jar gradle-wrapper.properties hatch.toml lerna.json",
+        "libs.versions.toml mise.toml noxfile.py npm-shrinkwrap.json nuget.config package-lock.json",
+        "package.json package.json5 package.yaml packages.lock.json pdm.lock pdm.toml pip.conf pip.ini",
+        "pipfile pipfile.lock pixi.lock pixi.toml pnpm-lock.yaml pnpm-workspace.yaml pnpmfile.js",
+        "poetry.lock poetry.toml pom.xml pylock.toml pyproject.toml pytest.ini pytest.toml",
+        "rust-toolchain rust-toolchain.toml settings.gradle settings.gradle.kts setup.cfg tox.ini",
+        "tox.toml uv.lock uv.toml yarn.lock",
         # The same under the names that they have in a home folder or in /etc, without a dot.
-        "_curlrc", "_netrc", "curlrc", "gitconfig", "netrc", "npmrc", "wgetrc",
+        "_curlrc _netrc curlrc gitconfig netrc npmrc wgetrc",
     )
-)  # fmt: skip
+)
 _PATTERNS: Final = re.compile(rb".*\.(pth|egg-link|gem)|(apt\.conf|sources\.list).*", re.DOTALL)
 _SYSTEM: Final = re.compile(
     r"/(bin|boot|dev|etc|lib(32|64|exec|x32)?|proc|run|sbin|sys|usr(?!/src(/|$)))(/.*)?"
@@ -81,11 +81,11 @@ class LeftBehind:
 
     def __str__(self) -> str:
         """Return what people read of it, or "" if nothing was left behind."""
-        said = []
+        sentences = []
         if self.count:
             named = ", ".join(self.names) + (", …" if self.count > len(self.names) else "")
-            said.append(f"{self.count} files and folders of the policy stayed behind ({named})")
+            sentences.append(f"{self.count} files and folders of the policy stayed behind ({named})")
         if self.executable:
-            said.append(f"{self.executable} files lost the permission to be executed")
-        words = f"Because Eval has a network: {'; '.join(said)}." if said else ""
+            sentences.append(f"{self.executable} files lost the permission to be executed")
+        words = f"Because Eval has a network: {'; '.join(sentences)}." if sentences else ""
         return words and f"{words} See docs/sandbox-network.md."

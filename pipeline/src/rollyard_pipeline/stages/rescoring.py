@@ -245,8 +245,8 @@ class Rescorer:
         except TimeoutError as error:
             if not preparing.expired():
                 raise
-            what = blocked(error) or f"handler '{self._name}'"
-            raise InitTimeout(f"Init took longer than {limit:g} s: {what}") from error
+            problem = blocked(error) or f"handler '{self._name}'"
+            raise InitTimeout(f"Init took longer than {limit:g} s: {problem}") from error
 
     async def _renew(self, provider: SandboxProvider) -> None:
         """Keep the sandboxes of this process alive until this is cancelled, as heartbeats do."""

@@ -57,7 +57,7 @@ class SandboxPlaces:
         """
         if self._provider is None:
             return self._usual
-        fresh = {held.eval_sandbox.id for held in list(self._evaluating) if held.eval_sandbox is not None}
+        fresh = {lease.eval_sandbox.id for lease in list(self._evaluating) if lease.eval_sandbox is not None}
         of_run = len(set(self._provider.in_use()) - fresh)
         return self._for_run() - coming - of_run
 
@@ -80,7 +80,7 @@ class SandboxPlaces:
         while self._limit is not None:
             self._changed.clear()
             async with self._look:
-                coming = sum(other.sandbox is None for other in self._entering)
+                coming = sum(entering.sandbox is None for entering in self._entering)
                 if await asyncio.to_thread(self.room, coming) > 0:
                     self._entering.append(held)
                     break
@@ -118,7 +118,7 @@ class SandboxPlaces:
             # Other workers of the node may hold more sandboxes than they should. One Eval always proceeds
             # nevertheless, because only a finished Eval frees a place.
             if self._limit is not None and self._evaluating and self._provider is not None:
-                coming = sum(other.eval_sandbox is None for other in self._evaluating)
+                coming = sum(evaluating.eval_sandbox is None for evaluating in self._evaluating)
                 if len(await asyncio.to_thread(self._provider.in_use)) + coming >= self._limit:
                     return False
             self._evaluating.append(held)

@@ -13,11 +13,12 @@ from typing import Final
 from rollyard_crds.lease import Lease, RouteRequest, RouteResponse, RunStats, StageResult, StageTimes
 from rollyard_crds.names import PROVIDER
 from rollyard_crds.rolloutjob import RolloutJobSpec
+from rollyard_crds.task import Task
 from rollyard_inference.errors import BackendUnavailable
 from rollyard_sandbox.errors import ConnectionLost
 
 from rollyard_pipeline import registry
-from rollyard_pipeline.agents.base import AgentContext
+from rollyard_pipeline.agents.base import Agent, AgentContext
 from rollyard_pipeline.backends import BackendClient, BackendSession
 from rollyard_pipeline.chat.format import ChatFormat, FormatCache
 from rollyard_pipeline.chat.tokenizer import locate, vocabulary_size
@@ -27,6 +28,7 @@ from rollyard_pipeline.errors import (
     CarryRefused,
     EvalSandboxEnded,
     EvalTimeout,
+    HandlerBlocked,
     InitTimeout,
     RewardUnusable,
     SandboxCrashed,
@@ -53,9 +55,7 @@ from rollyard_pipeline.stages.contexts import (
     stage_context,
 )
 from rollyard_pipeline.stages.eval_sandboxes import EvalSandboxes, eval_sandbox, reaches
-from rollyard_pipeline.stages.evaluation import Lend, evaluate
-from rollyard_pipeline.stages.reward_shaping import shaped
-from rollyard_pipeline.stages.run_limits import AgentRuns, RunLimits
+from rollyard_pipeline.stages.evaluation import Lend, evaluate, shaped
 from rollyard_pipeline.stages.sandbox_places import SandboxPlaces
 from rollyard_pipeline.tool_parsers.base import ChatModel, TokenParser, ToolCallParser
 from rollyard_pipeline.tool_parsers.detect import configured
@@ -64,6 +64,82 @@ from rollyard_pipeline.tools.base import Tool, ToolContext
 from rollyard_pipeline.trajectories.episode import Episode, turns_from
 from rollyard_pipeline.trajectories.recorder import TrajectoryRecorder
 from rollyard_pipeline.trajectories.sanitize import clean_text
+
+_LONGEST_WAITED: Final = 14_400.0  # The longest wait for backends, in seconds, that is added to a limit.
+
+
+class RunLimits:
+    """The limits that are in force, all of which wait while a backend is paused, updated or too busy."""
+
+    def __init__(self, session: BackendSession | None, episode: Episode) -> None:
+        self._session = session
+        self._episode = episode
+        self._limits: list[asyncio.Timeout] = []
+        if session is not None:
+            session.on_wait = self._extend
+
+    @asynccontextmanager
+    async def within(self, seconds: float) -> AsyncIterator[None]:
+        """Let the body take `seconds`, then end it and truncate the episode as `RunTimeout`.
+
+        Raises:
+            HandlerBlocked: The time was spent in the code of the handler.
+            BackendUnavailable: The time was spent on a backend that did not answer, which is not the
+                policy's fault.
+        """
+        limit = asyncio.timeout(seconds)
+        self._limits.append(limit)
+        try:
+            async with limit:
+                yield
+        except TimeoutError as error:
+            if not limit.expired():
+                raise
+            if location := blocked(error):
+                raise HandlerBlocked(f"Run took longer than {seconds:g} s: {location}") from error
+            silence = await self._session.silence() if self._session is not None else None
+            if silence is not None:
+                raise BackendUnavailable(
+                    f"no backend answered until Run's limit of {seconds:g} s; last: {silence}"
+                ) from None
+            self._episode.truncate("RunTimeout")
+        finally:
+            self._limits.remove(limit)
+
+    def _extend(self, seconds: float) -> None:
+        for limit in self._limits:
+            when = limit.when()
+            waited = self._session.waited_seconds if self._session is not None else 0.0
+            if when is not None and not limit.expired() and waited <= _LONGEST_WAITED:
+                limit.reschedule(when + seconds)
+
+
+class AgentRuns:
+    """The agent of a rollout, which a handler may let play several times; see `handlers.base.AgentSteps`."""
+
+    def __init__(self, agent: Agent, context: AgentContext, limits: RunLimits) -> None:
+        self._agent = agent
+        self._context = context
+        self._limits = limits
+
+    async def play(self) -> None:
+        """Play the agent until it ends the episode."""
+        await self._agent.run(self._context)
+
+    async def step(self, task: Task, seconds: float | None) -> bool:
+        """Play the agent for one step, and return whether a further step may follow."""
+        self._context.task = task
+        if seconds is None:
+            await self.play()
+        else:
+            async with self._limits.within(seconds):
+                await self.play()
+        return not self._context.episode.truncated_reason
+
+    def say(self, text: str) -> None:
+        """Continue the episode with a user's message."""
+        self._context.episode.resume(text)
+
 
 log = logging.getLogger(__name__)
 
@@ -182,8 +258,8 @@ class Stages:
         except TimeoutError as error:
             if time.monotonic() - held.started < timeout:
                 raise
-            what = blocked(error) or f"handler '{spec.handler}'"
-            raise InitTimeout(f"Init took longer than {timeout} s: {what}") from error
+            culprit = blocked(error) or f"handler '{spec.handler}'"
+            raise InitTimeout(f"Init took longer than {timeout} s: {culprit}") from error
         return StageResult(
             rollout=lease.rollout,
             token=lease.token,
@@ -343,8 +419,8 @@ class Stages:
     async def _acquire(self, held: HeldLease, spec: RolloutJobSpec) -> Sandbox:
         if self._provider is None:
             raise SandboxMissing("this worker has no sandboxes (start it with --sandbox)")
-        wanted = sandbox_request(spec, self._handler(spec), held.lease.task)
-        sandbox = await sandbox_started(self._provider, wanted, held.ref)
+        request = sandbox_request(spec, self._handler(spec), held.lease.task)
+        sandbox = await sandbox_started(self._provider, request, held.ref)
         held.sandbox = sandbox.handle
         # Sandboxes that start in advance would compete for the cores with this one, and with the first Run.
         if held.lease.job_uid in self._met:

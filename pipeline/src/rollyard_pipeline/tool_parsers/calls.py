@@ -25,13 +25,13 @@ The longest token is shorter.
 _SPACE: Final = re.compile(r"[ \t\r\n]*+")
 
 
-class NotJson(WorkerError, ValueError):
-    """There is no JSON value where one was expected.
+class NotAValue(WorkerError, ValueError):
+    """There is no JSON value, or no literal of the model's format, where one was expected.
 
     The message explains why, and `at` is the index in the text.
     """
 
-    reason = "NotJson"
+    reason = "NotAValue"
 
     def __init__(self, why: str, at: int) -> None:
         super().__init__(why)
@@ -55,7 +55,7 @@ def json_at(text: str, at: int) -> tuple[Any, int]:
     Raw newlines in strings are accepted, because models write them. NaN and Infinity are not.
 
     Raises:
-        NotJson: There is no value, or it is nested too deeply.
+        NotAValue: There is no value, or it is nested too deeply.
     """
     start = skip_space(text, at)
     window = _FIRST_WINDOW
@@ -68,13 +68,13 @@ def json_at(text: str, at: int) -> tuple[Any, int]:
         except RecursionError as error:
             # The previous window was JSON up to its cut, so nothing in it is parsed again.
             read = 0 if window == _FIRST_WINDOW else window // 2 - _CUT
-            raise NotJson("not JSON: too deep", start + read) from error
+            raise NotAValue("not JSON: too deep", start + read) from error
         except json.JSONDecodeError as error:
             if whole or not (error.pos > window - _CUT or error.msg.startswith("Unterminated string")):
                 why = f"not JSON: {error.msg} at character {error.pos}"
-                raise NotJson(why, start + error.pos) from error
+                raise NotAValue(why, start + error.pos) from error
         except ValueError as error:  # The number has too many digits, or is not JSON.
-            raise NotJson(f"not JSON: {error}", start) from error
+            raise NotAValue(f"not JSON: {error}", start) from error
         else:
             if whole or end < len(piece):
                 return value, start + end
@@ -85,11 +85,11 @@ def json_value(text: str) -> Any:
     """Return the JSON value that a text consists of, except for whitespace around it.
 
     Raises:
-        NotJson: The text is anything else.
+        NotAValue: The text is anything else.
     """
     value, end = json_at(text, 0)
     if skip_space(text, end) < len(text):
-        raise NotJson(f"not JSON: text after the value at character {end}", end)
+        raise NotAValue(f"not JSON: text after the value at character {end}", end)
     return value
 
 
@@ -124,7 +124,7 @@ def call_of(name: object, arguments: object, key: str = "arguments") -> ParsedCa
     if isinstance(arguments, str):  # Some models quote the object a second time.
         try:
             arguments = json_value(arguments)
-        except NotJson:
+        except NotAValue:
             arguments = None
     if not isinstance(arguments, dict):
         return malformed(f"'{key}' must be a JSON object", name)

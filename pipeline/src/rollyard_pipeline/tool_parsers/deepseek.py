@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from rollyard_pipeline.tool_parsers.base import ParsedCall, ParsedTurn
-from rollyard_pipeline.tool_parsers.calls import NAME_LIMIT, NotJson, call_of, json_at, malformed, recover
+from rollyard_pipeline.tool_parsers.calls import NAME_LIMIT, NotAValue, call_of, json_at, malformed, recover
 from rollyard_pipeline.tool_parsers.turn import THINK, TurnReader
 
 _BEGIN: Final = "<｜tool▁call▁begin｜>"
@@ -37,8 +37,8 @@ class DeepSeekParser:
         parsed = self._reader.parse(text)
         if not parsed.calls:
             return parsed
-        thought, mark, said = parsed.text.rpartition(THINK[1])
-        return ParsedTurn((thought + mark + _FRAME.sub("", said)).strip(), parsed.calls)
+        thought, mark, answer = parsed.text.rpartition(THINK[1])
+        return ParsedTurn((thought + mark + _FRAME.sub("", answer)).strip(), parsed.calls)
 
 
 def _calls(text: str, mark: re.Match[str]) -> tuple[Sequence[ParsedCall], int]:
@@ -51,7 +51,7 @@ def _calls(text: str, mark: re.Match[str]) -> tuple[Sequence[ParsedCall], int]:
     name = (head["second"] or head["first"]).strip()
     try:
         value, end = json_at(text, head.end())
-    except NotJson as error:
+    except NotAValue as error:
         return [malformed(str(error), name)], recover(_RESUME, text, mark.end())
     tail = _TAIL.match(text, end)
     if tail is None:

@@ -22,7 +22,7 @@ from typing import Any, Final
 from rollyard_pipeline.tool_parsers.base import ParsedCall, ParsedTurn
 from rollyard_pipeline.tool_parsers.calls import (
     NAME_LIMIT,
-    NotJson,
+    NotAValue,
     json_value,
     malformed,
     recover,
@@ -91,7 +91,7 @@ def _call(text: str, invoke: re.Match[str]) -> tuple[ParsedCall, int]:
         value = text[parameter.end() : end.start()]
         try:
             arguments[key] = value if parameter["string"] else json_value(value)
-        except NotJson as error:
+        except NotAValue as error:
             return malformed(f"parameter '{key}': {error}", name), recover(_RESUME, text, end.end())
         at = end.end()
     closed = _CALL_END.match(text, at)

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 from rollyard_pipeline.tool_parsers.base import ParsedCall, ParsedTurn
-from rollyard_pipeline.tool_parsers.calls import NAME_LIMIT, malformed, recover
-from rollyard_pipeline.tool_parsers.literals import MAX_DEPTH, NotLiteral, literal_at, skip_blank
+from rollyard_pipeline.tool_parsers.calls import NAME_LIMIT, NotAValue, malformed, recover
+from rollyard_pipeline.tool_parsers.literals import MAX_DEPTH, literal_at, skip_blank
 from rollyard_pipeline.tool_parsers.turn import TurnReader
 
 _OPEN: Final = "<|tool_call>"
@@ -42,8 +42,8 @@ def _call(text: str, mark: re.Match[str]) -> tuple[Sequence[ParsedCall], int]:
         arguments, at = _value(text, head.end(), 0)
         end = skip_blank(text, at)
         if not text.startswith(_CLOSE, end):
-            raise NotLiteral(f"{_CLOSE} is missing after the arguments", at)
-    except NotLiteral as error:
+            raise NotAValue(f"{_CLOSE} is missing after the arguments", at)
+    except NotAValue as error:
         why = f"{error} at character {error.at - mark.end()}"
         return [malformed(why, head["name"])], recover(_RESUME, text, error.at)
     return [ParsedCall(head["name"], arguments)], end + len(_CLOSE)
@@ -53,11 +53,11 @@ def _value(text: str, at: int, depth: int) -> tuple[Any, int]:
     """Return the value at `at`, after whitespace, and the index where it ends.
 
     Raises:
-        NotLiteral: There is no value, or it is nested deeper than MAX_DEPTH.
+        NotAValue: There is no value, or it is nested deeper than MAX_DEPTH.
     """
     at = skip_blank(text, at)
     if depth > MAX_DEPTH:
-        raise NotLiteral(f"a value nests deeper than {MAX_DEPTH}", at)
+        raise NotAValue(f"a value nests deeper than {MAX_DEPTH}", at)
     if text.startswith(_QUOTE, at):
         return _string(text, at)
     if text.startswith("[", at):
@@ -71,7 +71,7 @@ def _value(text: str, at: int, depth: int) -> tuple[Any, int]:
     if text.startswith("{", at):
         return _object(text, at, depth)
     if text[at : at + 1] in ("(", '"', "'"):
-        raise NotLiteral(f"expected a value, with {_QUOTE} around a string", at)
+        raise NotAValue(f"expected a value, with {_QUOTE} around a string", at)
     return literal_at(text, at)
 
 
@@ -79,13 +79,13 @@ def _object(text: str, at: int, depth: int) -> tuple[dict[str, Any], int]:
     pairs: dict[str, Any] = {}
     at = skip_blank(text, at + 1)
     while not text.startswith("}", at):
-        found = _KEY.match(text, at)
-        if found is None:
-            raise NotLiteral("expected KEY:VALUE", at)
-        key = found["key"].strip()
+        match = _KEY.match(text, at)
+        if match is None:
+            raise NotAValue("expected KEY:VALUE", at)
+        key = match["key"].strip()
         if key in pairs:
-            raise NotLiteral(f"key '{key}' is given twice", at)
-        pairs[key], at = _value(text, found.end(), depth + 1)
+            raise NotAValue(f"key '{key}' is given twice", at)
+        pairs[key], at = _value(text, match.end(), depth + 1)
         at = _after_item(text, at, "}")
     return pairs, at + 1
 
@@ -96,7 +96,7 @@ def _after_item(text: str, at: int, close: str) -> int:
     if text.startswith(",", at):
         return skip_blank(text, at + 1)
     if not text.startswith(close, at):
-        raise NotLiteral(f"expected ',' or '{close}'", at)
+        raise NotAValue(f"expected ',' or '{close}'", at)
     return at
 
 
@@ -104,5 +104,5 @@ def _string(text: str, at: int) -> tuple[str, int]:
     start = at + len(_QUOTE)
     end = text.find(_QUOTE, start)
     if end < 0:
-        raise NotLiteral(f"a string has no closing {_QUOTE}", len(text))
+        raise NotAValue(f"a string has no closing {_QUOTE}", len(text))
     return text[start:end], end + len(_QUOTE)

@@ -13,7 +13,14 @@ import re
 from typing import Final
 
 from rollyard_pipeline.tool_parsers.base import ParsedCall, ParsedTurn
-from rollyard_pipeline.tool_parsers.calls import NAME_LIMIT, NotJson, call_of, json_at, malformed, skip_space
+from rollyard_pipeline.tool_parsers.calls import (
+    NAME_LIMIT,
+    NotAValue,
+    call_of,
+    json_at,
+    malformed,
+    skip_space,
+)
 
 _START: Final = "<|start|>"
 _MESSAGE: Final = "<|message|>"
@@ -34,18 +41,18 @@ class GptOssParser:
         """Return the calls of one turn, and its text without them."""
         if _MARK.search(text) is None:
             return ParsedTurn(text.strip())
-        said: dict[str, list[str]] = {"analysis": [], "commentary": [], "final": []}
+        contents: dict[str, list[str]] = {"analysis": [], "commentary": [], "final": []}
         calls: list[ParsedCall] = []
         at = 0
         while at < len(text):
-            at = _message(text, at, said, calls)
+            at = _message(text, at, contents, calls)
         # A template shows the thought before a call, but no thought before an answer.
         channels = ("analysis", "commentary", "final") if calls else ("commentary", "final")
-        parts = [part.strip() for channel in channels for part in said[channel]]
+        parts = [part.strip() for channel in channels for part in contents[channel]]
         return ParsedTurn("\n\n".join(part for part in parts if part), tuple(calls))
 
 
-def _message(text: str, at: int, said: dict[str, list[str]], calls: list[ParsedCall]) -> int:
+def _message(text: str, at: int, contents: dict[str, list[str]], calls: list[ParsedCall]) -> int:
     """Read the message at `at` into `said` or `calls`, and return the index after it."""
     if text.startswith(_START, at):
         at += len(_START)
@@ -58,7 +65,7 @@ def _message(text: str, at: int, said: dict[str, list[str]], calls: list[ParsedC
         if recipient is not None and "<|channel|>" in header:
             calls.append(malformed(f"{_MESSAGE} is missing before the arguments", _name(recipient)))
         else:
-            said["final"].append(_MARK.sub("", header))
+            contents["final"].append(_MARK.sub("", header))
         if mark is None:
             return len(text)
         return mark.start() if mark[0] == _START else mark.end()
@@ -68,7 +75,7 @@ def _message(text: str, at: int, said: dict[str, list[str]], calls: list[ParsedC
     end = _ENDS.search(text, mark.end())
     content = text[mark.end() : end.start() if end is not None else len(text)]
     name = channel["name"] if channel is not None else "final"
-    said.get(name, said["final"]).append(content)
+    contents.get(name, contents["final"]).append(content)
     return end.end() if end is not None else len(text)
 
 
@@ -81,7 +88,7 @@ def _call(text: str, at: int, name: str, calls: list[ParsedCall]) -> int:
             # The JSON itself determines where it ends, because a value may contain a mark as text.
             value, after = json_at(text, at)
             call = call_of(name, value)
-        except NotJson as error:
+        except NotAValue as error:
             call, after = malformed(str(error), name), at
     end = _ENDS.search(text, after)
     stop = end.start() if end is not None else len(text)

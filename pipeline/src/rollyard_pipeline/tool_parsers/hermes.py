@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from rollyard_pipeline.tool_parsers.base import ParsedCall, ParsedTurn
-from rollyard_pipeline.tool_parsers.calls import NotJson, json_at, malformed, named_call, skip_space
+from rollyard_pipeline.tool_parsers.calls import NotAValue, json_at, malformed, named_call, skip_space
 from rollyard_pipeline.tool_parsers.turn import TurnReader
 
 _OPEN: Final = "<tool_call>"
@@ -29,7 +29,7 @@ def _call(text: str, mark: re.Match[str]) -> tuple[Sequence[ParsedCall], int]:
     # A value may contain the closing mark as text, so the JSON itself determines where it ends.
     try:
         value, end = json_at(text, mark.end())
-    except NotJson as error:
+    except NotAValue as error:
         closed = text.find(_CLOSE, mark.end())
         if closed < 0:
             return [malformed(f"{_CLOSE} is missing")], len(text)

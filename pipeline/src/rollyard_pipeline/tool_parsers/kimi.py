@@ -16,7 +16,7 @@ from typing import Final
 from rollyard_pipeline.tool_parsers.base import ParsedCall, ParsedTurn
 from rollyard_pipeline.tool_parsers.calls import (
     NAME_LIMIT,
-    NotJson,
+    NotAValue,
     call_of,
     json_at,
     malformed,
@@ -46,8 +46,8 @@ class KimiParser:
     def parse(self, text: str) -> ParsedTurn:
         """Return the calls of one turn, and its text without them."""
         parsed = self._reader.parse(text)
-        thought, mark, said = parsed.text.rpartition(THINK[1])
-        return ParsedTurn((thought + mark + _EMPTY.sub("", said)).strip(), parsed.calls)
+        thought, mark, answer = parsed.text.rpartition(THINK[1])
+        return ParsedTurn((thought + mark + _EMPTY.sub("", answer)).strip(), parsed.calls)
 
 
 def _calls(text: str, mark: re.Match[str]) -> tuple[Sequence[ParsedCall], int]:
@@ -66,12 +66,12 @@ def _call(text: str, at: int) -> tuple[ParsedCall, int]:
     head = _HEAD.match(text, at)
     if head is None:
         return malformed(f"expected functions.NAME:NUMBER and {_ARGUMENTS}"), recover(_RESUME, text, at)
-    found = _ID.fullmatch(head["id"])
-    name = found["name"] if found is not None else ""
+    match = _ID.fullmatch(head["id"])
+    name = match["name"] if match is not None else ""
     try:
         # A value may contain the closing mark as text, so the JSON itself determines where it ends.
         value, end = json_at(text, head.end())
-    except NotJson as error:
+    except NotAValue as error:
         return malformed(str(error), name), recover(_RESUME, text, head.end())
     after = skip_space(text, end)
     if not text.startswith(_END, after):

@@ -10,7 +10,7 @@ import re
 import unicodedata
 from typing import Any, Final
 
-from rollyard_pipeline.errors import WorkerError
+from rollyard_pipeline.tool_parsers.calls import NotAValue
 
 MAX_DEPTH: Final = 100
 """The deepest nesting of lists and dictionaries that is read."""
@@ -58,16 +58,6 @@ _CHARACTERS: Final = {
 }
 
 
-class NotLiteral(WorkerError, ValueError):
-    """There is no literal where one was expected. `at` is the index in the text."""
-
-    reason = "NotLiteral"
-
-    def __init__(self, why: str, at: int) -> None:
-        super().__init__(why)
-        self.at = at
-
-
 def skip_blank(text: str, at: int) -> int:
     """Return the index of the first character from `at` on that is not whitespace."""
     blank = _BLANK.match(text, at)
@@ -78,11 +68,11 @@ def literal_at(text: str, at: int, depth: int = 0) -> tuple[Any, int]:
     """Return the literal at `at`, after whitespace, and the index where it ends. Tuples become lists.
 
     Raises:
-        NotLiteral: There is no literal, or it is nested deeper than MAX_DEPTH.
+        NotAValue: There is no literal, or it is nested deeper than MAX_DEPTH.
     """
     at = skip_blank(text, at)
     if depth > MAX_DEPTH:
-        raise NotLiteral(f"a value nests deeper than {MAX_DEPTH}", at)
+        raise NotAValue(f"a value nests deeper than {MAX_DEPTH}", at)
     first = text[at : at + 1]
     if first and first in "[(":
         return _items(text, at, depth)
@@ -93,11 +83,11 @@ def literal_at(text: str, at: int, depth: int = 0) -> tuple[Any, int]:
     if _STRING.match(text, at) is not None:
         return _strings(text, at)
     if first and first in "\"'":
-        raise NotLiteral("a string is not closed", len(text))
+        raise NotAValue("a string is not closed", len(text))
     word = _WORD.match(text, at)
     if word is not None and word[0] in _CONSTANTS:
         return _CONSTANTS[word[0]], word.end()
-    raise NotLiteral("expected a literal value", at)
+    raise NotAValue("expected a literal value", at)
 
 
 def _number(match: re.Match[str]) -> int | float:
@@ -106,7 +96,7 @@ def _number(match: re.Match[str]) -> int | float:
             return int(match["hex"], 16)
         return float(match["float"]) if match["float"] is not None else int(match["int"])
     except ValueError as error:  # The number has more digits than the interpreter converts.
-        raise NotLiteral("a number is too long", match.end()) from error
+        raise NotAValue("a number is too long", match.end()) from error
 
 
 def _strings(text: str, at: int) -> tuple[str, int]:
@@ -147,7 +137,7 @@ def _items(text: str, at: int, depth: int) -> tuple[Any, int]:
             commas += 1
             at = skip_blank(text, at + 1)
         elif not text.startswith(close, at):
-            raise NotLiteral(f"expected ',' or '{close}'", at)
+            raise NotAValue(f"expected ',' or '{close}'", at)
     if close == ")" and len(items) == 1 and not commas:
         return items[0], at + 1  # These are parentheses around a value.
     return items, at + 1
@@ -159,15 +149,15 @@ def _pairs(text: str, at: int, depth: int) -> tuple[dict[str, Any], int]:
     while not text.startswith("}", at):
         key, end = literal_at(text, at, depth + 1)
         if not isinstance(key, str | int | float | bool):
-            raise NotLiteral("a key must be a string or a number", at)
+            raise NotAValue("a key must be a string or a number", at)
         at = skip_blank(text, end)
         if not text.startswith(":", at):
-            raise NotLiteral("expected ':' after a key", at)
+            raise NotAValue("expected ':' after a key", at)
         value, at = literal_at(text, at + 1, depth + 1)
         pairs[key if isinstance(key, str) else str(key)] = value
         at = skip_blank(text, at)
         if text.startswith(",", at):
             at = skip_blank(text, at + 1)
         elif not text.startswith("}", at):
-            raise NotLiteral("expected ',' or '}'", at)
+            raise NotAValue("expected ',' or '}'", at)
     return pairs, at + 1

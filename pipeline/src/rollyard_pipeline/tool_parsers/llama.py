@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from rollyard_pipeline.tool_parsers.base import ParsedCall, ParsedTurn
-from rollyard_pipeline.tool_parsers.calls import NotJson, json_at, malformed, named_call, skip_space
+from rollyard_pipeline.tool_parsers.calls import NotAValue, json_at, malformed, named_call, skip_space
 from rollyard_pipeline.tool_parsers.turn import TurnReader
 
 _MARK: Final = r"<\|python_(?:tag|start)\|>"
@@ -54,7 +54,7 @@ def _call(text: str, at: int, *, marked: bool) -> tuple[ParsedCall | None, int]:
     start = skip_space(text, at)
     try:
         value, end = json_at(text, start)
-    except NotJson as error:
+    except NotAValue as error:
         line = text.find("\n", error.at)
         return malformed(str(error)), len(text) if line < 0 else line
     if marked:

@@ -13,7 +13,7 @@ from typing import Final
 from rollyard_pipeline.tool_parsers.base import ParsedCall, ParsedTurn
 from rollyard_pipeline.tool_parsers.calls import (
     NAME_LIMIT,
-    NotJson,
+    NotAValue,
     call_of,
     json_at,
     malformed,
@@ -48,9 +48,9 @@ def _calls(text: str, mark: re.Match[str]) -> tuple[Sequence[ParsedCall], int]:
             arguments, end = json_at(text, head.end())
             return [call_of(head["name"], arguments)], end
         if text[start : start + 1] not in ("[", "{"):
-            raise NotJson("expected a JSON list of calls, or name[ARGS]{…}", start)
+            raise NotAValue("expected a JSON list of calls, or name[ARGS]{…}", start)
         value, end = json_at(text, start)
-    except NotJson as error:
+    except NotAValue as error:
         following = text.find(_OPEN, max(error.at, mark.end()))
         call = malformed(str(error), head["name"] if head is not None else "")
         return [call], len(text) if following < 0 else following

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 from rollyard_pipeline.tool_parsers.base import ParsedCall, ParsedTurn
-from rollyard_pipeline.tool_parsers.calls import NAME_LIMIT, malformed
-from rollyard_pipeline.tool_parsers.literals import NotLiteral, literal_at, skip_blank
+from rollyard_pipeline.tool_parsers.calls import NAME_LIMIT, NotAValue, malformed
+from rollyard_pipeline.tool_parsers.literals import literal_at, skip_blank
 from rollyard_pipeline.tool_parsers.turn import TurnReader
 
 _MARK: Final = r"<\|python_(?:tag|start)\|>"
@@ -34,7 +34,7 @@ def _calls(text: str, mark: re.Match[str]) -> tuple[Sequence[ParsedCall], int]:
     calls: list[ParsedCall] = []
     try:
         at = _list(text, skip_blank(text, mark.end()), calls)
-    except NotLiteral as error:
+    except NotAValue as error:
         line = text.find("\n", error.at)
         where = error.at - mark.end()
         # None of the list is run: the model sees one error and can write the list again.
@@ -58,30 +58,30 @@ def _list(text: str, at: int, calls: list[ParsedCall]) -> int:
             if not text.startswith("]", at):
                 continue
         if not text.startswith("]", at):
-            raise NotLiteral("expected ',' or ']' after a call", at)
+            raise NotAValue("expected ',' or ']' after a call", at)
         return at + 1
 
 
 def _call(text: str, at: int) -> tuple[ParsedCall, int]:
     name = _NAME.match(text, at)
     if name is None or len(name[0]) > NAME_LIMIT:
-        raise NotLiteral("expected the name of a tool", at)
+        raise NotAValue("expected the name of a tool", at)
     at = skip_blank(text, name.end())
     if not text.startswith("(", at):
-        raise NotLiteral(f"expected '(' after {name[0]}", at)
+        raise NotAValue(f"expected '(' after {name[0]}", at)
     arguments: dict[str, Any] = {}
     at = skip_blank(text, at + 1)
     while not text.startswith(")", at):
         argument = _ARGUMENT.match(text, at)
         if argument is None:
-            raise NotLiteral("expected an argument by name (name=value)", at)
+            raise NotAValue("expected an argument by name (name=value)", at)
         if argument["name"] in arguments:
-            raise NotLiteral(f"argument '{argument['name']}' is given twice", at)
+            raise NotAValue(f"argument '{argument['name']}' is given twice", at)
         value, at = literal_at(text, argument.end())
         arguments[argument["name"]] = value
         at = skip_blank(text, at)
         if text.startswith(",", at):
             at = skip_blank(text, at + 1)
         elif not text.startswith(")", at):
-            raise NotLiteral("expected ',' or ')' after an argument", at)
+            raise NotAValue("expected ',' or ')' after an argument", at)
     return ParsedCall(name[0], arguments), at + 1

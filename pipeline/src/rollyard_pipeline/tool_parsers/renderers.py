@@ -50,19 +50,19 @@ class Readers:
 
     async def of(self, *arguments: str) -> ChildProcesses:
         """Return the processes with these arguments, which are started when they are needed."""
-        found = self._children.pop(arguments, None)
-        if found is None:
-            found = ChildProcesses(
+        children = self._children.pop(arguments, None)
+        if children is None:
+            children = ChildProcesses(
                 "rollyard_pipeline.tool_parsers.renderers_process",
                 *arguments,
                 what="the reader of tool calls",
                 failed=ToolParserFailed,
                 timeout=ToolParserTimeout,
             )
-        self._children[arguments] = found
+        self._children[arguments] = children
         if len(self._children) > _KEPT:
             await self._children.pop(next(iter(self._children))).close()
-        return found
+        return children
 
     async def close(self) -> None:
         """End every process."""
@@ -152,8 +152,8 @@ class TurnParser:
         return await self._children.ask(request, self._seconds)
 
 
-def _call(found: Mapping[str, Any]) -> ParsedCall:
-    name, arguments, status = found["name"], found["arguments"], found["status"]
+def _call(fields: Mapping[str, Any]) -> ParsedCall:
+    name, arguments, status = fields["name"], fields["arguments"], fields["status"]
     # A value of another type than the schema's, or an unknown tool, has a better message from the agent.
     readable = status in ("ok", "unknown_tool") or (status == "invalid_json" and isinstance(arguments, dict))
     if readable:

@@ -96,13 +96,13 @@ def read(renderer: Any, request: Mapping[str, Any]) -> dict[str, Any]:
     return answer if size <= _ANSWER_LIMIT else {"error": f"it is longer than {_ANSWER_LIMIT} bytes"}
 
 
-def _calls(found: Sequence[Any]) -> Iterator[dict[str, Any]]:
+def _calls(parsed_calls: Sequence[Any]) -> Iterator[dict[str, Any]]:
     """Return the calls of a turn as JSON objects.
 
     In some formats the library leaves out an element whose end is missing, or takes the next one into its
     value, and says nothing. A block of which not every call and argument was read is malformed.
     """
-    for (_, raw), block in itertools.groupby(found, key=lambda call: (call.token_span, call.raw)):
+    for (_, raw), block in itertools.groupby(parsed_calls, key=lambda call: (call.token_span, call.raw)):
         calls = list(block)
         read = sum(len(call.arguments) for call in calls if isinstance(call.arguments, dict))
         whole = len(calls) == max(1, len(_CALL.findall(raw))) and read == len(_ARGUMENT.findall(raw))

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
-from rollyard_pipeline.tool_parsers.calls import NotJson, json_value
-from rollyard_pipeline.tool_parsers.literals import NotLiteral, literal_at, skip_blank
+from rollyard_pipeline.tool_parsers.calls import NotAValue, json_value
+from rollyard_pipeline.tool_parsers.literals import literal_at, skip_blank
 
 
 def typed(value: str, rule: Mapping[str, Any]) -> Any:
@@ -27,9 +27,11 @@ def typed(value: str, rule: Mapping[str, Any]) -> Any:
         if number.is_integer():
             return int(number)
     if kinds & {"array", "object"}:
-        found = _structure(word)
-        if (isinstance(found, list) and "array" in kinds) or (isinstance(found, dict) and "object" in kinds):
-            return found
+        structure = _structure(word)
+        if (isinstance(structure, list) and "array" in kinds) or (
+            isinstance(structure, dict) and "object" in kinds
+        ):
+            return structure
     return value
 
 
@@ -46,7 +48,7 @@ def _kinds(rule: Mapping[str, Any]) -> set[str]:
 def _number(word: str) -> int | float | None:
     try:
         value = json_value(word)
-    except NotJson:
+    except NotAValue:
         return None
     return value if isinstance(value, int | float) and not isinstance(value, bool) else None
 
@@ -56,10 +58,10 @@ def _structure(word: str) -> Any:
 
     Models write Python because they copy what templates print.
     """
-    with suppress(NotJson):
+    with suppress(NotAValue):
         return json_value(word)
     try:
         value, end = literal_at(word, 0)
-    except NotLiteral:
+    except NotAValue:
         return None
     return value if skip_blank(word, end) == len(word) else None

@@ -54,9 +54,9 @@ class TurnReader:
                 thoughts_end = end
                 outside.clear()
             else:
-                found, end = self._read(text, mark)
+                parsed, end = self._read(text, mark)
                 thought = -1
-                if any(call.error for call in found):
+                if any(call.error for call in parsed):
                     # The last mark is used, so no part of the text is read more than twice.
                     thought = text.rfind(self._close, mark.end(), end)
                 if thought >= 0:  # The model mentioned a call in a thought, and the thought ended there.
@@ -64,8 +64,8 @@ class TurnReader:
                     end = thought + len(self._close)
                     thoughts_end = end
                     outside.clear()
-                elif found:
-                    calls += found
+                elif parsed:
+                    calls += parsed
                     outside.append(text[at : mark.start()])
                 else:
                     outside.append(text[at:end])

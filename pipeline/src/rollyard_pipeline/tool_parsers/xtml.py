@@ -20,7 +20,7 @@ from typing import Any, Final
 from rollyard_pipeline.tool_parsers.base import ParsedCall, ParsedTurn
 from rollyard_pipeline.tool_parsers.calls import (
     NAME_LIMIT,
-    NotJson,
+    NotAValue,
     json_value,
     malformed,
     recover,
@@ -51,8 +51,8 @@ class XtmlParser:
     def parse(self, text: str) -> ParsedTurn:
         """Return the calls of one turn, and its text without them."""
         parsed = self._reader.parse(text)
-        thought, mark, said = parsed.text.rpartition(_THINK[1])
-        return ParsedTurn((thought + mark + _FRAME.sub("", said)).strip(), parsed.calls)
+        thought, mark, answer = parsed.text.rpartition(_THINK[1])
+        return ParsedTurn((thought + mark + _FRAME.sub("", answer)).strip(), parsed.calls)
 
 
 def _call(text: str, mark: re.Match[str]) -> tuple[Sequence[ParsedCall], int]:
@@ -78,7 +78,7 @@ def _call(text: str, mark: re.Match[str]) -> tuple[Sequence[ParsedCall], int]:
         value = text[argument.end() : end.start()]
         try:
             arguments[key] = value if attributes.get("type") == "string" else json_value(value)
-        except NotJson as error:
+        except NotAValue as error:
             return [malformed(f"argument '{key}': {error}", name)], recover(_RESUME, text, end.end())
         at = end.end()
     closed = _CALL_END.match(text, at)
@@ -91,6 +91,6 @@ def _call(text: str, mark: re.Match[str]) -> tuple[Sequence[ParsedCall], int]:
 def _attributes(tag: re.Match[str]) -> dict[str, str]:
     """Return the attributes of an opening tag, with `&quot;` and `&amp;` replaced."""
     return {
-        one["key"]: one["value"].replace("&quot;", '"').replace("&amp;", "&")
-        for one in _ATTRIBUTE.finditer(tag["attributes"])
+        attribute["key"]: attribute["value"].replace("&quot;", '"').replace("&amp;", "&")
+        for attribute in _ATTRIBUTE.finditer(tag["attributes"])
     }

@@ -1,7 +1,8 @@
-"""The base class of tools, and the checks of their arguments."""
+"""The base class of tools, the checks of their arguments, and the text of their results for the model."""
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
@@ -10,7 +11,35 @@ from typing import Any, ClassVar, Final
 from rollyard_sandbox.client import ExecClient, ExecResult
 
 from rollyard_pipeline.sabotage import CRASHED, OUT_OF_MEMORY
-from rollyard_pipeline.tools.render import render_result
+
+# ECMA-48: control sequences, control strings such as titles of windows, and other escape sequences.
+_CONTROLS: Final = re.compile(
+    r"\x1b(?:\[[0-?]*+[ -/]*+[@-~]|[\]PX^_][^\x07\x1b\r\n]*+(?:\x07|\x1b\\)?|[ -/]*+[0-~])|[\x0e\x0f]"
+)
+_MOVES: Final = re.compile(r"\x1b\[(?:[0-9;]*+[Hf]|\?(?:47|1047|1049)h)")
+
+
+def render_result(result: ExecResult, timeout: float) -> str:
+    """Return the output without trailing newlines, followed by a note about the exit.
+
+    The note is `(no output)` for silent success, `[exit code N]` for failure, `[timed out after N s]` at the
+    limit, and `[shell restarted]` if the session's shell had to be replaced. Codes for a terminal are left
+    out, because a screen of an editor is mostly codes. If they moved the cursor, a note says so.
+    """
+    text = result.text()
+    # An interrupted terminal adds a carriage return.
+    output = _CONTROLS.sub("", text).rstrip("\r\n")
+    notes: list[str] = []
+    if _MOVES.search(text):
+        notes.append("[a full-screen program ran, and there is no screen here]")
+    if result.timed_out:
+        notes.append(f"[timed out after {timeout:g} s]")
+    elif result.exit_code:
+        notes.append(f"[exit code {result.exit_code}]")
+    if result.shell_restarted:
+        notes.append("[shell restarted]")
+    return "\n".join(part for part in (output, *notes) if part) or "(no output)"
+
 
 _KILLED: Final = (137, -9)  # The exit codes of a process that SIGKILL ended.
 _ENDS: Final = {OUT_OF_MEMORY: "ran out of memory or disk", CRASHED: "has ended by itself"}
@@ -54,8 +83,8 @@ class ToolContext:
         reason = await self.own_end() if self.own_end is not None else ""
         if not reason:
             return None
-        gone = f"the sandbox {_ENDS.get(reason, 'has ended')}, and is gone"
-        return ToolResult(f"error: {gone}", error=gone, truncates=reason)
+        message = f"the sandbox {_ENDS.get(reason, 'has ended')}, and is gone"
+        return ToolResult(f"error: {message}", error=message, truncates=reason)
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ from rollyard_pipeline.tool_parsers.base import ChatModel
 from rollyard_pipeline.tool_parsers.detect import AutoParser
 from rollyard_pipeline.tool_parsers.renderers import Readers
 from rollyard_pipeline.tools.base import ToolContext
-from rollyard_pipeline.tools.submit import SubmitTool
+from rollyard_pipeline.tools.shipped import SubmitTool
 from rollyard_pipeline.trajectories.episode import Episode
 from rollyard_pipeline.trajectories.recorder import Sample, TrajectoryRecorder
 from tokenizers import Tokenizer

@@ -29,25 +29,55 @@ _LARGEST: Final = 1 << 64
 _HIGHEST: Final = 64
 """The highest exponent of a power that is calculated here."""
 _EVALUATED_ONCE: Final = (
-    ast.Assert, ast.Expr, ast.Compare, ast.Call, ast.keyword, ast.UnaryOp, ast.BinOp, ast.Subscript,
-    ast.Attribute, ast.Tuple, ast.List, ast.Set, ast.Dict, ast.Constant, ast.Name, ast.expr_context,
-    ast.operator, ast.unaryop, ast.cmpop,
-)  # fmt: skip
+    ast.Assert,
+    ast.Expr,
+    ast.Compare,
+    ast.Call,
+    ast.keyword,
+    ast.UnaryOp,
+    ast.BinOp,
+    ast.Subscript,
+    ast.Attribute,
+    ast.Tuple,
+    ast.List,
+    ast.Set,
+    ast.Dict,
+    ast.Constant,
+    ast.Name,
+    ast.expr_context,
+    ast.operator,
+    ast.unaryop,
+    ast.cmpop,
+)
 """The syntax of which every part is evaluated exactly once, whatever the values are."""
 _COMPARE: Final[Mapping[type[ast.cmpop], Callable[[Any, Any], Any]]] = {
-    ast.Eq: operator.eq, ast.NotEq: operator.ne, ast.Lt: operator.lt, ast.LtE: operator.le,
-    ast.Gt: operator.gt, ast.GtE: operator.ge, ast.Is: operator.is_, ast.IsNot: operator.is_not,
-}  # fmt: skip
+    ast.Eq: operator.eq,
+    ast.NotEq: operator.ne,
+    ast.Lt: operator.lt,
+    ast.LtE: operator.le,
+    ast.Gt: operator.gt,
+    ast.GtE: operator.ge,
+    ast.Is: operator.is_,
+    ast.IsNot: operator.is_not,
+}
 _CALCULATE: Final[Mapping[type[ast.operator], Callable[[Any, Any], Any]]] = {
-    ast.Add: operator.add, ast.Sub: operator.sub, ast.Div: operator.truediv,
-}  # fmt: skip
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Div: operator.truediv,
+}
 _EXACT: Final[Mapping[type[ast.operator], Callable[[Any, Any], Any]]] = {
-    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul,
-}  # fmt: skip
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+}
 _FUNCTIONS: Final[Mapping[str, tuple[Callable[[Any], Any], tuple[type, ...]]]] = {
-    "abs": (abs, (int, float, complex)), "bool": (bool, (object,)), "len": (len, (str, bytes, list, tuple)),
-    "list": (list, (list, tuple)), "sorted": (sorted, (list, tuple)), "tuple": (tuple, (list, tuple)),
-}  # fmt: skip
+    "abs": (abs, (int, float, complex)),
+    "bool": (bool, (object,)),
+    "len": (len, (str, bytes, list, tuple)),
+    "list": (list, (list, tuple)),
+    "sorted": (sorted, (list, tuple)),
+    "tuple": (tuple, (list, tuple)),
+}
 """The functions that are known here, and the types of which their only argument may be."""
 
 
@@ -278,11 +308,11 @@ def _is_idle(statement: ast.stmt) -> bool:
 
 def _awkward(value: Any) -> bool:
     """Return whether an encoded value could take long to be made or compared, or holds no plain data only."""
-    waiting, seen = [value], 0
+    waiting, count = [value], 0
     while waiting:
         each = waiting.pop()
-        seen += 1
-        if seen > _MOST_VALUES or (isinstance(each, str | list) and len(each) > _MOST_VALUES):
+        count += 1
+        if count > _MOST_VALUES or (isinstance(each, str | list) and len(each) > _MOST_VALUES):
             return True
         if isinstance(each, list):
             waiting += each

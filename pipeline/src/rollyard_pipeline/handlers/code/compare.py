@@ -38,8 +38,8 @@ def same_text(output: str, expected: str, tolerance: float | None) -> bool:
         tolerance: The permitted distance of fractions, as a share of the expected number, or of 1 if that is
             0; or None if texts must be equal.
     """
-    given, wanted = _lines(output), _lines(expected)
-    return given == wanted or _difference(given, wanted, tolerance) is None
+    printed, correct = _lines(output), _lines(expected)
+    return printed == correct or _difference(printed, correct, tolerance) is None
 
 
 def difference(output: str, expected: str, tolerance: float | None) -> tuple[int, str | None, str | None]:
@@ -50,57 +50,57 @@ def difference(output: str, expected: str, tolerance: float | None) -> tuple[int
     Raises:
         ValueError: The outputs are the same.
     """
-    given, wanted = _lines(output), _lines(expected)
-    place = _difference(given, wanted, tolerance)
-    if place is None:
+    printed, correct = _lines(output), _lines(expected)
+    index = _difference(printed, correct, tolerance)
+    if index is None:
         raise ValueError("the outputs are the same")
-    ends = [lines[place] if place < len(lines) else None for lines in (given, wanted)]
-    return place + 1, ends[0], ends[1]
+    ends = [lines[index] if index < len(lines) else None for lines in (printed, correct)]
+    return index + 1, ends[0], ends[1]
 
 
 def _lines(text: str) -> list[str]:
     return [line.strip() for line in text.strip().split("\n")]
 
 
-def _difference(given: list[str], wanted: list[str], tolerance: float | None) -> int | None:
-    for place, (one, other) in enumerate(zip(given, wanted, strict=False)):
-        if one != other and not _same_line(one, other, tolerance):
-            return place
-    return None if len(given) == len(wanted) else min(len(given), len(wanted))
+def _difference(printed: list[str], expected: list[str], tolerance: float | None) -> int | None:
+    for index, (first, second) in enumerate(zip(printed, expected, strict=False)):
+        if first != second and not _same_line(first, second, tolerance):
+            return index
+    return None if len(printed) == len(expected) else min(len(printed), len(expected))
 
 
-def _same_line(given: str, wanted: str, tolerance: float | None) -> bool:
-    words, others = given.split(), wanted.split()
+def _same_line(printed: str, expected: str, tolerance: float | None) -> bool:
+    words, others = printed.split(), expected.split()
     if len(words) != len(others) or not all(map(_same_word, words, others, [tolerance] * len(words))):
         return False
-    return all(map(_NUMBER.fullmatch, others)) or _SPACES.findall(given) == _SPACES.findall(wanted)
+    return all(map(_NUMBER.fullmatch, others)) or _SPACES.findall(printed) == _SPACES.findall(expected)
 
 
-def _same_word(given: str, wanted: str, tolerance: float | None) -> bool:
-    if given == wanted:
+def _same_word(printed: str, expected: str, tolerance: float | None) -> bool:
+    if printed == expected:
         return True
-    if tolerance is None or not (_NUMBER.fullmatch(given) and _NUMBER.fullmatch(wanted)):
+    if tolerance is None or not (_NUMBER.fullmatch(printed) and _NUMBER.fullmatch(expected)):
         return False
-    whole = [_WHOLE.fullmatch(word) is not None for word in (given, wanted)]
-    return _near(Decimal(given), Decimal(wanted), None if all(whole) else tolerance, whole=whole[1])
+    whole = [_WHOLE.fullmatch(word) is not None for word in (printed, expected)]
+    return _near(Decimal(printed), Decimal(expected), None if all(whole) else tolerance, whole=whole[1])
 
 
-def _near(given: Decimal, wanted: Decimal, tolerance: float | None, *, whole: bool) -> bool:
+def _near(number: Decimal, expected: Decimal, tolerance: float | None, *, whole: bool) -> bool:
     """Return whether a number is equal to another, or within a tolerance of it.
 
     Args:
-        given: A finite number.
-        wanted: The expected number, which is finite.
+        number: A finite number.
+        expected: The expected number, which is finite.
         tolerance: The permitted distance as a share of the expected number, or of 1 if that is 0, or None.
         whole: Whether the expected number is written as a whole one, so that its neighbours are wrong,
             whatever the tolerance is.
     """
-    if given == wanted:
+    if number == expected:
         return True
     if tolerance is None:
         return False
-    distance = _ROUNDED.subtract(given, wanted).copy_abs()
-    limit = _ROUNDED.multiply(Decimal(str(tolerance)), wanted.copy_abs() if wanted else Decimal(1))
+    distance = _ROUNDED.subtract(number, expected).copy_abs()
+    limit = _ROUNDED.multiply(Decimal(str(tolerance)), expected.copy_abs() if expected else Decimal(1))
     return distance <= (min(limit, _HALF) if whole else limit)
 
 
@@ -148,32 +148,32 @@ def _same_library(name: Any, data: Any, expected: Any, tolerance: float | None) 
         return same_result(data["l"][1], expected, tolerance)
     if isinstance(expected, bool) or not isinstance(expected, int | float) or not _is_float(expected):
         return False
-    wanted = Decimal(repr(expected))
+    exact = Decimal(repr(expected))
     if name == "Decimal" and isinstance(data, str) and len(data) <= _LONGEST_DECIMAL:
-        given = Decimal(data, _ROUNDED)
-        return given.is_finite() and (
-            given == expected or _near(given, wanted, tolerance, whole=isinstance(expected, int))
+        number = Decimal(data, _ROUNDED)
+        return number.is_finite() and (
+            number == expected or _near(number, exact, tolerance, whole=isinstance(expected, int))
         )
     if name != "Fraction" or any(len(part["i"]) > _LONGEST_DECIMAL for part in data["l"]):
         return False
     above, below = (int(part["i"], 16) for part in data["l"])
-    other = wanted.as_integer_ratio()
-    if below <= 0 or above * other[1] == other[0] * below:
+    ratio = exact.as_integer_ratio()
+    if below <= 0 or above * ratio[1] == ratio[0] * below:
         return below > 0
     if tolerance is None:
         return False
-    given = _ROUNDED.divide(Decimal(above), Decimal(below))
-    return _near(given, wanted, tolerance, whole=isinstance(expected, int))
+    number = _ROUNDED.divide(Decimal(above), Decimal(below))
+    return _near(number, exact, tolerance, whole=isinstance(expected, int))
 
 
-def _same_number(given: int | float, expected: int | float, tolerance: float | None) -> bool:
-    if given == expected or (given != given and expected != expected):  # Both are not a number.
+def _same_number(number: int | float, expected: int | float, tolerance: float | None) -> bool:
+    if number == expected or (number != number and expected != expected):  # Both are not a number.
         return True
-    if tolerance is None or (isinstance(given, int) and isinstance(expected, int)):
+    if tolerance is None or (isinstance(number, int) and isinstance(expected, int)):
         return False
-    if not (_is_float(given) and _is_float(expected)):
+    if not (_is_float(number) and _is_float(expected)):
         return False
-    return _near(Decimal(repr(given)), Decimal(repr(expected)), tolerance, whole=isinstance(expected, int))
+    return _near(Decimal(repr(number)), Decimal(repr(expected)), tolerance, whole=isinstance(expected, int))
 
 
 def _is_float(number: int | float) -> bool:

@@ -59,8 +59,8 @@ class CodeHandler(Handler):
             return ["tests: required by the handler 'code'"]
         name = tests.entry_point or ""
         return [
-            f"tests.cases[{place}].program: with 'setup', it must call {name} in plain assertions only"
-            for place, case in enumerate(tests.cases)
+            f"tests.cases[{number}].program: with 'setup', it must call {name} in plain assertions only"
+            for number, case in enumerate(tests.cases)
             if tests.setup and case.program is not None and placed_test(case.program, name) is None
         ]
 
@@ -146,8 +146,8 @@ class _Trial:
         # Comparing long outputs may take seconds, in which the worker has others to serve.
         if await asyncio.to_thread(same_text, output, case.output or "", tolerance):
             return True
-        line, given, wanted = difference(output, case.output or "", tolerance)
-        texts = ["(none)" if text is None else shown.quoted(text) for text in (given, wanted)]
+        line, printed, expected = difference(output, case.output or "", tolerance)
+        texts = ["(none)" if text is None else shown.quoted(text) for text in (printed, expected)]
         self.why = f"line {line} of the output is {texts[0]}\nexpected: {texts[1]}"
         return False
 
@@ -163,10 +163,10 @@ class _Trial:
         answered: list[Any] = []
         for _ in range(_ROUNDS):
             if calls is None:
-                seen = await self._authors("judge", {**request, "answered": answered, "collect": True})
-                if seen is None:
+                collected = await self._authors("judge", {**request, "answered": answered, "collect": True})
+                if collected is None:
                     return False
-                calls = seen["calls"]
+                calls = collected["calls"]
             results = await self._results(calls if placed is None else placed.expressions)
             if results is None:
                 return False
@@ -213,12 +213,12 @@ class _Trial:
         whole = len(known) == len(results) == len(calls) and all(len(result) == 1 for result in known)
         return known if whole else None
 
-    async def _policys(self, what: str, request: dict[str, Any]) -> str | None:
+    async def _policys(self, action: str, request: dict[str, Any]) -> str | None:
         """Return what a process with the policy's program says, or None unless it ends in time and with 0."""
         place = await self._private("policy")
         limit = min(self.tests.time_limit_seconds, self.ends - time.monotonic())
         source = {"prefix": self.program.prefix, "source": self.program.text}
-        result = await self._run(what, {**request, **source}, place.tmp, limit)
+        result = await self._run(action, {**request, **source}, place.tmp, limit)
         if result is None or result.timed_out:
             self.timed_out, self.why = True, "the program did not end in time"
             return None
@@ -229,14 +229,14 @@ class _Trial:
             return None
         return result.text()
 
-    async def _authors(self, what: str, request: dict[str, Any]) -> dict[str, Any] | None:
+    async def _authors(self, action: str, request: dict[str, Any]) -> dict[str, Any] | None:
         """Return what a program of the task's author says, or None if it says nothing.
 
         No process of the policy exists meanwhile.
         """
         place = await self._private("author")
         limit = min(_JUDGE_SECONDS, self.ends - time.monotonic())
-        result = await self._run(what, request, place.home, limit)
+        result = await self._run(action, request, place.home, limit)
         if result is None or result.timed_out:
             self.timed_out = True
             self._also("the program of the test did not end in time")
@@ -265,16 +265,16 @@ class _Trial:
         self.used = whose
         return self.ctx.place
 
-    async def _run(self, what: str, request: dict[str, Any], cwd: str, limit: float) -> ExecResult | None:
+    async def _run(self, action: str, request: dict[str, Any], cwd: str, limit: float) -> ExecResult | None:
         if limit <= 0:
             return None
         place = self.ctx.place
         assert place is not None
         env = {**_ONE_THREAD, **self.ctx.eval_env, "HOME": place.home, "TMPDIR": place.tmp}
         memory = int(parse_quantity(self.tests.memory_limit))
-        program = _POLICYS if what in ("call", "run") else _AUTHORS
+        program = _POLICYS if action in ("call", "run") else _AUTHORS
         return await self.ctx.sandbox.run(
-            ["python3", "-S", "-c", _START, what],
+            ["python3", "-S", "-c", _START, action],
             env={**env, "PYTHONSAFEPATH": "1", "PYTHONHASHSEED": "0", "PYTHONDONTWRITEBYTECODE": "1"},
             clean_env=True,
             cwd=cwd,

@@ -63,11 +63,11 @@ def program_of(answer: str, entry_point: str | None = None) -> AnswerProgram:
         if candidates:
             block = candidates[-1]
             label = block.label[:_LABEL_SHOWN] or "no label"
-            place = f"block {blocks.index(block) + 1} of {len(blocks)}"
+            position = f"block {blocks.index(block) + 1} of {len(blocks)}"
             # The rest of a function that the prefix begins has its indentation.
             whole = entry_point is None or candidates in defining
             text = _flat(block.text) if whole else block.text
-            return AnswerProgram(text, f"{place} ({label}, lines {block.first}-{block.last})")
+            return AnswerProgram(text, f"{position} ({label}, lines {block.first}-{block.last})")
     if not blocks:
         return AnswerProgram(answer, "the whole answer, which has no fenced block")
     begun = "\n".join(answer.split("\n")[: blocks[0].first - 1])
@@ -142,14 +142,14 @@ def _strength(program: str, name: str) -> int:
 
 def _statements(tree: ast.Module | ast.ClassDef) -> list[ast.AST]:
     """Return the nodes of a program or class, without those within its functions and classes."""
-    found: list[ast.AST] = []
+    nodes: list[ast.AST] = []
     waiting: list[ast.AST] = list(tree.body)
     while waiting:
         node = waiting.pop()
-        found.append(node)
+        nodes.append(node)
         if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Lambda):
             waiting += ast.iter_child_nodes(node)
-    return found
+    return nodes
 
 
 def _bound(node: ast.AST, name: str) -> int:

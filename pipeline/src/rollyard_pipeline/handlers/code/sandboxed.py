@@ -50,9 +50,9 @@ def encode(value: Any, depth: int = 0) -> Any:
         return {"b": bytes(value).hex()}
     if isinstance(value, range):
         return {"r": [encode(part) for part in (value.start, value.stop, value.step)]}
-    found = None if type(value) in PLAIN else library(value)
-    if found is not None:
-        return {"x": [found[0], encode(found[1], depth + 1)]}
+    named = None if type(value) in PLAIN else library(value)
+    if named is not None:
+        return {"x": [named[0], encode(named[1], depth + 1)]}
     if isinstance(value, dict):
         return {"d": [[encode(k, depth + 1), encode(v, depth + 1)] for k, v in value.items()]}
     for kind, mark in ((list, "l"), (tuple, "t"), (set, "s"), (frozenset, "z")):
@@ -106,8 +106,10 @@ LIBRARY = {
 def rebuilt(name: str, data: Any) -> Any:
     """Return the value for which `library` has returned these. Only values that need it import a module."""
     if name in ("keys", "values", "items"):
-        found = dict.fromkeys(data) if name == "keys" else dict(data if name == "items" else enumerate(data))
-        return getattr(found, name)()
+        mapping = (
+            dict.fromkeys(data) if name == "keys" else dict(data if name == "items" else enumerate(data))
+        )
+        return getattr(mapping, name)()
     for of, names in LIBRARY.items():
         if name in names:
             kind = getattr(__import__(of), name)
@@ -156,8 +158,12 @@ def decode(value: Any) -> Any:
 
 
 KINDS: dict[str, Callable[[Any], Any]] = {
-    "l": list, "t": tuple, "s": set, "z": frozenset, "y": lambda items: iter(list(items)),
-}  # fmt: skip
+    "l": list,
+    "t": tuple,
+    "s": set,
+    "z": frozenset,
+    "y": lambda items: iter(list(items)),
+}
 
 
 def quoted(words: str) -> str:
@@ -231,11 +237,11 @@ def call(request: dict[str, Any], out: int) -> None:
     names, name = module("solution"), request["entry_point"]
     run({"prefix.py": request["prefix"]}, names, out)
     # What the prefix has of these names is no answer, but the policy's program may use it.
-    given = {each: names.pop(each) for each in ("Solution", name) if each in names}
+    inherited = {each: names.pop(each) for each in ("Solution", name) if each in names}
     run({"solution.py": request["source"]}, names, out)
     its = names.get("Solution")
     function = getattr(its(), name) if its is not None and hasattr(its, name) else names[name]
-    names.update({**given, **names})
+    names.update({**inherited, **names})
     if request["setup"]:
         names[name] = names["candidate"] = function
         run({"setup.py": request["setup"]}, names, out)
@@ -333,21 +339,21 @@ def judge(request: dict[str, Any]) -> dict[str, Any]:
     looking = bool(request["collect"])
 
     def candidate(*arguments: Any, **keywords: Any) -> Any:
-        made = [encode(arguments), encode(keywords)]
-        place = len(calls)
-        calls.append(made)
-        if place < len(answered) and answered[place][0] == made:
-            result = answered[place][1]
+        invocation = [encode(arguments), encode(keywords)]
+        number = len(calls)
+        calls.append(invocation)
+        if number < len(answered) and answered[number][0] == invocation:
+            result = answered[number][1]
             if "v" in result:
                 if has_object(result["v"]):
-                    objects.append(place)
+                    objects.append(number)
                 return decode(result["v"])
             kind = getattr(builtins, result["e"], Exception)
             if kind in (StopIteration, StopAsyncIteration):
                 # It would end an iterator of the test in silence. A generator turns it into this (PEP 479).
                 raise RuntimeError("the function raised " + kind.__name__)
             raise (kind if isinstance(kind, type) and issubclass(kind, Exception) else Exception)("raised")
-        missing.append(place)
+        missing.append(number)
         if looking:
             return Anything()
         raise Unanswered
@@ -399,7 +405,7 @@ class InstalledPackages:
         return None
 
 
-def main(what: str, request: dict[str, Any]) -> None:
+def main(action: str, request: dict[str, Any]) -> None:
     """Do what the argument says with the request, and write the answer."""
     memory = int(request["memory"])
     # What is only reserved, or is a library's file, costs nothing. The sandbox may have a lower limit.
@@ -416,7 +422,7 @@ def main(what: str, request: dict[str, Any]) -> None:
     null = os.open(os.devnull, os.O_RDWR)
     for descriptor in (0, 1, 2):
         os.dup2(null, descriptor)
-    if what in ("call", "run"):
+    if action in ("call", "run"):
         sys.argv[:] = ["solution.py"]
         # Deep recursion needs more than the usual 8 MiB, and the stack of the first thread grows in place.
         _, most = resource.getrlimit(resource.RLIMIT_STACK)
@@ -424,23 +430,23 @@ def main(what: str, request: dict[str, Any]) -> None:
         resource.setrlimit(resource.RLIMIT_STACK, (stack, most))
         # However many processes the policy's program starts, the exec server gets its share of the time.
         os.nice(10)
-    if what == "run":
+    if action == "run":
         # Standard output is the answer here, and standard input comes from the request.
-        given = os.memfd_create("input")
-        with os.fdopen(os.dup(given), "wb") as file:
+        stdin = os.memfd_create("input")
+        with os.fdopen(os.dup(stdin), "wb") as file:
             file.write(request["input"].encode(errors="surrogatepass"))
-        os.lseek(given, 0, os.SEEK_SET)
-        os.dup2(given, 0)
+        os.lseek(stdin, 0, os.SEEK_SET)
+        os.dup2(stdin, 0)
         os.dup2(out, 1)
         # The file that Python has opened itself takes standard input for a pipe, which it was.
         old = sys.stdin
         sys.stdin = os.fdopen(0, "r", -1, old.encoding, old.errors, closefd=False)
         run({"prefix.py": request["prefix"], "solution.py": request["source"]}, module("__main__"), out)
         return
-    if what == "call":
+    if action == "call":
         call(request, out)
     else:
-        answer = judge(request) if what == "judge" else check(request)
+        answer = judge(request) if action == "judge" else check(request)
         write(out, text(answer).encode())
     # Everything is said. Taking Python apart would take a tenth of the time that its start does.
     os._exit(0)

@@ -152,16 +152,16 @@ class HarborHandler(Handler):
     ) -> None:
         agent = ctx.agent_steps
         assert agent is not None
-        for place, step in enumerate(plan.steps):
-            if place and not await self._begun(ctx, plan, folder, step, progress):
+        for number, step in enumerate(plan.steps):
+            if number and not await self._begun(ctx, plan, folder, step, progress):
                 return
-            if place:
+            if number:
                 agent.say(step.instruction)
             if ctx.spec.agent.type == _ORACLE and step.solution:
                 await verifier.empty(ctx.sandbox, SOLUTION)
                 await verifier.upload(ctx.sandbox, SOLUTION, folder.below(step.solution))
             going_on = await agent.step(_with_solution(ctx.task, plan, step), step.agent_seconds)
-            if not going_on or place == len(plan.steps) - 1:
+            if not going_on or number == len(plan.steps) - 1:
                 return
             if not await self._verified(ctx, plan, folder, step, progress):
                 return

@@ -93,10 +93,10 @@ def _document(file: bytes | str) -> Any:
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Return an object of JSON. Tests that write texts of the policy unescaped let it add a second reward."""
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    document = dict(pairs)
+    if len(document) < len(pairs):
         raise _invalid("reward.json has a key twice")
-    return found
+    return document
 
 
 def _numbers(document: Mapping[str, Any]) -> tuple[dict[str, float], list[str]]:
@@ -118,9 +118,9 @@ def _chosen(
     document: Mapping[str, Any], numbers: Mapping[str, float], as_text: float | None, key: str
 ) -> float:
     """Return the number of an object that is the reward."""
-    wanted = key or REWARD
-    if wanted in document:
-        return _number(document[wanted], f"reward.json: {wanted!a}")
+    chosen_key = key or REWARD
+    if chosen_key in document:
+        return _number(document[chosen_key], f"reward.json: {chosen_key!a}")
     shown = ", ".join(ascii(name) for name in list(numbers)[:_NAMED])
     if key:
         raise _invalid(f"reward.json has no {key!a}, which tasks.harbor.rewardKey names; it has {shown}")

@@ -116,8 +116,12 @@ async def verify(
     variables = {"PYTHONPATH": TESTS, **variables, **step.verifier_env}
     result = await client.run(
         ["bash", "--noprofile", "--norc", f"{TESTS}/test.sh"],
-        env=dict(variables), cwd=plan.workdir, clean_env=True, timeout=timeout, max_output=_OUTPUT,
-    )  # fmt: skip
+        env=dict(variables),
+        cwd=plan.workdir,
+        clean_env=True,
+        timeout=timeout,
+        max_output=_OUTPUT,
+    )
     # What the tests left running could change the files while they are read.
     await client.kill_all()
     printed = result.text().strip()
@@ -125,8 +129,10 @@ async def verify(
         return StepVerdict({}, TEST_TIMEOUT, printed)
     try:
         as_json, as_text = await _content(client, "reward.json"), await _content(client, "reward.txt")
-        found = read_rewards(as_json, as_text, plan.reward_key)
-        return StepVerdict(found.rewards, printed="\n".join(part for part in (printed, found.note) if part))
+        reading = read_rewards(as_json, as_text, plan.reward_key)
+        return StepVerdict(
+            reading.rewards, printed="\n".join(part for part in (printed, reading.note) if part)
+        )
     except RewardUnusable as error:
         end = result.text()[-1000:].strip()
         words = f"{error}; test.sh exited with {result.exit_code}: {end or 'it printed nothing'}"
@@ -135,12 +141,12 @@ async def verify(
 
 async def _content(client: ExecClient, name: str) -> Content:
     try:
-        found = await client.read_file(f"{VERIFIER}/{name}", max_bytes=MAX_FILE + 1)
+        content = await client.read_file(f"{VERIFIER}/{name}", max_bytes=MAX_FILE + 1)
     except FileError as error:
         if error.reason == "FileNotFound":
             return None
         return f"{name} cannot be read ({error.reason})"
-    return found.data if len(found.data) <= MAX_FILE else f"{name} is longer than {MAX_FILE} bytes"
+    return content.data if len(content.data) <= MAX_FILE else f"{name} is longer than {MAX_FILE} bytes"
 
 
 async def enter(client: ExecClient, plan: HarborPlan) -> bool:

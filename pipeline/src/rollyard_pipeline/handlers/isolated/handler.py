@@ -51,9 +51,9 @@ class HandlerProcesses:
             outcome = await process.call(method, task, context, sandboxes)
             keep = True
         except asyncio.CancelledError as error:
-            place = await process.stopped_at()
-            if place:
-                error.add_note(f"{self._what} was blocked at {place}")
+            location = await process.stopped_at()
+            if location:
+                error.add_note(f"{self._what} was blocked at {location}")
             raise
         except HandlerFailed:
             raise
@@ -85,19 +85,24 @@ class IsolatedHandler(Handler):
         self._handler = handler
         self._processes = processes
         shown = (
-            "needs_sandbox", "needs_tokens", "judges_answers", "reward_range", "components", "eval_sandbox",
+            "needs_sandbox",
+            "needs_tokens",
+            "judges_answers",
+            "reward_range",
+            "components",
+            "eval_sandbox",
             "fetches",
-        )  # fmt: skip
+        )
         # These are attributes of the class, which an instance can only hide.
         vars(self).update({name: getattr(handler, name) for name in shown})
 
     def for_task(self, task: Task) -> Handler:
         """Return the handler of this task, which runs in the worker if it is one of Rollyard's own."""
-        found = self._handler.for_task(task)
-        if found is self._handler:
+        handler = self._handler.for_task(task)
+        if handler is self._handler:
             return self
-        ours = type(found).__module__.startswith("rollyard_pipeline.")
-        return found if ours else IsolatedHandler(found, self._processes)
+        ours = type(handler).__module__.startswith("rollyard_pipeline.")
+        return handler if ours else IsolatedHandler(handler, self._processes)
 
     def dockerfile(self, task: Task, image: str) -> Mapping[str, tuple[bytes, int]] | None:
         """Return what the handler answers."""

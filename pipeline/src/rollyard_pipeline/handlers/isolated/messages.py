@@ -74,8 +74,11 @@ def described(error: BaseException) -> dict[str, Any]:
             }
             blamed = error.reward_reason if isinstance(error, RewardUnusable) else ""
             return fields | {
-                "kind": "pipeline", "class": type(error).__name__, "decisions": decisions, "blamed": blamed,
-            }  # fmt: skip
+                "kind": "pipeline",
+                "class": type(error).__name__,
+                "decisions": decisions,
+                "blamed": blamed,
+            }
     trace = "".join(traceback.format_exception(error))[-_TRACE:]
     return {"kind": "other", "message": message_of(error), "trace": trace}
 
@@ -92,11 +95,11 @@ def exception_of(fields: dict[str, Any]) -> Exception:
     if fields["kind"] == "pipeline":
         if fields["class"] == ExtensionError.__name__:
             return ExtensionError(message, str(fields["decisions"]["reason"]))
-        found = getattr(errors, str(fields["class"]), None)
-        if found is RewardUnusable:
+        kind = getattr(errors, str(fields["class"]), None)
+        if kind is RewardUnusable:
             return RewardUnusable(message, str(fields["blamed"]))
-        if isinstance(found, type) and issubclass(found, PipelineError):
-            return found(message)
+        if isinstance(kind, type) and issubclass(kind, PipelineError):
+            return kind(message)
         error = HandlerRaised(message)
         vars(error).update(fields["decisions"])  # The class is one of the handler's package.
         return error

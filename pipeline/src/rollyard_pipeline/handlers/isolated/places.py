@@ -24,8 +24,8 @@ def message_of(error: BaseException) -> str:
         (frame.filename, frame.lineno or 0, frame.name) for frame in traceback.extract_tb(error.__traceback__)
     ]
     outside = [frame for frame in frames if not frame[0].startswith((_OURS, _ASYNCIO, *_IMPORT))]
-    place = _last_place(outside or frames[-1:])
-    return f"{type(error).__name__}: {error}{f' ({place})' if place else ''}"
+    location = _last_place(outside or frames[-1:])
+    return f"{type(error).__name__}: {error}{f' ({location})' if location else ''}"
 
 
 def blocked_at(dump: str) -> str:

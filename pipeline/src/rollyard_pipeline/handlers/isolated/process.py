@@ -52,7 +52,7 @@ class HandlerProcess:
     """A process that performs the calls of a handler, one at a time. See `program`.
 
     Args:
-        what: The name of the handler, for messages.
+        name: The name of the handler, for messages.
         process: The process.
         reader: Reads from the socket to it.
         writer: Writes to the socket to it.
@@ -61,13 +61,13 @@ class HandlerProcess:
 
     def __init__(
         self,
-        what: str,
+        name: str,
         process: asyncio.subprocess.Process,
         reader: asyncio.StreamReader,
         writer: asyncio.StreamWriter,
         stack: int,
     ) -> None:
-        self._what = what
+        self._name = name
         self._process = process
         self._reader = reader
         self._writer = writer
@@ -78,11 +78,11 @@ class HandlerProcess:
         self._call = 0
 
     @classmethod
-    async def start(cls, what: str, target: str) -> Self:
+    async def start(cls, name: str, target: str) -> Self:
         """Return a process that has loaded the handler.
 
         Args:
-            what: The name of the handler, for messages.
+            name: The name of the handler, for messages.
             target: Its class, as MODULE:CLASS.
 
         Raises:
@@ -95,29 +95,34 @@ class HandlerProcess:
         try:
             arguments = (target, its.fileno(), stack, logging.getLogger().getEffectiveLevel())
             process = await asyncio.create_subprocess_exec(
-                sys.executable, "-P", "-m", _PROGRAM, *map(str, arguments),
-                stdin=asyncio.subprocess.DEVNULL, pass_fds=(its.fileno(), stack), start_new_session=True,
-            )  # fmt: skip
+                sys.executable,
+                "-P",
+                "-m",
+                _PROGRAM,
+                *map(str, arguments),
+                stdin=asyncio.subprocess.DEVNULL,
+                pass_fds=(its.fileno(), stack),
+                start_new_session=True,
+            )
             reader, writer = await asyncio.open_connection(sock=ours)
         except BaseException as error:
             ours.close()
             os.close(stack)
             if isinstance(error, OSError):
-                raise HandlerFailed(f"{what}: its process cannot be started: {error}") from error
+                raise HandlerFailed(f"{name}: its process cannot be started: {error}") from error
             raise
         finally:
             its.close()
-        started = cls(what, process, reader, writer, stack)
+        started = cls(name, process, reader, writer, stack)
         try:
             async with asyncio.timeout(_START_SECONDS):
                 loaded = await started._outcome("being loaded", _Request(None, (), {}))
             started._raise_error(loaded)
         except TimeoutError as error:
-            place = await started.stopped_at()
+            location = await started.stopped_at()
             await started.end()
-            problem = (
-                f"{what} was not loaded within {_START_SECONDS:g} s{f', blocked at {place}' if place else ''}"
-            )
+            where = f", blocked at {location}" if location else ""
+            problem = f"{name} was not loaded within {_START_SECONDS:g} s{where}"
             raise HandlerFailed(problem) from error
         except BaseException:
             await started.end()
@@ -158,7 +163,7 @@ class HandlerProcess:
         try:
             self._writer.write(encode({"id": self._ready, "call": self._call}, body))
         except SandboxError as error:
-            raise HandlerFailed(f"{self._what}: {method} cannot get its context: {error}") from error
+            raise HandlerFailed(f"{self._name}: {method} cannot get its context: {error}") from error
         outcome = await self._outcome(method, request)
         context.show(outcome.shown)
         if outcome.raised in request.raised:
@@ -166,7 +171,7 @@ class HandlerProcess:
         self._raise_error(outcome)
         complete = outcome.carry is not None and (method != "eval" or outcome.components is not None)
         if outcome.raised is not None or not complete:
-            raise HandlerFailed(f"{self._what}: its process reported no outcome of {method}")
+            raise HandlerFailed(f"{self._name}: its process reported no outcome of {method}")
         return outcome
 
     def _raise_error(self, outcome: HandlerOutcome) -> None:
@@ -176,7 +181,7 @@ class HandlerProcess:
         try:
             error = exception_of(outcome.error)
         except (ValueError, KeyError, TypeError) as problem:
-            raise HandlerFailed(f"{self._what}: its process reported no exception: {problem!r}") from problem
+            raise HandlerFailed(f"{self._name}: its process reported no exception: {problem!r}") from problem
         raise error
 
     async def _outcome(self, doing: str, request: _Request) -> HandlerOutcome:
@@ -191,7 +196,7 @@ class HandlerProcess:
                         return HandlerOutcome.model_validate(json.loads(body))
                     await self._begin(header, body, request, tasks)
         except (SandboxError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            problem = f"{self._what}: its process does not keep to the protocol ({doing}): {error!r}"
+            problem = f"{self._name}: its process does not keep to the protocol ({doing}): {error!r}"
             raise HandlerFailed(clean_text(problem, _MESSAGE)) from error
         except asyncio.CancelledError:
             stopped = True
@@ -206,7 +211,7 @@ class HandlerProcess:
                 task.cancel()
             if ending:
                 await asyncio.wait(ending)
-        raise HandlerFailed(f"{self._what}: its process ended in {doing}{await self._ending()}")
+        raise HandlerFailed(f"{self._name}: its process ended in {doing}{await self._ending()}")
 
     async def _begin(
         self, header: dict[str, Any], body: bytes, request: _Request, tasks: dict[int, asyncio.Task[None]]
@@ -260,8 +265,8 @@ class HandlerProcess:
             self._writer.write(encode({"event": "output", "id": number}, output))
 
         client = request.sandboxes[int(header["sandbox"])]
-        asked = dict(header["request"])
-        return await client.forward(asked, body, limit=float(header["limit"]), listener=hear)
+        fields = dict(header["request"])
+        return await client.forward(fields, body, limit=float(header["limit"]), listener=hear)
 
     async def stopped_at(self) -> str:
         """End the process, and return where its code was, or "" if it was waiting."""
@@ -277,11 +282,11 @@ class HandlerProcess:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_ABORT_SECONDS):
                 await self._process.wait()
-        status, place = self._process.returncode, blocked_at(self._dump())
+        status, location = self._process.returncode, blocked_at(self._dump())
         how = ""
         if status is not None:
             how = f" by {signal.Signals(-status).name}" if status < 0 else f" with status {status}"
-        return f"{how}{f', at {place}' if place else ''}"
+        return f"{how}{f', at {location}' if location else ''}"
 
     def _dump(self) -> str:
         return os.pread(self._stack, _STACK_BYTES, 0).decode("utf-8", "replace")

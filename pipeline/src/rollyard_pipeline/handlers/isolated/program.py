@@ -77,8 +77,8 @@ class SandboxWire(Wire):
         listener: Callable[[bytes], None] | None = None,
     ) -> tuple[dict[str, Any], bytes]:
         """Let the worker send a request, and return header and body of the answer."""
-        asked = {"op": "sandbox", "request": header, "limit": limit, **self._fields}
-        return await self._worker.request(asked, body, limit=_NO_LIMIT, listener=listener)
+        message = {"op": "sandbox", "request": header, "limit": limit, **self._fields}
+        return await self._worker.request(message, body, limit=_NO_LIMIT, listener=listener)
 
     def fail(self, error: SandboxError) -> None:
         """Leave the connection open, which is the worker's."""

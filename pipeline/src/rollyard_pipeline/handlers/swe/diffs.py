@@ -98,13 +98,13 @@ def patch_of(answer: str) -> str:
 
 def _apart(diffs: Sequence[str]) -> bool:
     """Return whether no two of several diffs change the same file."""
-    seen: set[str] = set()
+    changed: set[str] = set()
     for diff in diffs:
-        words = [name.partition("\t")[0].strip() for found in _NAMES.findall(diff) for name in found]
+        words = [name.partition("\t")[0].strip() for matches in _NAMES.findall(diff) for name in matches]
         names = {_SIDE.sub("", name, count=1) for name in words if name and name != "/dev/null"}
-        if not names or not names.isdisjoint(seen):
+        if not names or not names.isdisjoint(changed):
             return False
-        seen |= names
+        changed |= names
     return True
 
 
@@ -132,9 +132,14 @@ async def _git(
     # A repository further up must not decide what the paths of the diff are relative to.
     variables = {**(env or {}), "GIT_CEILING_DIRECTORIES": posixpath.dirname(folder)}
     return await ctx.sandbox.run(
-        [*_GIT, *options, "-"], env=variables, clean_env=env is not None, cwd=folder,
-        stdin=patch.encode(errors="replace"), timeout=min(_SECONDS, ctx.timeout), max_output=1 << 20,
-    )  # fmt: skip
+        [*_GIT, *options, "-"],
+        env=variables,
+        clean_env=env is not None,
+        cwd=folder,
+        stdin=patch.encode(errors="replace"),
+        timeout=min(_SECONDS, ctx.timeout),
+        max_output=1 << 20,
+    )
 
 
 def _literal(name: bytes) -> str:

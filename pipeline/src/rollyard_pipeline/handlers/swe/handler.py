@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import binascii
 import logging
 import posixpath
 from typing import Final
@@ -12,9 +14,9 @@ from rollyard_crds.task import Task
 from rollyard_process.log_text import one_line
 from rollyard_sandbox.client import ExecResult
 
-from rollyard_pipeline.errors import TaskInvalid
+from rollyard_pipeline.errors import SetupFailed, TaskInvalid
 from rollyard_pipeline.handlers.base import Evaluation, FolderChanges, Handler, StageContext
-from rollyard_pipeline.handlers.swe import diffs, placement
+from rollyard_pipeline.handlers.swe import diffs
 from rollyard_pipeline.handlers.swe.log_parsers import exit_code, parse
 from rollyard_pipeline.handlers.swe.protected import protection
 from rollyard_pipeline.handlers.swe.report import ReportFiles
@@ -89,7 +91,7 @@ class SweHandler(Handler):
             raise TaskInvalid(
                 "stages.eval: the handler 'swe' needs a fresh sandbox, and carries the repository's changes"
             )
-        await placement.place(ctx, tests, _folder(tests, ctx.workdir))
+        await _place_repository(ctx, tests, _folder(tests, ctx.workdir))
         await super().init(ctx)
 
     async def eval(self, ctx: StageContext) -> Evaluation:
@@ -153,19 +155,24 @@ async def _run(ctx: StageContext, script: str, folder: str, env: dict[str, str])
     # commands can read the rest.
     command = 'rollyard_script=$(cat) && exec < /dev/null && eval "$rollyard_script"'
     result = await ctx.sandbox.run(
-        [*_SHELL, command, "bash"], env=env, clean_env=True, cwd=folder, stdin=script.encode(),
-        timeout=ctx.timeout, max_output=_LOG_BYTES,
-    )  # fmt: skip
+        [*_SHELL, command, "bash"],
+        env=env,
+        clean_env=True,
+        cwd=folder,
+        stdin=script.encode(),
+        timeout=ctx.timeout,
+        max_output=_LOG_BYTES,
+    )
     ctx.show(result.text().strip())
     return result
 
 
 def _scored(ctx: StageContext, tests: SweTests, results: Results) -> Evaluation:
     """Return the evaluation of the results. People are shown which tests did not pass."""
-    found = score(tests, results)
-    ctx.show(found.message)
-    components = {"fail_to_pass": found.fail_to_pass, "pass_to_pass": found.pass_to_pass}
-    return Evaluation(float(found.solved), components, "" if results else NO_RESULTS)
+    total = score(tests, results)
+    ctx.show(total.message)
+    components = {"fail_to_pass": total.fail_to_pass, "pass_to_pass": total.pass_to_pass}
+    return Evaluation(float(total.solved), components, "" if results else NO_RESULTS)
 
 
 def _tests(task: Task) -> SweTests:
@@ -176,3 +183,54 @@ def _tests(task: Task) -> SweTests:
 
 def _folder(tests: SweTests, workdir: str) -> str:
     return posixpath.normpath(posixpath.join(workdir, tests.repository.path))
+
+
+_SECONDS: Final = 300.0
+_FROM_FOLDER: Final = 'mkdir -p -- "$2" && cp -a -- "$1/." "$2"'
+_FROM_ARCHIVE: Final = 'mkdir -p -- "$2" && tar -x --no-same-owner -f "$1" -C "$2"'
+_FROM_EITHER: Final = f'if [ -d "$1" ]; then {_FROM_FOLDER}; else {_FROM_ARCHIVE}; fi'
+
+
+async def _place_repository(ctx: StageContext, tests: SweTests, folder: str) -> None:
+    """Make the repository's folder, apply the task's own diff, and remove what the policy must not see.
+
+    In Eval's sandbox nothing is removed. There the hidden tests' diff is tried instead, while nothing of the
+    policy's can be in its way.
+
+    Raises:
+        SetupFailed: One of these steps failed.
+        TaskInvalid: The archive is not in base64.
+        rollyard_sandbox.errors.SandboxError: The sandbox failed.
+    """
+    repository = tests.repository
+    target = posixpath.join(ctx.workdir, repository.unpack) if repository.unpack is not None else folder
+    if repository.archive is not None:
+        try:
+            data = base64.b64decode(repository.archive, validate=True)
+        except (binascii.Error, ValueError) as error:
+            raise TaskInvalid(f"task '{ctx.task.id}': swe.repository.archive: is not in base64") from error
+        packed = f"{ctx.workdir}/.rollyard-archive"
+        await ctx.sandbox.write_file(packed, data)
+        await _bash(ctx, f'{_FROM_ARCHIVE} && rm -- "$1"', packed, target, field="archive")
+    elif repository.source is not None:
+        await _bash(ctx, _FROM_EITHER, repository.source, target, field="source")
+    await _bash(ctx, '[ -d "$1" ] && [ ! -L "$1" ]', folder, field="path")
+    if repository.patch is not None and not await diffs.applies(ctx, folder, repository.patch):
+        raise SetupFailed(f"task '{ctx.task.id}': swe.repository.patch does not apply")
+    if not ctx.for_eval:
+        for path in repository.hidden:
+            hidden = posixpath.join(folder, path)
+            await _bash(ctx, 'rm -rf -- "$1" && [ ! -e "$1" ]', hidden, field="hidden")
+    elif tests.patch is not None and not await diffs.applies(ctx, folder, tests.patch, "--check"):
+        raise SetupFailed(f"task '{ctx.task.id}': swe.patch does not apply to the repository")
+
+
+async def _bash(ctx: StageContext, script: str, *arguments: str, field: str) -> None:
+    result = await ctx.sandbox.run(
+        ["bash", "-c", script, "bash", *arguments], cwd="/", timeout=min(_SECONDS, ctx.timeout)
+    )
+    if result.exit_code != 0:
+        how = "ran out of time" if result.timed_out else f"ended with {result.exit_code}"
+        raise SetupFailed(
+            f"task '{ctx.task.id}': swe.repository.{field}: the command {how}: {result.text()[-1000:]}"
+        )

@@ -34,7 +34,7 @@ def parse(parser: str, log: str, script: str = "") -> Results:
     results = Results()
     lines = _ESCAPES.sub("", log).splitlines()
     if START in script:
-        begins = [place for place, line in enumerate(lines) if line.strip() == START]
+        begins = [number for number, line in enumerate(lines) if line.strip() == START]
         lines = lines[begins[0] + 1 :] if begins else []
     _PARSERS[parser](lines, results)
     return results
@@ -65,12 +65,12 @@ def _pytest(lines: Iterable[str], results: Results, name: Callable[[str], str]) 
             # A message follows the other results. In brackets there is a count or the progress, and no name.
             results.add(name(rest.strip() if first == PASSED else without_message(rest)), first)
             continue
-        found = _RESULT.search(line)
-        test = line[: found.start()].strip() if found is not None else ""
+        result = _RESULT.search(line)
+        test = line[: result.start()].strip() if result is not None else ""
         head, bracket, _ = test.partition("[")
         whole = "::" in head and len(head.split()) == 1 and (not bracket or test.endswith("]"))
-        if found is not None and whole:
-            results.add(name(test), found[1])
+        if result is not None and whole:
+            results.add(name(test), result[1])
 
 
 def _without_paths(test: str) -> str:
@@ -109,10 +109,13 @@ def logged_name(parser: str, test: str) -> str:
 
 
 _DJANGO_ENDS: Final = (
-    (re.compile(r"^(.*) \.\.\. (?:ok|OK)$"), PASSED), (re.compile(r"^(.*) \.\.\. skipped\b"), SKIPPED),
-    (re.compile(r"^(.*) \.\.\. expected failure$"), PASSED), (re.compile(r"^(.*) \.\.\. FAIL$"), FAILED),
-    (re.compile(r"^(.*) \.\.\. ERROR$"), ERROR), (re.compile(r"^(.*) \.\.\. unexpected success$"), FAILED),
-)  # fmt: skip
+    (re.compile(r"^(.*) \.\.\. (?:ok|OK)$"), PASSED),
+    (re.compile(r"^(.*) \.\.\. skipped\b"), SKIPPED),
+    (re.compile(r"^(.*) \.\.\. expected failure$"), PASSED),
+    (re.compile(r"^(.*) \.\.\. FAIL$"), FAILED),
+    (re.compile(r"^(.*) \.\.\. ERROR$"), ERROR),
+    (re.compile(r"^(.*) \.\.\. unexpected success$"), FAILED),
+)
 _DJANGO_HEADS: Final = ((re.compile(r"^FAIL: (.*)$"), FAILED), (re.compile(r"^ERROR: (.*)$"), ERROR))
 _UNITTEST_NAME: Final = re.compile(r"^\w+ \([\w.]+\)")
 

@@ -12,21 +12,21 @@ from rollyard_crds.fields.swe_tests import SweTests
 from rollyard_tasks.formats.swebench.diffs import changed_files
 
 from rollyard_pipeline.handlers.swe.results import in_a_function
+from rollyard_pipeline.handlers.tables import words
 
-_FOLDERS: Final = (
-    ".git", ".hg", ".eggs", ".nox", ".pytest_cache", ".tox", ".venv", "__pycache__", "node_modules",
-    "*.dist-info", "*.egg-info", "site-packages", "conftest", "encodings", "sitecustomize", "usercustomize",
-)  # fmt: skip
+_FOLDERS: Final = words(
+    ".git .hg .eggs .nox .pytest_cache .tox .venv __pycache__ node_modules *.dist-info *.egg-info",
+    "site-packages conftest encodings sitecustomize usercustomize",
+)
 """Folders at any depth: histories, whose settings start programs; caches, from which compiled code is loaded
 without a look at its source; environments; metadata, which name plugins of pytest; and packages that hide a
 file of the next list."""
-_FILES: Final = (
-    "conftest.*", "pytest.ini", ".pytest.ini", "pytest.toml", ".pytest.toml", "tox.ini", "setup.cfg",
-    "pyproject.toml", "setup.py", "versioneer.py", "makefile", "gnumakefile", "noxfile.py", ".coveragerc",
-    "sitecustomize.*", "usercustomize.*", "*.pth", "*.pyc", "*.pyo", "package.json", "jest.config.*",
-    "vitest.config.*",
-    "vite.config.*", "babel.config.*", ".babelrc*", ".mocharc.*", ".gitattributes", ".gitmodules",
-)  # fmt: skip
+_FILES: Final = words(
+    "conftest.* pytest.ini .pytest.ini pytest.toml .pytest.toml tox.ini setup.cfg pyproject.toml setup.py",
+    "versioneer.py makefile gnumakefile noxfile.py .coveragerc sitecustomize.* usercustomize.* *.pth *.pyc",
+    "*.pyo package.json jest.config.* vitest.config.* vite.config.* babel.config.* .babelrc* .mocharc.*",
+    ".gitattributes .gitmodules",
+)
 """Files at any depth that say how tests are run, or that an interpreter runs at its start."""
 _TESTS: Final = re.compile(r"tests?|\w+[_-]tests?|tests?[_-]\w+", re.IGNORECASE)
 """The names of folders that hold tests, and what tests share. A `testing` further down may be the product."""
@@ -49,7 +49,7 @@ def protection(tests: SweTests) -> Callable[[bytes], bool]:
         small = [part.lower() for part in parts]
         if any(_matches(part, _FOLDERS) for part in small) or _matches(small[-1], _FILES):
             return True
-        return any(path == one or path.startswith(one + b"/") for one in paths)
+        return any(path == folder or path.startswith(folder + b"/") for folder in paths)
 
     return protected
 
@@ -59,21 +59,21 @@ def test_paths(tests: SweTests) -> list[str]:
     named = [*tests.files, *tests.protected, *_inside(tests)]
     if tests.patch is not None:
         named += changed_files(tests.patch)
-    wanted = [*tests.fail_to_pass, *tests.pass_to_pass, *(tests.expected or ())]
-    named += [name.partition("::")[0] for name in wanted if "::" in name and in_a_function(name)]
+    deciding = [*tests.fail_to_pass, *tests.pass_to_pass, *(tests.expected or ())]
+    named += [name.partition("::")[0] for name in deciding if "::" in name and in_a_function(name)]
     return sorted({posixpath.normpath(path) for path in named})
 
 
 def test_folders(paths: Iterable[str]) -> list[str]:
     """Return the folders of tests in which these files lie: what tests share lies beside them."""
-    found = set()
+    folders = set()
     for path in paths:
         parts = path.split("/")[:-1]
-        for place, part in enumerate(parts):
-            if _TESTS.fullmatch(part) or (part == "testing" and place == 0):
-                found.add("/".join(parts[: place + 1]))
+        for depth, part in enumerate(parts):
+            if _TESTS.fullmatch(part) or (part == "testing" and depth == 0):
+                folders.add("/".join(parts[: depth + 1]))
                 break
-    return sorted(found)
+    return sorted(folders)
 
 
 def _inside(tests: SweTests) -> Iterable[str]:

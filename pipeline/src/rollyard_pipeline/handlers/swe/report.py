@@ -54,12 +54,12 @@ class SignedReport:
     def doubtful(self, tests: SweTests) -> set[str]:
         """Return the tests of a task that have passed in a way that is not believed."""
         reported = Reported(tests, self.results.keys() | self.tampered)
-        wanted = [*tests.fail_to_pass, *tests.pass_to_pass, *(tests.expected or ())]
-        found = {name for test in wanted for name in reported.of(test) if name in self.tampered}
+        listed = [*tests.fail_to_pass, *tests.pass_to_pass, *(tests.expected or ())]
+        doubted = {name for test in listed for name in reported.of(test) if name in self.tampered}
         for test in filter(in_a_function, deciding(tests)):
             passed = (name for name in reported.of(test) if self.results.get(name) == PASSED)
-            found.update(name for name in passed if name not in self.controlled)
-        return found
+            doubted.update(name for name in passed if name not in self.controlled)
+        return doubted
 
 
 class ReportFiles:
@@ -90,9 +90,13 @@ class ReportFiles:
         cut = sorted({plain(name) for name in listed if "[" in name and not name.endswith("]")})
         paths = test_paths(tests)
         task = {
-            "secret": self._secret, "folder": repository, "names": names, "cut": cut, "files": paths,
+            "secret": self._secret,
+            "folder": repository,
+            "names": names,
+            "cut": cut,
+            "files": paths,
             "folders": test_folders(paths),
-        }  # fmt: skip
+        }
         for path, module in _SOURCES.items():
             source = files(__package__).joinpath(module).read_bytes()
             await self._client.write_file(f"{self._folder}/{path}", source)

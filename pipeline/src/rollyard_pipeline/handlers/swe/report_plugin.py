@@ -74,9 +74,9 @@ class _Marks(ast.NodeTransformer):
 
     def visit_FunctionDef(self, node: Any) -> Any:
         body = [_ReturnMarks().visit(each) for each in node.body]
-        node.body = [one for each in body for one in (each if isinstance(each, list) else [each])]
-        place = int(ast.get_docstring(node, clean=False) is not None)
-        node.body.insert(place, _mark(True, node.body[min(place, len(node.body) - 1)]))
+        node.body = [statement for each in body for statement in (each if isinstance(each, list) else [each])]
+        start = int(ast.get_docstring(node, clean=False) is not None)
+        node.body.insert(start, _mark(True, node.body[min(start, len(node.body) - 1)]))
         node.body.append(_mark(False, node.body[-1]))
         for each in node.body:
             if isinstance(each, _DEFINES):
@@ -127,7 +127,7 @@ class CodeRow:
         self.decorated, self.xfail = flags
 
 
-def _flags(node: Any, path: Any, above: Any, found: Any) -> None:
+def _flags(node: Any, path: Any, above: Any, collected: Any) -> None:
     """Collect for each function and class whether it is decorated, and speaks of an expected failure."""
     body = getattr(node, "body", ())
     for each in body if isinstance(body, list) else ():
@@ -135,14 +135,14 @@ def _flags(node: Any, path: Any, above: Any, found: Any) -> None:
             above = (above[0], True)
     for each in ast.iter_child_nodes(node):
         if not isinstance(each, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
-            _flags(each, path, above, found)
+            _flags(each, path, above, collected)
             continue
         spoken = each.decorator_list if isinstance(each, ast.ClassDef) else [each]
-        xfail = above[1] or any("xfail" in ast.dump(one) for one in spoken)
+        xfail = above[1] or any("xfail" in ast.dump(part) for part in spoken)
         below = (*path, each.name)
-        before = found.get(below, (False, False))
-        found[below] = (above[0] or before[0] or bool(each.decorator_list), xfail or before[1])
-        _flags(each, below, found[below] if isinstance(each, ast.ClassDef) else (False, xfail), found)
+        before = collected.get(below, (False, False))
+        collected[below] = (above[0] or before[0] or bool(each.decorator_list), xfail or before[1])
+        _flags(each, below, collected[below] if isinstance(each, ast.ClassDef) else (False, xfail), collected)
 
 
 def _rows(code: Any, marked: Any, path: Any, flags: Any) -> Any:
@@ -151,10 +151,17 @@ def _rows(code: Any, marked: Any, path: Any, flags: Any) -> Any:
     inner = [each for each in code.co_consts if type(each) is kind]
     others = [each for each in marked.co_consts if type(each) is kind]
     rows = []  # type: Any
-    for one, other in zip(inner, others):  # noqa: B905
-        below = (*path, one.co_name)
-        rows.append(CodeRow(below, one, _with_functions_of(other, one), flags.get(below, (False, False))))
-        rows += _rows(one, other, below, flags)
+    for plain_code, marked_code in zip(inner, others):  # noqa: B905
+        below = (*path, plain_code.co_name)
+        rows.append(
+            CodeRow(
+                below,
+                plain_code,
+                _with_functions_of(marked_code, plain_code),
+                flags.get(below, (False, False)),
+            )
+        )
+        rows += _rows(plain_code, marked_code, below, flags)
     return rows
 
 
@@ -196,8 +203,8 @@ def _sources(folder: str, paths: Any) -> Any:
         for begin in (folder, os.getcwd()):
             whole = join(begin, path)
             names = [whole]
-            for parent, _folders, found in os.walk(whole):
-                names += [join(parent, name) for name in sorted(found)]
+            for parent, _folders, files in os.walk(whole):
+                names += [join(parent, name) for name in sorted(files)]
             for name in [name for name in names if name.endswith(".py")][:_MAX_FILES]:
                 try:
                     with open(name, "rb") as file:
@@ -211,15 +218,15 @@ class DecidingFiles:
     """The code of the tests that decide, and of what they may inherit tests from.
 
     Args:
-        given: What Eval says of the tests.
+        task: What Eval says of the tests.
     """
 
-    def __init__(self, given: Any) -> None:
+    def __init__(self, task: Any) -> None:
         self.rows = {}  # type: Any
         self.inherited = {}  # type: Any
-        self.sources = _sources(given["folder"], given["folders"])
-        self.inside = (given["folder"] + "/", realpath(given["folder"]) + "/")
-        decide = _sources(given["folder"], given["files"])
+        self.sources = _sources(task["folder"], task["folders"])
+        self.inside = (task["folder"] + "/", realpath(task["folder"]) + "/")
+        decide = _sources(task["folder"], task["files"])
         self.sources.update(decide)
         for path, source in decide.items():
             rows = self._compiled(source, path)
@@ -260,30 +267,30 @@ def _functions(item: Any) -> Any:
     """Return the functions that a test is made of, its own first, and how many of them are not wrapped."""
     name = getattr(item, "originalname", None) or item.name.split("[")[0]
     left = [(getattr(item, "obj", None), 0), (getattr(getattr(item, "cls", None), name, None), 0)]  # type: Any
-    found = []  # type: Any
-    while left and len(found) < 64:
-        one, depth = left.pop(0)
-        if type(one) is types.MethodType:
-            one = one.__func__
+    functions = []  # type: Any
+    while left and len(functions) < 64:
+        function, depth = left.pop(0)
+        if type(function) is types.MethodType:
+            function = function.__func__
         inner = []  # type: Any
-        if type(one) is functools.partial:
-            inner.append(one.func)
-        elif type(one) is types.FunctionType:
-            if any(one is other for other, _ in found):
+        if type(function) is functools.partial:
+            inner.append(function.func)
+        elif type(function) is types.FunctionType:
+            if any(function is known for known, _ in functions):
                 continue
-            found.append((one, depth))
-            for cell in one.__closure__ or ():
+            functions.append((function, depth))
+            for cell in function.__closure__ or ():
                 try:
                     inner.append(cell.cell_contents)
                 except ValueError:
                     continue  # It is empty.
         # Decorators may also be objects, and Hypothesis keeps the function in one.
-        fields = getattr(one, "__dict__", None)
-        if type(fields) is dict and not isinstance(one, type) and depth < 4:
+        fields = getattr(function, "__dict__", None)
+        if type(fields) is dict and not isinstance(function, type) and depth < 4:
             inner += fields.values()
         left += [(each, depth + 1) for each in inner]
         del left[256:]
-    return found
+    return functions
 
 
 class Proof:
@@ -438,15 +445,15 @@ def reporter(line: Any, names: Any, cut: Any, files: Any, forget: Any) -> Any:
     def rows_of(name: str, functions: Any) -> Any:
         """Return the code that the test may have, or None if its file does not decide."""
         path, _, rest = plain(name).partition("::")
-        wanted = tuple(rest.split("::"))
+        own = tuple(rest.split("::"))
         known = files.rows.get(path)
         if not functions or (known is None and not decides(name)):
             return None
-        defined = [row for row in known or () if row.path == wanted]
+        defined = [row for row in known or () if row.path == own]
         if defined:
             return defined
         # A class may inherit the test, and a module make it.
-        others = [row for row in known or () if row.path[-1] == wanted[-1]]
+        others = [row for row in known or () if row.path[-1] == own[-1]]
         return others + files.at(functions[0][0].__code__.co_filename)
 
     def skips_by_itself(excinfo: Any) -> bool:
@@ -533,9 +540,14 @@ def reporter(line: Any, names: Any, cut: Any, files: Any, forget: Any) -> Any:
         line("end", "", "-")
 
     return (
-        pytest_configure, pytest_cmdline_main, pytest_collection_finish, pytest_runtest_call,
-        pytest_runtest_logreport, pytest_collectreport, pytest_sessionfinish,
-    )  # fmt: skip
+        pytest_configure,
+        pytest_cmdline_main,
+        pytest_collection_finish,
+        pytest_runtest_call,
+        pytest_runtest_logreport,
+        pytest_collectreport,
+        pytest_sessionfinish,
+    )
 
 
 def _expected_to_fail(item: Any) -> bool:
@@ -584,12 +596,22 @@ def _comparisons_fail(case: Any) -> bool:
 
     attempts = [raises_nothing, asserts_nothing]  # type: Any
     for name, arguments in (
-        ("assertEqual", (0, 1)), ("assertTrue", (False,)), ("assertFalse", (True,)), ("assertIn", (0, [])),
-        ("assertNotIn", (0, [0])), ("assertIsNone", (0,)), ("assertIs", (0, None)), ("fail", ()),
+        ("assertEqual", (0, 1)),
+        ("assertTrue", (False,)),
+        ("assertFalse", (True,)),
+        ("assertIn", (0, [])),
+        ("assertNotIn", (0, [0])),
+        ("assertIsNone", (0,)),
+        ("assertIs", (0, None)),
+        ("fail", ()),
         ("assertNotEqual", (0, 0)),
-        ("assertAlmostEqual", (0, 1)), ("assertListEqual", ([0], [1])), ("assertDictEqual", ({}, {0: 0})),
-        ("assertRaises", (ValueError, int)), ("assertGreater", (0, 1)), ("assertLess", (1, 0)),
-    ):  # fmt: skip
+        ("assertAlmostEqual", (0, 1)),
+        ("assertListEqual", ([0], [1])),
+        ("assertDictEqual", ({}, {0: 0})),
+        ("assertRaises", (ValueError, int)),
+        ("assertGreater", (0, 1)),
+        ("assertLess", (1, 0)),
+    ):
         method = getattr(case, name, None)
         if method is not None and isinstance(case, unittest.TestCase):
             attempts.append(functools.partial(method, *arguments))
@@ -648,20 +670,20 @@ def begin(folder: str, others: Any) -> None:
     path = join(folder, SECRET)
     try:
         with open(path) as file:
-            given = json.load(file)
+            task = json.load(file)
         os.unlink(path)
     except (OSError, ValueError):
         return
-    line = _writer(folder, given["secret"].encode())
-    inside = realpath(given["folder"]) + os.sep
+    line = _writer(folder, task["secret"].encode())
+    inside = realpath(task["folder"]) + os.sep
     outside = [each for each in others if not (realpath(each) + os.sep).startswith(inside)]
     searched = list(sys.path)
     sys.path[0:0] = outside
     try:
         _import_pytest()
         forget = functools.partial(_forget, folder)
-        names, cut = frozenset(given["names"]), frozenset(given["cut"])
-        hooks = reporter(line, names, cut, DecidingFiles(given), forget)
+        names, cut = frozenset(task["names"]), frozenset(task["cut"])
+        hooks = reporter(line, names, cut, DecidingFiles(task), forget)
     finally:
         sys.path[:] = searched
     import pytest

@@ -106,22 +106,22 @@ class Reported:
 
     def of(self, test: str) -> list[str]:
         """Return the names of the tests that this name of a data set stands for."""
-        wanted = test.strip()
+        name = test.strip()
         if self._timed:
-            return self._sentence(wanted) or self._sentence(without_seconds(wanted)) or self._shorter(wanted)
-        if wanted in self._names:
-            return [wanted]
-        first, last = (bisect_left(self._spaced, wanted + after) for after in (" ", "!"))
+            return self._sentence(name) or self._sentence(without_seconds(name)) or self._shorter(name)
+        if name in self._names:
+            return [name]
+        first, last = (bisect_left(self._spaced, name + after) for after in (" ", "!"))
         return self._spaced[first:last]
 
-    def _sentence(self, wanted: str) -> list[str]:
+    def _sentence(self, name: str) -> list[str]:
         """Return the name itself, and those that are longer by a time."""
-        exact = [wanted] if wanted in self._names else []
-        return list(dict.fromkeys([*exact, *self._longer.get(wanted, ())]))
+        exact = [name] if name in self._names else []
+        return list(dict.fromkeys([*exact, *self._longer.get(name, ())]))
 
-    def _shorter(self, wanted: str) -> list[str]:
+    def _shorter(self, long_name: str) -> list[str]:
         """Return the name without the time at its end, if that is no other test of the data set."""
-        name = _BARE_SECONDS.sub("", wanted)
+        name = _BARE_SECONDS.sub("", long_name)
         return [name] if name in self._names and name not in self._listed else []
 
 
@@ -158,7 +158,7 @@ def score(tests: SweTests, results: Mapping[str, str]) -> Score:
 
 def _met(
     tests: SweTests,
-    wanted: Sequence[str],
+    listed: Sequence[str],
     results: Mapping[str, str],
     reported: Reported,
     good: Sequence[str],
@@ -168,7 +168,7 @@ def _met(
     absent_passes = tests.absent_passes and tests.verdict == "log"
     met: list[bool] = []
     unmet: dict[str, list[str]] = {}
-    for test in wanted:
+    for test in listed:
         names = reported.of(test)
         bad = [name for name in names if results[name] not in good]
         for name in bad:

@@ -11,11 +11,11 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 from kubernetes.aio import client
-from rollyard_crds.backoff import Backoff
 from rollyard_operator.kopf_shell import run_under_kopf
 from rollyard_operator.kube.client import KubeClient
 from rollyard_operator.kube.labels import Object
 from rollyard_operator.kube.resources import OWN_KINDS
+from rollyard_process.backoff import Backoff
 from rollyard_testing.operator.operatorlab import until
 
 API = "rollyard.dev/v1alpha1"

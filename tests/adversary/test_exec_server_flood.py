@@ -16,7 +16,7 @@ import pytest
 from rollyard_sandbox.client import ExecClient
 from rollyard_sandbox.errors import ConnectionLost
 from rollyard_sandbox.frames import encode
-from  import 
+from rollyard_sandbox.server import exec_server
 from rollyard_testing.pace import patience
 
 pytestmark = pytest.mark.attack(boundary="exec server", surface="connections")
@@ -128,7 +128,7 @@ async def test_loopback_is_let_in_where_it_was_asked_for(serve: Callable[..., st
      ("10.0.0.1", False), ("::ffff:10.0.0.1", False), ("fd00::1", False), ("1.127.0.0", False)],
 )  # fmt: skip
 def test_loopback_addresses(address: str, loopback: bool) -> None:
-    assert .is_loopback(address) is loopback
+    assert exec_server._is_loopback(address) is loopback
 
 
 @OWN_ADDRESSES
@@ -139,7 +139,7 @@ def test_a_peer_elsewhere_is_no_own_address() -> None:
         def getpeername(self) -> tuple[str, int]:
             return ("192.0.2.7", 4000)  # The address is of a documentation network, which no machine has.
 
-    assert not .comes_from_here(Far())  # type: ignore[arg-type]
+    assert not exec_server._comes_from_here(Far())  # type: ignore[arg-type]
 
 
 def _own_addresses() -> list[str]:

@@ -18,16 +18,11 @@ def command(kind: str, name: str | None, url: str | None, home: Path | None, nam
 
     A job that has not ended is cancelled. Its trajectories stay in the trajectory store.
     """
-    from rollyard.commands.get import JOB_WORDS, POOL_WORDS
+    from rollyard.commands.get import named
 
-    if name is None:
-        if kind in (*JOB_WORDS, *POOL_WORDS):
-            raise click.UsageError(f"give the NAME too: rollyard delete {kind} NAME")
-        kind, name = "rj", kind
-    if kind not in (*JOB_WORDS, *POOL_WORDS):
-        raise click.UsageError(f"KIND must be rj or bp (got {kind!r})")
+    which, name = named("delete", kind, name)
     with connect(url, home, namespace) as client:
-        if kind in POOL_WORDS:
+        if which == "bp":
             client.delete_pool(name, namespace)
             click.echo(f"backendpool/{name} deleted")
         else:

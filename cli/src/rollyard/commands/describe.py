@@ -28,18 +28,15 @@ def command(kind: str, name: str | None, url: str | None, home: Path | None, nam
 
     from rollyard_crds import RolloutJob
 
-    from rollyard.commands.get import JOB_WORDS, POOL_WORDS, find
+    from rollyard.commands.get import find, named
     from rollyard.page import link_if_any
     from rollyard.render.describe import describe_job, describe_pool
 
-    if name is None and kind in (*JOB_WORDS, *POOL_WORDS):
-        raise click.UsageError(
-            f"give the NAME too: rollyard describe {kind} NAME (`rollyard get {kind}` lists them)"
-        )
+    which, name = named("describe", kind, name)
     console = terminal.console()
     with connection(url, home, namespace) as opened:
         client = opened.client
-        thing = find(client, kind, name, namespace)
+        thing = find(client, which, name, namespace)
         if isinstance(thing, RolloutJob):
             meta = thing.metadata
             reasons: Counter[tuple[str, str]] = Counter(_failures(client, meta.name, meta.namespace))

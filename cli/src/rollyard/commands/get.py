@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Literal
 
 import click
 
@@ -73,20 +73,38 @@ def _text(document: object, output: str) -> str:
     return text
 
 
-def find(client: Client, kind: str, name: str | None, namespace: str) -> RolloutJob | BackendPool:
-    """Return the object that `KIND NAME` names. A `NAME` alone is that of a job, or else of a pool."""
+def named(command: str, kind: str, name: str | None) -> tuple[Literal["rj", "bp"] | None, str]:
+    """Return the kind and the name that `[KIND] NAME` of a command gives. The kind is None for a NAME alone.
+
+    Raises:
+        click.UsageError: There is a KIND alone, or a word that is none.
+    """
+    known: Literal["rj", "bp"] | None = "rj" if kind in JOB_WORDS else "bp" if kind in POOL_WORDS else None
+    if name is None and known is not None:
+        raise click.UsageError(
+            f"give the NAME too: rollyard {command} {kind} NAME (`rollyard get {kind}` lists them)"
+        )
+    if name is None:
+        return None, kind
+    if known is None:
+        raise click.UsageError(f"KIND must be rj or bp (got {kind!r})")
+    return known, name
+
+
+def find(
+    client: Client, kind: Literal["rj", "bp"] | None, name: str, namespace: str
+) -> RolloutJob | BackendPool:
+    """Return the object of a kind and name. Without a kind it is the job of this name, or else the pool."""
     from rollyard_client.errors import NotFound
 
-    if name is not None and kind in POOL_WORDS:
+    if kind == "bp":
         return client.pool(name, namespace)
-    if name is not None and kind in JOB_WORDS:
-        return client.job(name, namespace)
-    if name is not None:
-        raise click.UsageError(f"KIND must be rj or bp (got {kind!r})")
     try:
-        return client.job(kind, namespace)
+        return client.job(name, namespace)
     except NotFound:
+        if kind == "rj":
+            raise
         try:
-            return client.pool(kind, namespace)
+            return client.pool(name, namespace)
         except NotFound:
-            raise NotFound(f"no RolloutJob and no BackendPool {kind!r} in namespace {namespace!r}") from None
+            raise NotFound(f"no RolloutJob and no BackendPool {name!r} in namespace {namespace!r}") from None

@@ -6,7 +6,6 @@ import json
 import struct
 import threading
 from collections.abc import AsyncIterator, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -577,7 +576,7 @@ async def test_one_of_two_replicas_makes_an_update(
     database = request.getfixturevalue("fresh_postgres")
     common: dict[str, Any] = {"db": database, "trajectories": str(tmp_path / "store"), "recheck_seconds": 0.1}
     one = Settings(state_dir=tmp_path / "a", sweep_seconds=3600.0, **common)
-    two = replace(one, state_dir=tmp_path / "b")
+    two = one.model_copy(update={"state_dir": tmp_path / "b"})
     async with serving(one, **quick(one)) as first, serving(two, **quick(two)) as second:
         await made(first.admin, [server.url for server in servers])
         for server in servers:

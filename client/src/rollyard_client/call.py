@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final, Generic, Protocol, TypeVar
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
 from urllib.parse import quote
 
 import orjson
@@ -18,19 +19,28 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 JSON: Final = "application/json"
+PIECE_BYTES: Final = 1 << 20
 
 
-class Upload(Protocol):
-    """A body that may be larger than memory. It can be read again when a call is sent again."""
+@dataclass(frozen=True, slots=True)
+class File:
+    """A file with the size and the hash that it had when it was hashed."""
+
+    path: Path
+    size: int
+    """The size in bytes."""
+    sha256: str
 
     @property
-    def size(self) -> int:
-        """The length of the body in bytes."""
-        ...
+    def url(self) -> str:
+        """The URL for `spec.tasks.url` of a job, once the file is uploaded."""
+        return f"blob:sha256:{self.sha256}"
 
     def pieces(self) -> Iterator[bytes]:
-        """Return the pieces of the body, from its beginning."""
-        ...
+        """Yield the bytes of the file in pieces of at most `PIECE_BYTES`."""
+        with self.path.open("rb") as file:
+            while data := file.read(PIECE_BYTES):
+                yield data
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +58,8 @@ class Call(Generic[T]):
     parse: Callable[[httpx.Response], T]
     query: Mapping[str, Any] = field(default_factory=dict)
     body: bytes | None = None
-    upload: Upload | None = None
-    """A body that is read while it is sent. It takes the place of `body`."""
+    upload: File | None = None
+    """A file that is read while it is sent, each time that the call is. It takes the place of `body`."""
     content_type: str = JSON
     accept: str = JSON
     wait: float = 0.0

@@ -17,11 +17,11 @@ from rollyard_crds.trajectory import Record
 from rollyard_crds.unfinished import UnfinishedJobs
 from rollyard_crds.workers import AssignmentOffer, AssignmentOffered, WorkerDeath, WorkerDied
 
+from rollyard_client._async.transport import AsyncTransport
 from rollyard_client.call import Call, Retry, segment
 from rollyard_client.context import Context
 from rollyard_client.paging import Listing
 from rollyard_client.requests import jobs, pools
-from rollyard_client.transport import AsyncTransport
 
 R = TypeVar("R", bound=Record)
 

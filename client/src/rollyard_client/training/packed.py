@@ -17,7 +17,7 @@ import orjson
 from rollyard_client.call import Call, segment
 from rollyard_client.errors import AnswerInvalid
 from rollyard_client.requests.jobs import JOBS, NDJSON
-from rollyard_client.training.library import library
+from rollyard_client.training.arrays import library
 
 if TYPE_CHECKING:
     import httpx

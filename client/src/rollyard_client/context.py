@@ -10,14 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from rollyard_client.environment import CA_FILE
 from rollyard_client.errors import ContextError
 
 DEFAULT_URL: Final = "http://127.0.0.1:8765"
-CA_FILE: Final = "ROLLYARD_CA_FILE"
-"""The variable that names a PEM file with the authorities to trust, for a server whose authority is not a
-public one. SSL_CERT_FILE, which other programs know too, has the same effect."""
-USER_AGENT: Final = "rollyard-client"
-"""The name of this client in the logs of proxies."""
 
 
 @dataclass(frozen=True, slots=True)

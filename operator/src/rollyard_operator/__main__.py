@@ -12,7 +12,7 @@ from pathlib import Path
 
 import httpx
 from rollyard_client import DriverClient, Retry
-from rollyard_client.context import CA_FILE
+from rollyard_client.environment import CA_FILE
 from rollyard_drivers.reconcile.plan import Profile
 from rollyard_process.log_text import log_to
 from rollyard_process.telemetry.options import add_log_option

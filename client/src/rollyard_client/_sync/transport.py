@@ -10,7 +10,8 @@ from contextlib import contextmanager
 from typing import Any, Final, TypeVar, cast
 
 from rollyard_client.call import Call, File, Retry, check
-from rollyard_client.context import USER_AGENT, Context, verify
+from rollyard_client.context import Context, verify
+from rollyard_client.environment import USER_AGENT
 from rollyard_client.errors import RollyardError, unreachable
 from rollyard_client.unixsocket import base_of, socket_of
 
@@ -35,7 +36,7 @@ _NEVER_SENT: Final = (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeou
 
 
 class SyncTransport:
-    """A transport that sends calls over httpx, up to `CONNECTIONS` at once, and repeats them within limits."""
+    """A transport that sends calls over httpx, up to `CONNECTIONS` at once, and repeats those that fail."""
 
     def __init__(self, context: Context, *, retry: Retry, timeout: float) -> None:
         self.url = context.url

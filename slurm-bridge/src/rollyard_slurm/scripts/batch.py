@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from rollyard_client.context import CA_FILE
+from rollyard_client.environment import CA_FILE
 from rollyard_drivers.commands import (
     ENGINE_MODULE,
     SERVER_ENV,

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 
 from rollyard_crds.trajectory import Trajectory
 
-from rollyard.integrations.errors import SegmentsRefused, TrainerMismatch, WeightsRefused
+from rollyard.integrations.errors import TrainerMismatch, WeightsRefused
 from rollyard.integrations.sequences import TrainingSequence, is_scored, sequences
 from rollyard.integrations.streams import PLAY_SECONDS, StreamPlayer
 
@@ -37,15 +37,6 @@ __all__ = ["Several", "TrlRollouts", "TrlWeights", "rollout_output", "rollyard_r
 Several = Literal["refuse", "longest", "last"]
 TASK_KEY: Final = "rollyard_task"
 """The key of a prompt's last message that names the task. TRL hands prompts on as they are in the dataset."""
-_BESIDE: Final = (
-    "reward",
-    "rollout_id",
-    "rollout_status",
-    "rollout_reason",
-    "truncated",
-    "policy_versions",
-    "tokens_left_out",
-)
 Convert = Callable[[Path, Path], None]
 UPDATE_SECONDS: Final = 600.0
 
@@ -67,31 +58,25 @@ def rollout_output(
             and `last` keep one segment, and `tokens_left_out` counts the sampled tokens of the others.
 
     Raises:
-        SegmentsRefused: A rollout has several segments, and `several` is `refuse`.
+        TrainerMismatch: A rollout has several segments (`SegmentsRefused`), and `several` is `refuse`.
     """
     by_rollout: defaultdict[int, list[TrainingSequence]] = defaultdict(list)
     for row in sequences(trajectories, pad_token_id=pad_token_id):
         by_rollout[id(row.trajectory)].append(row)
-    output: dict[str, list[Any]] = {
-        name: [] for name in ("prompt_ids", "completion_ids", "logprobs", "env_mask", *_BESIDE)
+    rows = [_chosen(by_rollout[id(trajectory)], several) for trajectory in trajectories]
+    return {
+        "prompt_ids": [list(row.segment.prompt_ids) for row in rows],
+        "completion_ids": [list(row.segment.response_ids) for row in rows],
+        "logprobs": [list(row.segment.logprobs) for row in rows],
+        "env_mask": [row.loss_mask for row in rows],
+        "reward": [row.trajectory.reward if is_scored(row.trajectory) else None for row in rows],
+        "rollout_id": [row.trajectory.id for row in rows],
+        "rollout_status": [row.trajectory.status for row in rows],
+        "rollout_reason": [row.why for row in rows],
+        "truncated": [row.trajectory.truncated for row in rows],
+        "policy_versions": [list(row.segment.policy_versions) for row in rows],
+        "tokens_left_out": [row.trajectory.sampled_tokens - sum(row.segment.loss_mask) for row in rows],
     }
-    for trajectory in trajectories:
-        row = _chosen(by_rollout[id(trajectory)], several)
-        output["prompt_ids"].append(list(row.segment.prompt_ids))
-        output["completion_ids"].append(list(row.segment.response_ids))
-        output["logprobs"].append(list(row.segment.logprobs))
-        output["env_mask"].append(row.loss_mask)
-        output["reward"].append(trajectory.reward if is_scored(trajectory) else None)
-        output["rollout_id"].append(trajectory.id)
-        output["rollout_status"].append(trajectory.status)
-        output["rollout_reason"].append(
-            trajectory.reason or trajectory.reward_reason or trajectory.truncated_reason
-        )
-        output["truncated"].append(trajectory.truncated)
-        output["policy_versions"].append(list(row.segment.policy_versions))
-        trained = sum(row.segment.loss_mask)
-        output["tokens_left_out"].append(trajectory.sampled_tokens - trained)
-    return output
 
 
 def rollyard_reward(
@@ -132,7 +117,7 @@ class TrlRollouts:
 
         self.tasks: dict[str, Task] = {}
         for task in tasks:
-            model = task if isinstance(task, crds.Task) else crds.Task.model_validate(task)
+            model = crds.Task.model_validate(task)
             if self.tasks.setdefault(model.id, model) is not model:
                 raise TrainerMismatch(f"two tasks have the id {model.id!r}; ids must differ")
         self.player = StreamPlayer(client, job)
@@ -193,9 +178,10 @@ def _prompt(task: Task) -> list[dict[str, Any]]:
 
 def _chosen(rows: Sequence[TrainingSequence], several: Several) -> TrainingSequence:
     if len(rows) > 1 and several == "refuse":
-        raise SegmentsRefused(
+        raise TrainerMismatch(
             f"rollout {rows[0].trajectory.id} has {len(rows)} segments, and TRL takes one row of a prompt: "
-            f"keep the chat template from rewriting history, or give several='longest' or 'last'"
+            f"keep the chat template from rewriting history, or give several='longest' or 'last'",
+            reason="SegmentsRefused",
         )
     if several == "longest":
         return max(rows, key=lambda row: sum(row.segment.loss_mask))

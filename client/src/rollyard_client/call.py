@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar, cast
 from urllib.parse import quote
 
 import orjson
@@ -101,6 +101,26 @@ def encode(document: Any) -> bytes:
 def as_json(answer: httpx.Response) -> Any:
     """Return the decoded JSON body of an answer."""
     return orjson.loads(answer.content)
+
+
+def listed(kind: Callable[[Any], T]) -> Callable[[httpx.Response], tuple[list[T], str | None]]:
+    """Return the parser of a page of a list. Its result is the items, and the continuation if more follow.
+
+    Args:
+        kind: Makes an item from its decoded JSON.
+    """
+
+    def parse(answer: httpx.Response) -> tuple[list[T], str | None]:
+        document = as_json(answer)
+        return [kind(item) for item in document["items"]], document["metadata"].get("continue")
+
+    return parse
+
+
+def known(kind: type[T], item: Mapping[str, Any]) -> T:
+    """Return a dataclass from the decoded JSON of an object. Fields that the dataclass lacks are left out."""
+    names = [attribute.name for attribute in fields(cast(Any, kind))]
+    return kind(**{name: item[name] for name in names if name in item})
 
 
 def nothing(_answer: httpx.Response) -> None:

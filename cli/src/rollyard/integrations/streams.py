@@ -12,7 +12,6 @@ import uuid
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Self
 
 from rollyard_client.errors import RollyardError
@@ -79,9 +78,7 @@ class StreamPlayer:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def start(self, tasks: Sequence[Task | Mapping[str, Any]]) -> list[Future[list[Trajectory]]]:

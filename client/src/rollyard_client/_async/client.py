@@ -9,7 +9,6 @@ import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Generator, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Generic, Literal, Self, cast
 
 import rollyard_crds as crds
@@ -146,9 +145,7 @@ class AsyncClient:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.aclose()
 
     async def aclose(self) -> None:
@@ -317,10 +314,10 @@ class AsyncClient:
         return self._walk(Listing(lambda after: build(after=after)))
 
     def rollout_rows(
-        self, name: str, asked: RolloutQuery = EVERY_ROLLOUT, namespace: str | None = None
+        self, name: str, query: RolloutQuery = EVERY_ROLLOUT, namespace: str | None = None
     ) -> AsyncIterator[RolloutRow]:
-        """Yield short rows of the rollouts that `asked` selects, in its order."""
-        build = partial(views.rollout_rows, name, namespace or self.namespace, asked)
+        """Yield short rows of the rollouts that `query` selects, in its order."""
+        build = partial(views.rollout_rows, name, namespace or self.namespace, query)
         return self._walk(Listing(build))
 
     async def statistics(self, name: str, namespace: str | None = None) -> dict[str, Any]:

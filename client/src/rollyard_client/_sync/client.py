@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Generic, Literal, Self, cast
 
 import rollyard_crds as crds
@@ -146,9 +145,7 @@ class Client:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close_connections()
 
     def close_connections(self) -> None:
@@ -316,10 +313,10 @@ class Client:
         return self._walk(Listing(lambda after: build(after=after)))
 
     def rollout_rows(
-        self, name: str, asked: RolloutQuery = EVERY_ROLLOUT, namespace: str | None = None
+        self, name: str, query: RolloutQuery = EVERY_ROLLOUT, namespace: str | None = None
     ) -> Iterator[RolloutRow]:
-        """Yield short rows of the rollouts that `asked` selects, in its order."""
-        build = partial(views.rollout_rows, name, namespace or self.namespace, asked)
+        """Yield short rows of the rollouts that `query` selects, in its order."""
+        build = partial(views.rollout_rows, name, namespace or self.namespace, query)
         return self._walk(Listing(build))
 
     def statistics(self, name: str, namespace: str | None = None) -> dict[str, Any]:

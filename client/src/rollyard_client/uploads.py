@@ -6,7 +6,7 @@ import hashlib
 from pathlib import Path
 from typing import Final
 
-from rollyard_client.call import PIECE_BYTES, Call, File, nothing
+from rollyard_client.call import Call, File, nothing
 
 BLOBS: Final = "/v1/blobs"
 ANSWER_SECONDS: Final = 120.0
@@ -20,12 +20,9 @@ def hashed(path: Path) -> File:
     Raises:
         OSError: The file cannot be read.
     """
-    digest, size = hashlib.sha256(), 0
     with path.open("rb") as file:
-        while data := file.read(PIECE_BYTES):
-            digest.update(data)
-            size += len(data)
-    return File(path, size, digest.hexdigest())
+        digest = hashlib.file_digest(file, "sha256")
+        return File(path, file.tell(), digest.hexdigest())
 
 
 def has(file: File, namespace: str) -> Call[None]:

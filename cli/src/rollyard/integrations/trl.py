@@ -17,6 +17,7 @@ import shutil
 import uuid
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import KW_ONLY, InitVar, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal
 
@@ -188,6 +189,7 @@ def _chosen(rows: Sequence[TrainingSequence], several: Several) -> TrainingSeque
     return rows[-1]
 
 
+@dataclass
 class TrlWeights:
     """Brings the weights of each optimizer step to every backend of a pool.
 
@@ -206,33 +208,28 @@ class TrlWeights:
         at_once: Bring the weights before the first rollouts, too. By default the pool is taken to have them.
     """
 
-    def __init__(
-        self,
-        client: Client,
-        pool: str,
-        folder: str | Path,
-        *,
-        convert: Convert | None = None,
-        mode: PauseMode = "abort",
-        timeout: float = UPDATE_SECONDS,
-        keep: int = 2,
-        at_once: bool = False,
-    ) -> None:
-        if keep < 1:
-            raise ValueError(f"keep is {keep}; at least the folder that the servers have loaded must stay: 1")
-        self._client = client
-        self._pool = pool
-        self._folder = Path(folder).resolve()
-        self._convert = convert
-        self._mode = mode
-        self._timeout = timeout
-        self._keep = keep
+    client: Client
+    pool: str
+    folder: str | Path
+    _: KW_ONLY
+    convert: Convert | None = None
+    mode: PauseMode = "abort"
+    timeout: float = UPDATE_SECONDS
+    keep: int = 2
+    at_once: InitVar[bool] = False
+    version: str = field(default="", init=False)
+    """The version that the pool has, or an empty text before the first update."""
+
+    def __post_init__(self, at_once: bool) -> None:
+        if self.keep < 1:
+            raise ValueError(
+                f"keep is {self.keep}; at least the folder that the servers have loaded must stay: 1"
+            )
+        self._folder = Path(self.folder).resolve()
         # A version must never name other weights, so another run must give other names.
         self._run = uuid.uuid4().hex[:8]
-        self._step: int | None = None if at_once else 0
+        self._step = None if at_once else 0
         self._folders: list[Path] = []
-        self.version = ""
-        """The version that the pool has, or an empty text before the first update."""
 
     def bring(self, trainer: Any) -> None:
         """Bring the weights to the pool, unless it has those of this step. All processes must call it.
@@ -255,24 +252,24 @@ class TrlWeights:
 
     def _save(self, trainer: Any, weights: Any, step: int) -> Path:
         target = self._folder / f"{self._run}-step-{step}"
-        saved = target if self._convert is None else target.with_name(f"{target.name}.hf")
+        saved = target if self.convert is None else target.with_name(f"{target.name}.hf")
         model = trainer.accelerator.unwrap_model(trainer.model)
         model.save_pretrained(saved, state_dict=weights)
         trainer.processing_class.save_pretrained(saved)
-        if self._convert is not None:
-            self._convert(saved, target)
+        if self.convert is not None:
+            self.convert(saved, target)
             shutil.rmtree(saved)
         return target
 
     def _update(self, step: int, checkpoint: Path) -> None:
         version = f"{self._run}-step-{step}"
-        update = self._client.update_weights(self._pool, version, checkpoint=str(checkpoint), mode=self._mode)
-        update = self._client.wait_weights(self._pool, update.id, self._timeout)
+        update = self.client.update_weights(self.pool, version, checkpoint=str(checkpoint), mode=self.mode)
+        update = self.client.wait_weights(self.pool, update.id, self.timeout)
         if update.state != "Succeeded":
             raise WeightsRefused(
-                f"weights {version} did not reach pool {self._pool}: {update.message or update.state}"
+                f"weights {version} did not reach pool {self.pool}: {update.message or update.state}"
             )
         self.version = version
         self._folders.append(checkpoint)
-        while len(self._folders) > self._keep:
+        while len(self._folders) > self.keep:
             shutil.rmtree(self._folders.pop(0), ignore_errors=True)

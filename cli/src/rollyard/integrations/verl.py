@@ -11,6 +11,15 @@ from rollyard.integrations.errors import TrainerMismatch
 from rollyard.integrations.sequences import TrainingSequence, check_one_each, is_scored, sequences, step_of
 
 Several = Literal["refuse", "rows"]
+_BESIDE: Final = (
+    "rollout_id",
+    "task_id",
+    "status",
+    "policy_versions",
+    "min_global_steps",
+    "max_global_steps",
+)
+"""The extra fields of an output that a batch has beside its tensors."""
 _ONE_EACH: Final = (
     ", and verl takes one sequence of each: use data_proto(several='rows'), or keep the chat template from "
     "rewriting history"
@@ -112,19 +121,10 @@ def data_proto(
         logprobs[index, : end - wide] = torch.tensor(row.segment.logprobs, dtype=torch.float32)
         scores[index, end - wide - 1] = row.reward
     fields = [_fields(row) for row in rows]
-    beside: dict[str, list[Any]] = {
-        "uid": [row.trajectory.group_id for row in rows],
-        "rollout_id": [row.trajectory.id for row in rows],
-        "task_id": [row.trajectory.task_id for row in rows],
-        "status": [row.trajectory.status for row in rows],
-        "policy_versions": [row.versions for row in rows],
-        "min_global_steps": [item["extra_fields"]["min_global_steps"] for item in fields],
-        "max_global_steps": [item["extra_fields"]["max_global_steps"] for item in fields],
+    objects: dict[str, Any] = {
+        name: np.fromiter((item["extra_fields"][name] for item in fields), dtype=object) for name in _BESIDE
     }
-    objects: dict[str, Any] = {}
-    for name, values in beside.items():
-        objects[name] = np.empty(len(rows), dtype=object)
-        objects[name][:] = values
+    objects["uid"] = np.fromiter((row.trajectory.group_id for row in rows), dtype=object)
     objects["__num_turns__"] = np.array([item["num_turns"] for item in fields], dtype=np.int32)
     return DataProto.from_dict(
         tensors={

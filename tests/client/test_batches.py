@@ -30,7 +30,7 @@ from rollyard_client import (
 from rollyard_client.driver import DriverClient
 from rollyard_client.paging import Cursor
 from rollyard_client.requests.results import Group, Page, listed_cursors
-from rollyard_client.training import arrays
+from rollyard_client.training import library
 from rollyard_client.training.batch import MODELS, WeightHistory, gather
 from rollyard_crds.rolloutjob import RolloutJob, RolloutJobStatus
 from rollyard_crds.trajectory import Trajectory
@@ -486,7 +486,7 @@ def test_a_missing_library_is_named_with_its_extra(monkeypatch: pytest.MonkeyPat
     def absent(name: str) -> Any:
         raise ModuleNotFoundError(f"No module named '{name}'", name=name)
 
-    monkeypatch.setattr(arrays, "import_module", absent)
+    monkeypatch.setattr(library, "import_module", absent)
     with pytest.raises(MissingLibrary, match=r"numpy is not installed: pip install 'rollyard\[numpy\]'"):
         Batch([], "", "", True).arrays()
     with pytest.raises(MissingLibrary, match=r"torch is not installed: pip install 'rollyard\[torch\]'"):

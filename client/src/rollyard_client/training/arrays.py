@@ -7,10 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from rollyard_client.errors import MissingLibrary
+from rollyard_client.training.library import library
 
 if TYPE_CHECKING:
     from rollyard_client.requests.results import Group
@@ -97,23 +96,3 @@ def torch_tensors(groups: Sequence[Group | GroupArrays], pad_id: int, device: An
             for attribute in fields(Arrays)
         }
     )
-
-
-def library(name: str) -> Any:
-    """Return a library that the client does without until it is needed.
-
-    Raises:
-        MissingLibrary: It is not installed. The message names the extra of Rollyard that has it.
-    """
-    try:
-        return import_module(name)
-    except ModuleNotFoundError as error:
-        if error.name != name:
-            raise
-        if name == "torch":
-            text = (
-                "torch is not installed: pip install 'rollyard[torch]', or install torch as it suits your GPU"
-            )
-        else:
-            text = f"{name} is not installed: pip install 'rollyard[numpy]'"
-        raise MissingLibrary(text) from error

@@ -18,7 +18,7 @@ from rollyard_client.call import Call, segment
 from rollyard_client.errors import AnswerInvalid
 from rollyard_client.requests import results
 from rollyard_client.requests.jobs import JOBS, NDJSON
-from rollyard_client.training.arrays import library
+from rollyard_client.training.library import library
 
 if TYPE_CHECKING:
     import httpx

@@ -13,7 +13,7 @@ SEEDS ?= 1
 # A machine may forbid bytecode. Hundreds of processes start here, and each of them would compile its sources again.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help setup run demo-train demo-async demo-vllm demo-kubernetes demo-slurm check test test-all bench lint format typecheck crds page docs clean
+.PHONY: help setup run demo-train demo-async demo-vllm demo-kubernetes demo-slurm check test test-all bench lint format typecheck crds sync-client page docs clean
 
 help: ## Show what each target does
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-15s %s\n", $$1, $$2}'
@@ -72,6 +72,9 @@ typecheck: $(DEV_STAMP) ## mypy, strict
 
 crds: $(DEV_STAMP) ## Generate the CRD YAML from the pydantic models, and copy it into the chart
 	@$(BIN)/python -m rollyard_crds && cp crds/yaml/*.yaml helm/rollyard/files/crds/
+
+sync-client: $(DEV_STAMP) ## Generate the sync client from the async one
+	@$(BIN)/python scripts/sync-client
 
 page: ## Build the page from web/ with node and npm, into the control plane's package
 	@scripts/page

@@ -121,5 +121,5 @@ def test_httpx_is_imported_without_its_command_line() -> None:
 
 def test_an_httpx_of_somebody_else_stays_as_it_is() -> None:
     code = "import httpx, sys; before = sys.modules.get('httpx._main')\n"
-    code += "import rollyard_client.transport\nassert sys.modules.get('httpx._main') is before"
+    code += "import rollyard_client._sync.transport\nassert sys.modules.get('httpx._main') is before"
     assert "httpx" in imported_after(code)

@@ -38,8 +38,8 @@ class Seen:
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watching, "POLL_SECONDS", 0.0)
-    monkeypatch.setattr("rollyard_client.sync_client.POLL_SECONDS", 0.0)
-    monkeypatch.setattr("rollyard_client.async_client.POLL_SECONDS", 0.0)
+    monkeypatch.setattr("rollyard_client._sync.client.POLL_SECONDS", 0.0)
+    monkeypatch.setattr("rollyard_client._async.client.POLL_SECONDS", 0.0)
 
 
 @pytest.mark.parametrize(

@@ -14,12 +14,14 @@ import httpx
 import pytest
 from rollyard_client import (
     AsyncClient,
+    AsyncResultIterator,
     Batch,
     Client,
     Conflict,
     Invalid,
     MissingLibrary,
     NotFound,
+    ResultIterator,
     Retry,
     ServerUnavailable,
     TokenizerDiffers,
@@ -30,7 +32,6 @@ from rollyard_client.paging import Cursor
 from rollyard_client.requests.results import Group, Page, listed_cursors
 from rollyard_client.training import library
 from rollyard_client.training.batch import MODELS, WeightHistory, gather
-from rollyard_client.training.iterators import AsyncResultIterator, ResultIterator
 from rollyard_crds.rolloutjob import RolloutJob, RolloutJobStatus
 from rollyard_crds.trajectory import Trajectory
 from rollyard_crds.weights import WeightUpdate

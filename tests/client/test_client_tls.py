@@ -5,8 +5,7 @@ from __future__ import annotations
 import ssl
 
 import pytest
-from rollyard_client.context import Context
-from rollyard_client.tls import verify
+from rollyard_client.context import Context, verify
 
 
 @pytest.mark.parametrize("url", ["http://127.0.0.1:1", "http+unix:///tmp/s"])

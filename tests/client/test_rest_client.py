@@ -28,12 +28,13 @@ from rollyard_client import (
     Unauthorized,
     WaitTimeout,
 )
+from rollyard_client._async.transport import AsyncTransport
+from rollyard_client._sync.transport import SyncTransport
 from rollyard_client.call import Call, as_json, check
 from rollyard_client.context import Context, context_path, read_token, resolve
 from rollyard_client.errors import CursorBeyondEnd, CursorGone
 from rollyard_client.paging import Files
 from rollyard_client.sse import Parser
-from rollyard_client.transport import AsyncTransport, SyncTransport
 from rollyard_crds.backendpool import BackendPool, BackendStatus
 from rollyard_crds.base import Condition
 from rollyard_crds.claims import ClaimRequest, ClaimStatus, SandboxShape

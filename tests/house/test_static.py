@@ -1,4 +1,4 @@
-"""Linters, types, import contracts, and the page's bundle, which is what its sources build."""
+"""Linters, types, import contracts, and what is generated: the page's bundle and the sync client."""
 
 from __future__ import annotations
 
@@ -24,8 +24,9 @@ MYPY_SECONDS = 580.0  # It has no cache on a fresh machine.
         (BIN / "ruff", "format", "--check", "."),
         (BIN / "lint-imports",),
         (ROOT / "scripts" / "page", "--check"),
+        (sys.executable, ROOT / "scripts" / "sync-client", "--check"),
     ],
-    ids=["types", "lint", "format", "imports", "page"],
+    ids=["types", "lint", "format", "imports", "page", "sync client"],
 )
 def test_it_has_nothing_to_say(command: tuple[str | Path, ...]) -> None:
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=patience(MYPY_SECONDS))

@@ -26,7 +26,7 @@ sys.path.append(str(ROOT / "examples" / "trainers"))
 
 import torch  # noqa: E402
 from rollyard.integrations import nemo, skyrl, verl  # noqa: E402
-from rollyard.integrations.errors import SegmentsRefused  # noqa: E402
+from rollyard.integrations.errors import TrainerMismatch  # noqa: E402
 from rollyard.integrations.sequences import is_scored  # noqa: E402
 from rollyard_crds.trajectory import Trajectory  # noqa: E402
 from skyrl.train.generators.base import GeneratorOutput, TrajectoryID  # noqa: E402
@@ -44,7 +44,7 @@ def of_agent_loops(batch: list[Trajectory], pad: int) -> list[Row] | None:
     for one in batch:
         try:
             output = verl.agent_loop_output(one, pad_token_id=pad, reward=None if is_scored(one) else 0.25)
-        except SegmentsRefused:
+        except TrainerMismatch:
             return None
         assert isinstance(output, AgentLoopOutput)
         seen = output.as_dict()
@@ -103,7 +103,7 @@ def of_skyrl(batch: list[Trajectory], pad: int) -> list[Row]:
     else:
         try:
             skyrl.generator_output(batch, pad_token_id=pad)
-        except SegmentsRefused:
+        except TrainerMismatch:
             pass
         else:
             raise AssertionError("a rollout of several segments was not refused")

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 from rollyard.integrations import arrow, nemo, prime_rl, skyrl, slime, trl, verl
-from rollyard.integrations.errors import RolloutUnscored, SegmentsRefused, TrainerMismatch
+from rollyard.integrations.errors import TrainerMismatch
 from rollyard_crds.trajectory import SamplingRecord, Segment, Trajectory, Turn
 
 SEGMENT = Segment(
@@ -306,8 +306,9 @@ def test_skyrl_gets_a_row_for_each_segment(monkeypatch: pytest.MonkeyPatch) -> N
     }  # fmt: skip
     given = skyrl.generator_output(batch[1:], pad_token_id=0, trajectory_ids=["x", "y", "z"])
     assert (given["trajectory_ids"], given["is_last_step"]) == (["x", "y", "z"], None)
-    with pytest.raises(SegmentsRefused, match="rollout r0 has several segments"):
+    with pytest.raises(TrainerMismatch, match="rollout r0 has several segments") as refused:
         skyrl.generator_output(batch, pad_token_id=0)
+    assert refused.value.reason == "SegmentsRefused"
     with pytest.raises(ValueError, match="at least one rollout"):
         skyrl.generator_output([], pad_token_id=0)
 
@@ -394,7 +395,7 @@ def test_verl_gets_a_padded_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     }  # fmt: skip
     wide = verl.data_proto(batch[3:], pad_token_id=99, prompt_length=4, response_length=2)
     assert wide.batch["input_ids"] == [[99, 7, 8, 9, 6, 5]]
-    with pytest.raises(SegmentsRefused, match="rollout r0 has several segments"):
+    with pytest.raises(TrainerMismatch, match="rollout r0 has several segments"):
         verl.data_proto(batch, pad_token_id=99)
     for limit, says in (
         ({"prompt_length": 2}, "r3 has a prompt of 3"),
@@ -415,12 +416,13 @@ def test_verls_agent_loop_gets_a_score_only_with_a_reward(monkeypatch: pytest.Mo
     # A rollout without a reward is no reward of 0, and one with a reward keeps it.
     output = verl.agent_loop_output(single, pad_token_id=99, reward=0.25)
     assert (output.reward_score, output.response_mask, output.metrics.num_preempted) == (2.0, [0, 1], -1)
-    with pytest.raises(RolloutUnscored, match=r"rollout r2 has no reward .*BackendUnavailable"):
+    with pytest.raises(TrainerMismatch, match=r"rollout r2 has no reward .*BackendUnavailable") as unscored:
         verl.agent_loop_output(failed, pad_token_id=99)
+    assert unscored.value.reason == "RolloutUnscored"
     for reward in (0.25, 0.0):
         output = verl.agent_loop_output(failed, pad_token_id=99, reward=reward)
         assert (output.reward_score, output.response_mask) == (reward, [0, 0, 0])
-    with pytest.raises(SegmentsRefused, match="rollout r0 has several segments"):
+    with pytest.raises(TrainerMismatch, match="rollout r0 has several segments"):
         verl.agent_loop_output(several, pad_token_id=99)
 
 

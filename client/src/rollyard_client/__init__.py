@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING
 from rollyard_crds.lazy import lazily
 
 if TYPE_CHECKING:
-    from rollyard_client.async_client import AsyncClient
+    from rollyard_client._async.client import AsyncClient, AsyncResultIterator
+    from rollyard_client._sync.client import Client, ResultIterator
     from rollyard_client.call import Retry
     from rollyard_client.context import Context, context_path, read_token, resolve
     from rollyard_client.driver import DriverClient
@@ -44,10 +45,8 @@ if TYPE_CHECKING:
     from rollyard_client.requests.sign_in import SignInCode
     from rollyard_client.requests.views import RolloutQuery, RolloutRow
     from rollyard_client.sse import JobEvent
-    from rollyard_client.sync_client import Client
     from rollyard_client.training.arrays import Arrays
     from rollyard_client.training.batch import ArrayBatch, Batch
-    from rollyard_client.training.iterators import AsyncResultIterator, ResultIterator
     from rollyard_client.training.packed import ArrayPage, GroupArrays, SegmentArrays, TrajectoryArrays
 
 __all__ = [
@@ -96,7 +95,8 @@ __all__ = [
 __getattr__ = lazily(
     __name__,
     {
-        "async_client": "AsyncClient",
+        "_async.client": "AsyncClient AsyncResultIterator",
+        "_sync.client": "Client ResultIterator",
         "call": "Retry",
         "context": "Context context_path read_token resolve",
         "driver": "DriverClient",
@@ -108,10 +108,8 @@ __getattr__ = lazily(
         "requests.sign_in": "SignInCode",
         "requests.views": "RolloutQuery RolloutRow",
         "sse": "JobEvent",
-        "sync_client": "Client",
         "training.arrays": "Arrays",
         "training.batch": "ArrayBatch Batch",
-        "training.iterators": "AsyncResultIterator ResultIterator",
         "training.packed": "ArrayPage GroupArrays SegmentArrays TrajectoryArrays",
     },
 )

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final, Generic, Protocol, TypeVar
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar, cast
 from urllib.parse import quote
 
 import orjson
@@ -18,19 +19,28 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 JSON: Final = "application/json"
+PIECE_BYTES: Final = 1 << 20
 
 
-class Upload(Protocol):
-    """A body that may be larger than memory. It can be read again when a call is sent again."""
+@dataclass(frozen=True, slots=True)
+class File:
+    """A file with the size and the hash that it had when it was hashed."""
+
+    path: Path
+    size: int
+    """The size in bytes."""
+    sha256: str
 
     @property
-    def size(self) -> int:
-        """The length of the body in bytes."""
-        ...
+    def url(self) -> str:
+        """The URL for `spec.tasks.url` of a job, once the file is uploaded."""
+        return f"blob:sha256:{self.sha256}"
 
     def pieces(self) -> Iterator[bytes]:
-        """Return the pieces of the body, from its beginning."""
-        ...
+        """Yield the bytes of the file in pieces of at most `PIECE_BYTES`."""
+        with self.path.open("rb") as file:
+            while data := file.read(PIECE_BYTES):
+                yield data
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +58,8 @@ class Call(Generic[T]):
     parse: Callable[[httpx.Response], T]
     query: Mapping[str, Any] = field(default_factory=dict)
     body: bytes | None = None
-    upload: Upload | None = None
-    """A body that is read while it is sent. It takes the place of `body`."""
+    upload: File | None = None
+    """A file that is read while it is sent, each time that the call is. It takes the place of `body`."""
     content_type: str = JSON
     accept: str = JSON
     wait: float = 0.0
@@ -91,6 +101,26 @@ def encode(document: Any) -> bytes:
 def as_json(answer: httpx.Response) -> Any:
     """Return the decoded JSON body of an answer."""
     return orjson.loads(answer.content)
+
+
+def listed(kind: Callable[[Any], T]) -> Callable[[httpx.Response], tuple[list[T], str | None]]:
+    """Return the parser of a page of a list. Its result is the items, and the continuation if more follow.
+
+    Args:
+        kind: Makes an item from its decoded JSON.
+    """
+
+    def parse(answer: httpx.Response) -> tuple[list[T], str | None]:
+        document = as_json(answer)
+        return [kind(item) for item in document["items"]], document["metadata"].get("continue")
+
+    return parse
+
+
+def known(kind: type[T], item: Mapping[str, Any]) -> T:
+    """Return a dataclass from the decoded JSON of an object. Fields that the dataclass lacks are left out."""
+    names = [attribute.name for attribute in fields(cast(Any, kind))]
+    return kind(**{name: item[name] for name in names if name in item})
 
 
 def nothing(_answer: httpx.Response) -> None:

@@ -1,4 +1,4 @@
-"""The choice of a server and a token, from arguments, the environment, or the file of `rollyard up`."""
+"""The choice of a server, a token and trusted authorities: arguments, environment, file of `rollyard up`."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from rollyard_client.environment import CA_FILE
 from rollyard_client.errors import ContextError
 
 DEFAULT_URL: Final = "http://127.0.0.1:8765"
@@ -104,3 +105,26 @@ def resolve(
             "or start a server of your own with `rollyard up`"
         )
     return Context(url, token, tls)
+
+
+def verify(context: Context) -> ssl.SSLContext:
+    """Return what checks the server's certificate, by default with the usual public authorities.
+
+    Raises:
+        ContextError: The file that the environment names for this cannot be used.
+    """
+    if context.tls is not None:
+        return context.tls
+    if not context.url.startswith("https:"):
+        # This context trusts no authority, and no connection needs one. Reading the usual ones takes 30 ms.
+        return ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    name = CA_FILE if os.environ.get(CA_FILE) else "SSL_CERT_FILE"
+    path = os.environ.get(name)
+    if not path:
+        import certifi
+
+        return ssl.create_default_context(cafile=certifi.where())
+    try:
+        return ssl.create_default_context(cafile=path)
+    except OSError as error:  # SSLError is a subclass of OSError.
+        raise ContextError(f"{name}={path}: cannot be used: {error.strerror or error}") from error

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ssl
 from collections.abc import Callable, Mapping, Sequence
-from types import TracebackType
 from typing import Any, Final, Self, TypeVar
 
 import httpx
@@ -17,11 +16,11 @@ from rollyard_crds.trajectory import Record
 from rollyard_crds.unfinished import UnfinishedJobs
 from rollyard_crds.workers import AssignmentOffer, AssignmentOffered, WorkerDeath, WorkerDied
 
+from rollyard_client._async.transport import AsyncTransport
 from rollyard_client.call import Call, Retry, segment
 from rollyard_client.context import Context
 from rollyard_client.paging import Listing
 from rollyard_client.requests import jobs, pools
-from rollyard_client.transport import AsyncTransport
 
 R = TypeVar("R", bound=Record)
 
@@ -54,9 +53,7 @@ class DriverClient:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.aclose()
 
     async def aclose(self) -> None:

@@ -1,14 +1,21 @@
-"""Iteration over pages, without I/O. Both clients drive these classes with their own transport."""
+"""Iteration over pages, without I/O. Each client sends the calls of these classes over its own transport."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Final, Generic, Protocol, TypeVar
+from functools import partial
+from typing import TYPE_CHECKING, Final, Generic, Protocol, TypeVar
 
 from rollyard_client.call import Call
-from rollyard_client.requests.results import Page
+from rollyard_client.errors import Invalid, NotFound
+from rollyard_client.requests import cursors, results
+from rollyard_client.requests.cursors import Acknowledged
+from rollyard_client.requests.results import Group, Page
+
+if TYPE_CHECKING:
+    from rollyard_crds.trajectory import Trajectory
 
 P = TypeVar("P")
 T = TypeVar("T")
@@ -118,3 +125,39 @@ class Files:
         self.done = finished or empty
         self.cursor = after
         return [] if empty else [data]
+
+
+def trajectory_pages(
+    name: str, namespace: str, *, follow: bool, cursor: str, status: str | None
+) -> Cursor[Trajectory]:
+    """Return the pages of a job's ended rollouts."""
+    build = partial(results.trajectories, name, namespace, limit=100, status=status)
+    return Cursor(lambda at, wait: build(cursor=at, wait=wait), results.trajectory, follow, cursor)
+
+
+def group_pages(
+    name: str, namespace: str, *, follow: bool, cursor: str, informative: bool, dropped: bool
+) -> Cursor[Group]:
+    """Return the pages of a job's ended groups."""
+    build = partial(results.groups, name, namespace, limit=16, informative=informative, dropped=dropped)
+    return Cursor(lambda at, wait: build(cursor=at, wait=wait), results.group, follow, cursor)
+
+
+def resume_call(name: str, namespace: str, cursor: str, consumer: str | None) -> Call[Acknowledged] | None:
+    """Return the call that reads where a consumer left off, if one is given.
+
+    Raises:
+        Invalid: Both a cursor and a consumer are given.
+    """
+    if consumer is None:
+        return None
+    if cursor:
+        raise Invalid("give 'cursor' or 'consumer', not both")
+    return cursors.acknowledged(name, namespace, consumer)
+
+
+def begin_at(error: NotFound) -> str:
+    """Return the cursor at which a consumer begins that has acknowledged none yet, or raise the error."""
+    if error.reason != "CursorNotFound":
+        raise error
+    return ""

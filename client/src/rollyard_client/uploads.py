@@ -3,39 +3,15 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from rollyard_client.call import Call, nothing
+from rollyard_client.call import Call, File, nothing
 
 BLOBS: Final = "/v1/blobs"
-PIECE_BYTES: Final = 1 << 20
 ANSWER_SECONDS: Final = 120.0
 """The seconds beyond the usual timeout in which the server stores the end of the file."""
 _RAW: Final = "application/octet-stream"
-
-
-@dataclass(frozen=True, slots=True)
-class File:
-    """A file with the size and the hash that it had when it was hashed."""
-
-    path: Path
-    size: int
-    """The size in bytes."""
-    sha256: str
-
-    @property
-    def url(self) -> str:
-        """The URL for `spec.tasks.url` of a job, once the file is uploaded."""
-        return f"blob:sha256:{self.sha256}"
-
-    def pieces(self) -> Iterator[bytes]:
-        """Yield the bytes of the file in pieces of at most `PIECE_BYTES`."""
-        with self.path.open("rb") as file:
-            while data := file.read(PIECE_BYTES):
-                yield data
 
 
 def hashed(path: Path) -> File:
@@ -44,12 +20,9 @@ def hashed(path: Path) -> File:
     Raises:
         OSError: The file cannot be read.
     """
-    digest, size = hashlib.sha256(), 0
     with path.open("rb") as file:
-        while data := file.read(PIECE_BYTES):
-            digest.update(data)
-            size += len(data)
-    return File(path, size, digest.hexdigest())
+        digest = hashlib.file_digest(file, "sha256")
+        return File(path, file.tell(), digest.hexdigest())
 
 
 def has(file: File, namespace: str) -> Call[None]:

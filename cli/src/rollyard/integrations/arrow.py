@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from rollyard_crds.trajectory import Trajectory
+from rollyard_crds.trajectory import Segment, Trajectory
 
 from rollyard.integrations.errors import TrainerMismatch
 
@@ -43,20 +43,10 @@ COLUMNS: Final[tuple[tuple[str, str], ...]] = (
 """The columns and their types, in order. docs/integrations/arrow.md describes each of them."""
 ROWS: Final = 512
 """The rows of a batch, and of a row group in a file."""
-_PLAIN: Final = (
-    "job",
-    "namespace",
-    "task_id",
-    "group_id",
-    "sample_index",
-    "reward",
-    "status",
-    "reason",
-    "reward_reason",
-    "truncated",
-    "truncated_reason",
-)
-_TOKENS: Final = ("prompt_ids", "response_ids", "loss_mask", "logprobs", "policy_versions")
+_PLAIN: Final = tuple(name for name, _ in COLUMNS if name in Trajectory.model_fields and name != "segments")
+"""The columns that are fields of the rollout."""
+_TOKENS: Final = tuple(name for name, _ in COLUMNS if name in Segment.model_fields)
+"""The columns that are fields of the row's segment."""
 
 
 def schema() -> pyarrow.Schema:
@@ -86,16 +76,10 @@ def rows(trajectory: Trajectory) -> list[dict[str, Any]]:
     plain = {name: getattr(trajectory, name) for name in _PLAIN}
     rest = trajectory.model_dump_json(exclude={*_PLAIN, "id", "segments"})
     common = {"rollout_id": trajectory.id, **plain, "segments": len(trajectory.segments)}
-    if not trajectory.segments:
-        return [{**common, "segment": 0, "record": rest, **{name: [] for name in _TOKENS}}]
+    tokens = [{name: getattr(segment, name) for name in _TOKENS} for segment in trajectory.segments]
     return [
-        {
-            **common,
-            "segment": index,
-            "record": rest if index == 0 else None,
-            **{name: getattr(segment, name) for name in _TOKENS},
-        }
-        for index, segment in enumerate(trajectory.segments)
+        {**common, "segment": index, "record": rest if index == 0 else None, **lists}
+        for index, lists in enumerate(tokens or [{name: [] for name in _TOKENS}])
     ]
 
 

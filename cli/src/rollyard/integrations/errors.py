@@ -8,23 +8,20 @@ from rollyard.errors import CliError
 class IntegrationError(CliError):
     """The base class of errors between Rollyard and a trainer."""
 
-
-class SegmentsRefused(IntegrationError, ValueError):
-    """Raised if a rollout has several segments, and the trainer takes one sequence of each rollout."""
-
-    reason = "SegmentsRefused"
+    def __init__(self, message: str, *, reason: str | None = None) -> None:
+        super().__init__(message)
+        if reason is not None:
+            self.reason = reason
 
 
 class TrainerMismatch(IntegrationError, ValueError):
-    """Raised if the trainer's settings or rows do not fit the job, or the installed framework does not."""
+    """Raised if the trainer, its settings or its rows do not fit the job and its rollouts.
+
+    `reason` is `SegmentsRefused` for a rollout of several segments where the trainer takes one sequence, and
+    `RolloutUnscored` for a rollout without a reward where the trainer needs one.
+    """
 
     reason = "TrainerMismatch"
-
-
-class RolloutUnscored(IntegrationError, ValueError):
-    """Raised if a rollout has no reward, because its infrastructure failed, and the trainer needs one."""
-
-    reason = "RolloutUnscored"
 
 
 class RolloutsLate(IntegrationError, TimeoutError):

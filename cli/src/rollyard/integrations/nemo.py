@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import takewhile
 from typing import Any
 
 from rollyard_crds.trajectory import Trajectory
 
-from rollyard.integrations.sequences import TrainingSequence, sequences
+from rollyard.integrations.sequences import TrainingSequence, rewards, sequences
 
 Decode = Callable[[Sequence[int]], str]
 
@@ -52,7 +53,7 @@ def run_answers(
                     "tools": [],
                     "status": "incomplete" if trajectory.truncated else "completed",
                 },
-                "reward": row.reward if row is not None and row.trained else _reward(trajectory),
+                "reward": rewards([trajectory])[0],
                 "mask_sample": row is None or not row.trained,
                 "failure_reason": trajectory.reason or trajectory.message,
                 "truncated_reason": trajectory.truncated_reason,
@@ -152,14 +153,5 @@ def _items(row: TrainingSequence, decode: Decode | None) -> list[dict[str, Any]]
     return items
 
 
-def _reward(trajectory: Trajectory) -> float:
-    return 0.0 if trajectory.reward is None or trajectory.status != "succeeded" else trajectory.reward
-
-
 def _before_the_policy(trajectory: Trajectory) -> list[Any]:
-    messages = []
-    for message in trajectory.messages:
-        if message.role not in ("system", "user"):
-            break
-        messages.append(message)
-    return messages
+    return list(takewhile(lambda message: message.role in ("system", "user"), trajectory.messages))

@@ -12,7 +12,7 @@ from typing import Any, Final
 from rollyard_crds.trajectory import Trajectory
 
 from rollyard.integrations.errors import TrainerMismatch
-from rollyard.integrations.sequences import is_scored, sequences
+from rollyard.integrations.sequences import group_of, mean_rewards, sequences
 
 TOKEN_FIELDS: Final = ("token_ids", "mask", "logprobs", "temperatures")
 """The fields that have one entry for each token, in the order of the struct."""
@@ -38,7 +38,7 @@ def sample_fields(
     Raises:
         TrainerMismatch: A rollout does not say at which temperature it was sampled.
     """
-    means = _means(trajectories)
+    means = mean_rewards(trajectories)
     samples = []
     for row in sequences(trajectories):
         if not row.trained:
@@ -48,9 +48,10 @@ def sample_fields(
             raise TrainerMismatch(
                 f"rollout {trajectory.id} has no `sampling`; prime-rl needs its temperature"
             )
-        advantage = (
-            row.reward - means[trajectory.group_id] if advantages is None else advantages[trajectory.id]
-        )
+        if advantages is None:
+            advantage = row.reward - means[group_of(trajectory)]
+        else:
+            advantage = advantages[trajectory.id]
         prompt = len(segment.prompt_ids)
         length = prompt + len(segment.response_ids)
         samples.append(
@@ -96,11 +97,3 @@ def training_samples(trajectories: Sequence[Trajectory], **options: Any) -> list
         row["advantages"] = [row["advantage"]] * len(row["token_ids"])
         samples.append(made_of(**{name: value for name, value in row.items() if name in names}))
     return samples
-
-
-def _means(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    groups: dict[str, list[float]] = {}
-    for trajectory in trajectories:
-        if trajectory.reward is not None and is_scored(trajectory):
-            groups.setdefault(trajectory.group_id, []).append(trajectory.reward)
-    return {group: sum(rewards) / len(rewards) for group, rewards in groups.items()}

@@ -14,6 +14,9 @@ from typing import Final
 
 from rollyard_crds.trajectory import Segment, Trajectory
 
+from rollyard.integrations.errors import TrainerMismatch
+
+Group = tuple[str, str, str]
 _STEP: Final = re.compile(r"(\d+)$")
 
 
@@ -54,6 +57,12 @@ class TrainingSequence:
         return spans
 
     @property
+    def why(self) -> str:
+        """The reason of the rollout's failure, of its missing reward or of its truncation, or ""."""
+        trajectory = self.trajectory
+        return trajectory.reason or trajectory.reward_reason or trajectory.truncated_reason
+
+    @property
     def versions(self) -> list[str]:
         """The policy versions that sampled its tokens, each once, in the order of their first token."""
         return versions(self.segment)
@@ -79,6 +88,11 @@ def is_scored(trajectory: Trajectory) -> bool:
     return trajectory.status == "succeeded" and trajectory.reward is not None
 
 
+def group_of(trajectory: Trajectory) -> Group:
+    """Return the rollout's group: its namespace, its job and the id of the group."""
+    return (trajectory.namespace, trajectory.job, trajectory.group_id)
+
+
 def rewards(trajectories: Sequence[Trajectory]) -> list[float]:
     """Return a number for each rollout, for trainers that cannot take a missing reward.
 
@@ -86,18 +100,22 @@ def rewards(trajectories: Sequence[Trajectory]) -> list[float]:
     move the baseline of the others, and 0.0 if there is none. It is never trained on. (The standard deviation
     of the group becomes smaller: with f of n members filled in, by the factor sqrt((n - f) / n).)
     """
-    scored: defaultdict[tuple[str, str, str], list[float]] = defaultdict(list)
+    means = mean_rewards(trajectories)
+    return [
+        trajectory.reward
+        if trajectory.reward is not None and is_scored(trajectory)
+        else means.get(group_of(trajectory), 0.0)
+        for trajectory in trajectories
+    ]
+
+
+def mean_rewards(trajectories: Iterable[Trajectory]) -> dict[Group, float]:
+    """Return the mean reward of the scored rollouts of each group that has any."""
+    scored: defaultdict[Group, list[float]] = defaultdict(list)
     for trajectory in trajectories:
         if trajectory.reward is not None and is_scored(trajectory):
-            scored[_group(trajectory)].append(trajectory.reward)
-    filled = []
-    for trajectory in trajectories:
-        if trajectory.reward is not None and is_scored(trajectory):
-            filled.append(trajectory.reward)
-        else:
-            group_rewards = scored[_group(trajectory)]
-            filled.append(sum(group_rewards) / len(group_rewards) if group_rewards else 0.0)
-    return filled
+            scored[group_of(trajectory)].append(trajectory.reward)
+    return {group: sum(rewards) / len(rewards) for group, rewards in scored.items()}
 
 
 def sequences(
@@ -114,10 +132,10 @@ def sequences(
             the group, or only this token, and this token as its response, with mask 0.
     """
     every = list(trajectories)
-    prompts: dict[tuple[str, str, str], list[int]] = {}
+    prompts: dict[Group, list[int]] = {}
     for trajectory in every:
         if trajectory.segments and trajectory.segments[0].prompt_ids:
-            prompts.setdefault(_group(trajectory), trajectory.segments[0].prompt_ids)
+            prompts.setdefault(group_of(trajectory), trajectory.segments[0].prompt_ids)
     rows = []
     for trajectory, reward in zip(every, rewards(every), strict=True):
         indexes = [index for index, segment in enumerate(trajectory.segments) if any(segment.loss_mask)]
@@ -126,18 +144,30 @@ def sequences(
             last = index == indexes[-1]
             rows.append(TrainingSequence(trajectory, trajectory.segments[index], index, scored, reward, last))
         if not indexes and pad_token_id is not None:
-            prompt = prompts.get(_group(trajectory), [pad_token_id])
-            rows.append(
-                TrainingSequence(trajectory, _placeholder(prompt, pad_token_id), -1, False, reward, True)
+            prompt = prompts.get(group_of(trajectory), [pad_token_id])
+            segment = Segment(
+                prompt_ids=list(prompt),
+                response_ids=[pad_token_id],
+                loss_mask=[0],
+                logprobs=[0.0],
+                policy_versions=[""],
             )
+            rows.append(TrainingSequence(trajectory, segment, -1, False, reward, True))
     return rows
 
 
-def _group(trajectory: Trajectory) -> tuple[str, str, str]:
-    return (trajectory.namespace, trajectory.job, trajectory.group_id)
+def check_one_each(rows: Iterable[TrainingSequence], text: str) -> None:
+    """Check that each rollout has one sequence.
 
+    Args:
+        rows: What `sequences` returned.
+        text: The rest of the sentence that begins with "rollout NAME has several segments".
 
-def _placeholder(prompt: list[int], pad: int) -> Segment:
-    return Segment(
-        prompt_ids=list(prompt), response_ids=[pad], loss_mask=[0], logprobs=[0.0], policy_versions=[""]
-    )
+    Raises:
+        TrainerMismatch: A rollout has several (`SegmentsRefused`).
+    """
+    for row in rows:
+        if not row.last:
+            raise TrainerMismatch(
+                f"rollout {row.trajectory.id} has several segments{text}", reason="SegmentsRefused"
+            )

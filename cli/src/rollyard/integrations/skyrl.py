@@ -6,14 +6,11 @@ The names are those of `skyrl.train.generators.base` (SkyRL 0.3).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Any
 
-from rollyard_crds.trajectory import Trajectory
+from rollyard_crds.trajectory import Timings, Trajectory
 
-from rollyard.integrations.errors import SegmentsRefused
-from rollyard.integrations.sequences import TrainingSequence, is_scored, sequences
-
-EPISODE_SECONDS: Final = ("init", "run", "eval")
+from rollyard.integrations.sequences import TrainingSequence, check_one_each, is_scored, sequences
 
 
 def generator_output(
@@ -38,7 +35,7 @@ def generator_output(
             are the rollout's group and the number of its sample.
 
     Raises:
-        SegmentsRefused: A rollout has several segments, and `step_wise` is False.
+        TrainerMismatch: A rollout has several segments (`SegmentsRefused`), and `step_wise` is False.
         ValueError: There is no rollout.
     """
     if not trajectories:
@@ -47,13 +44,11 @@ def generator_output(
     ids = trajectory_ids or [_trajectory_id(trajectory) for trajectory in trajectories]
     names = {id(trajectory): name for trajectory, name in zip(trajectories, ids, strict=True)}
     if not step_wise:
-        for row in rows:
-            if not row.last:
-                raise SegmentsRefused(
-                    f"rollout {row.trajectory.id} has several segments: set step_wise=True here and "
-                    f"generator.step_wise_trajectories=true in SkyRL, or keep its chat template from "
-                    f"rewriting history"
-                )
+        check_one_each(
+            rows,
+            ": set step_wise=True here and generator.step_wise_trajectories=true in SkyRL, or keep its chat "
+            "template from rewriting history",
+        )
     return {
         "prompt_token_ids": [list(row.segment.prompt_ids) for row in rows],
         "response_ids": [list(row.segment.response_ids) for row in rows],
@@ -63,7 +58,7 @@ def generator_output(
         "rollout_metrics": _metrics(trajectories),
         "rollout_logprobs": [list(row.segment.logprobs) for row in rows],
         "trajectory_ids": [names[id(row.trajectory)] for row in rows],
-        "trajectory_generation_times": [_seconds(trajectory) for trajectory in trajectories],
+        "trajectory_generation_times": [_seconds(trajectory.timings) for trajectory in trajectories],
         "rollout_expert_indices": None,
         "is_last_step": [row.last for row in rows] if step_wise else None,
         "env_metrics": [_record(row) for row in rows],
@@ -86,8 +81,8 @@ def _stop_reason(row: TrainingSequence) -> str:
     return "length" if row.trajectory.truncated else "stop"
 
 
-def _seconds(trajectory: Trajectory) -> float:
-    return sum(float(getattr(trajectory.timings, stage).active_seconds) for stage in EPISODE_SECONDS)
+def _seconds(timings: Timings) -> float:
+    return sum(stage.active_seconds for stage in (timings.init, timings.run, timings.eval))
 
 
 def _record(row: TrainingSequence) -> dict[str, Any]:
@@ -97,7 +92,7 @@ def _record(row: TrainingSequence) -> dict[str, Any]:
         "task_id": trajectory.task_id,
         "segment": row.index,
         "status": trajectory.status,
-        "reason": trajectory.reason or trajectory.reward_reason or trajectory.truncated_reason,
+        "reason": row.why,
         "policy_versions": row.versions,
         **{f"reward/{name}": value for name, value in trajectory.reward_components.items()},
     }

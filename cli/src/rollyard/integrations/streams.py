@@ -9,10 +9,9 @@ from __future__ import annotations
 import threading
 import time
 import uuid
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Self
 
 from rollyard_client.errors import RollyardError
@@ -56,7 +55,7 @@ class StreamPlayer:
     def __init__(self, client: Client, job: RolloutJob | Mapping[str, Any]) -> None:
         import rollyard_crds as crds
 
-        manifest = job if isinstance(job, crds.RolloutJob) else crds.RolloutJob.model_validate(job)
+        manifest = crds.RolloutJob.model_validate(job)
         if not manifest.spec.tasks.stream:
             raise TrainerMismatch(
                 f"job {manifest.metadata.name}: spec.tasks must be {{stream: true}}, so that each step "
@@ -79,9 +78,7 @@ class StreamPlayer:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def start(self, tasks: Sequence[Task | Mapping[str, Any]]) -> list[Future[list[Trajectory]]]:
@@ -102,7 +99,7 @@ class StreamPlayer:
             if self._closed:
                 raise StreamEnded(f"the player of job {self.name} was closed")
             for task in tasks:
-                model = task if isinstance(task, crds.Task) else crds.Task.model_validate(task)
+                model = crds.Task.model_validate(task)
                 self._pushed += 1
                 name = f"{model.id[: MAX_ID - 24]}:{self._life}-{self._pushed}"
                 pushed.append(model.model_copy(update={"id": name}))
@@ -111,7 +108,7 @@ class StreamPlayer:
         try:
             self.client.push_tasks(self.name, pushed, self.namespace)
         except BaseException:
-            self._forget(name for name, _ in entries)
+            self._drop([pending.future for _, pending in entries])
             raise
         self._read()
         return [pending.future for _, pending in entries]
@@ -181,16 +178,11 @@ class StreamPlayer:
             pending.future.cancel()
         self.client.close(self.name, self.namespace)
 
-    def _forget(self, names: Iterable[str]) -> None:
-        with self._lock:
-            for name in names:
-                self._pending.pop(name, None)
-
     def _drop(self, futures: Sequence[Future[list[Trajectory]]]) -> None:
         dropped = set(map(id, futures))
         with self._lock:
             self._pending = {
-                n: pending for n, pending in self._pending.items() if id(pending.future) not in dropped
+                name: pending for name, pending in self._pending.items() if id(pending.future) not in dropped
             }
 
     def _read(self) -> None:

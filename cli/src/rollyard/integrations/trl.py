@@ -17,12 +17,13 @@ import shutil
 import uuid
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import KW_ONLY, InitVar, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 from rollyard_crds.trajectory import Trajectory
 
-from rollyard.integrations.errors import SegmentsRefused, TrainerMismatch, WeightsRefused
+from rollyard.integrations.errors import TrainerMismatch, WeightsRefused
 from rollyard.integrations.sequences import TrainingSequence, is_scored, sequences
 from rollyard.integrations.streams import PLAY_SECONDS, StreamPlayer
 
@@ -37,15 +38,6 @@ __all__ = ["Several", "TrlRollouts", "TrlWeights", "rollout_output", "rollyard_r
 Several = Literal["refuse", "longest", "last"]
 TASK_KEY: Final = "rollyard_task"
 """The key of a prompt's last message that names the task. TRL hands prompts on as they are in the dataset."""
-_BESIDE: Final = (
-    "reward",
-    "rollout_id",
-    "rollout_status",
-    "rollout_reason",
-    "truncated",
-    "policy_versions",
-    "tokens_left_out",
-)
 Convert = Callable[[Path, Path], None]
 UPDATE_SECONDS: Final = 600.0
 
@@ -67,31 +59,25 @@ def rollout_output(
             and `last` keep one segment, and `tokens_left_out` counts the sampled tokens of the others.
 
     Raises:
-        SegmentsRefused: A rollout has several segments, and `several` is `refuse`.
+        TrainerMismatch: A rollout has several segments (`SegmentsRefused`), and `several` is `refuse`.
     """
     by_rollout: defaultdict[int, list[TrainingSequence]] = defaultdict(list)
     for row in sequences(trajectories, pad_token_id=pad_token_id):
         by_rollout[id(row.trajectory)].append(row)
-    output: dict[str, list[Any]] = {
-        name: [] for name in ("prompt_ids", "completion_ids", "logprobs", "env_mask", *_BESIDE)
+    rows = [_chosen(by_rollout[id(trajectory)], several) for trajectory in trajectories]
+    return {
+        "prompt_ids": [list(row.segment.prompt_ids) for row in rows],
+        "completion_ids": [list(row.segment.response_ids) for row in rows],
+        "logprobs": [list(row.segment.logprobs) for row in rows],
+        "env_mask": [row.loss_mask for row in rows],
+        "reward": [row.trajectory.reward if is_scored(row.trajectory) else None for row in rows],
+        "rollout_id": [row.trajectory.id for row in rows],
+        "rollout_status": [row.trajectory.status for row in rows],
+        "rollout_reason": [row.why for row in rows],
+        "truncated": [row.trajectory.truncated for row in rows],
+        "policy_versions": [list(row.segment.policy_versions) for row in rows],
+        "tokens_left_out": [row.trajectory.sampled_tokens - sum(row.segment.loss_mask) for row in rows],
     }
-    for trajectory in trajectories:
-        row = _chosen(by_rollout[id(trajectory)], several)
-        output["prompt_ids"].append(list(row.segment.prompt_ids))
-        output["completion_ids"].append(list(row.segment.response_ids))
-        output["logprobs"].append(list(row.segment.logprobs))
-        output["env_mask"].append(row.loss_mask)
-        output["reward"].append(trajectory.reward if is_scored(trajectory) else None)
-        output["rollout_id"].append(trajectory.id)
-        output["rollout_status"].append(trajectory.status)
-        output["rollout_reason"].append(
-            trajectory.reason or trajectory.reward_reason or trajectory.truncated_reason
-        )
-        output["truncated"].append(trajectory.truncated)
-        output["policy_versions"].append(list(row.segment.policy_versions))
-        trained = sum(row.segment.loss_mask)
-        output["tokens_left_out"].append(trajectory.sampled_tokens - trained)
-    return output
 
 
 def rollyard_reward(
@@ -132,7 +118,7 @@ class TrlRollouts:
 
         self.tasks: dict[str, Task] = {}
         for task in tasks:
-            model = task if isinstance(task, crds.Task) else crds.Task.model_validate(task)
+            model = crds.Task.model_validate(task)
             if self.tasks.setdefault(model.id, model) is not model:
                 raise TrainerMismatch(f"two tasks have the id {model.id!r}; ids must differ")
         self.player = StreamPlayer(client, job)
@@ -193,15 +179,17 @@ def _prompt(task: Task) -> list[dict[str, Any]]:
 
 def _chosen(rows: Sequence[TrainingSequence], several: Several) -> TrainingSequence:
     if len(rows) > 1 and several == "refuse":
-        raise SegmentsRefused(
+        raise TrainerMismatch(
             f"rollout {rows[0].trajectory.id} has {len(rows)} segments, and TRL takes one row of a prompt: "
-            f"keep the chat template from rewriting history, or give several='longest' or 'last'"
+            f"keep the chat template from rewriting history, or give several='longest' or 'last'",
+            reason="SegmentsRefused",
         )
     if several == "longest":
         return max(rows, key=lambda row: sum(row.segment.loss_mask))
     return rows[-1]
 
 
+@dataclass
 class TrlWeights:
     """Brings the weights of each optimizer step to every backend of a pool.
 
@@ -220,33 +208,28 @@ class TrlWeights:
         at_once: Bring the weights before the first rollouts, too. By default the pool is taken to have them.
     """
 
-    def __init__(
-        self,
-        client: Client,
-        pool: str,
-        folder: str | Path,
-        *,
-        convert: Convert | None = None,
-        mode: PauseMode = "abort",
-        timeout: float = UPDATE_SECONDS,
-        keep: int = 2,
-        at_once: bool = False,
-    ) -> None:
-        if keep < 1:
-            raise ValueError(f"keep is {keep}; at least the folder that the servers have loaded must stay: 1")
-        self._client = client
-        self._pool = pool
-        self._folder = Path(folder).resolve()
-        self._convert = convert
-        self._mode = mode
-        self._timeout = timeout
-        self._keep = keep
+    client: Client
+    pool: str
+    folder: str | Path
+    _: KW_ONLY
+    convert: Convert | None = None
+    mode: PauseMode = "abort"
+    timeout: float = UPDATE_SECONDS
+    keep: int = 2
+    at_once: InitVar[bool] = False
+    version: str = field(default="", init=False)
+    """The version that the pool has, or an empty text before the first update."""
+
+    def __post_init__(self, at_once: bool) -> None:
+        if self.keep < 1:
+            raise ValueError(
+                f"keep is {self.keep}; at least the folder that the servers have loaded must stay: 1"
+            )
+        self._folder = Path(self.folder).resolve()
         # A version must never name other weights, so another run must give other names.
         self._run = uuid.uuid4().hex[:8]
-        self._step: int | None = None if at_once else 0
+        self._step = None if at_once else 0
         self._folders: list[Path] = []
-        self.version = ""
-        """The version that the pool has, or an empty text before the first update."""
 
     def bring(self, trainer: Any) -> None:
         """Bring the weights to the pool, unless it has those of this step. All processes must call it.
@@ -269,24 +252,24 @@ class TrlWeights:
 
     def _save(self, trainer: Any, weights: Any, step: int) -> Path:
         target = self._folder / f"{self._run}-step-{step}"
-        saved = target if self._convert is None else target.with_name(f"{target.name}.hf")
+        saved = target if self.convert is None else target.with_name(f"{target.name}.hf")
         model = trainer.accelerator.unwrap_model(trainer.model)
         model.save_pretrained(saved, state_dict=weights)
         trainer.processing_class.save_pretrained(saved)
-        if self._convert is not None:
-            self._convert(saved, target)
+        if self.convert is not None:
+            self.convert(saved, target)
             shutil.rmtree(saved)
         return target
 
     def _update(self, step: int, checkpoint: Path) -> None:
         version = f"{self._run}-step-{step}"
-        update = self._client.update_weights(self._pool, version, checkpoint=str(checkpoint), mode=self._mode)
-        update = self._client.wait_weights(self._pool, update.id, self._timeout)
+        update = self.client.update_weights(self.pool, version, checkpoint=str(checkpoint), mode=self.mode)
+        update = self.client.wait_weights(self.pool, update.id, self.timeout)
         if update.state != "Succeeded":
             raise WeightsRefused(
-                f"weights {version} did not reach pool {self._pool}: {update.message or update.state}"
+                f"weights {version} did not reach pool {self.pool}: {update.message or update.state}"
             )
         self.version = version
         self._folders.append(checkpoint)
-        while len(self._folders) > self._keep:
+        while len(self._folders) > self.keep:
             shutil.rmtree(self._folders.pop(0), ignore_errors=True)

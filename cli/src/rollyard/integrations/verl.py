@@ -3,14 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 from rollyard_crds.trajectory import Trajectory
 
-from rollyard.integrations.errors import RolloutUnscored, SegmentsRefused, TrainerMismatch
-from rollyard.integrations.sequences import TrainingSequence, is_scored, sequences, step_of
+from rollyard.integrations.errors import TrainerMismatch
+from rollyard.integrations.sequences import TrainingSequence, check_one_each, is_scored, sequences, step_of
 
 Several = Literal["refuse", "rows"]
+_BESIDE: Final = (
+    "rollout_id",
+    "task_id",
+    "status",
+    "policy_versions",
+    "min_global_steps",
+    "max_global_steps",
+)
+"""The extra fields of an output that a batch has beside its tensors."""
+_ONE_EACH: Final = (
+    ", and verl takes one sequence of each: use data_proto(several='rows'), or keep the chat template from "
+    "rewriting history"
+)
 
 
 def output_fields(trajectories: Sequence[Trajectory], *, pad_token_id: int) -> list[dict[str, Any]]:
@@ -36,19 +49,20 @@ def agent_loop_output(trajectory: Trajectory, *, pad_token_id: int, reward: floa
             not its group, so only the caller can know a score that does not move the baseline.
 
     Raises:
-        RolloutUnscored: The rollout has no reward, and `reward` is None. Play its task again.
-        SegmentsRefused: The rollout has several segments; verl takes one output of each run.
+        TrainerMismatch: The rollout has no reward, and `reward` is None (`RolloutUnscored`): play its task
+            again. Or it has several segments, and verl takes one output of each run (`SegmentsRefused`).
     """
     from verl.experimental.agent_loop.agent_loop import AgentLoopMetrics, AgentLoopOutput
 
     rows = sequences([trajectory], pad_token_id=pad_token_id)
-    _check_one_each(rows)
+    check_one_each(rows, _ONE_EACH)
     fields = _fields(rows[0])
     if not is_scored(trajectory):
         if reward is None:
-            raise RolloutUnscored(
+            raise TrainerMismatch(
                 f"rollout {trajectory.id} has no reward ({trajectory.status}, {trajectory.reason}): play its "
-                f"task again, or give the reward to write down"
+                f"task again, or give the reward to write down",
+                reason="RolloutUnscored",
             )
         fields["reward_score"] = reward
     return AgentLoopOutput(**{**fields, "metrics": AgentLoopMetrics(**fields["metrics"])})
@@ -79,8 +93,8 @@ def data_proto(
             same `uid` and reward; such a rollout then counts once for each in the baseline of its group.
 
     Raises:
-        SegmentsRefused: A rollout has several segments, and `several` is `refuse`.
-        TrainerMismatch: A prompt or a response is longer than P or R. Nothing is ever cut.
+        TrainerMismatch: A rollout has several segments, and `several` is `refuse` (`SegmentsRefused`); or a
+            prompt or a response is longer than P or R. Nothing is ever cut.
         ValueError: There is no rollout.
     """
     import numpy as np
@@ -91,7 +105,7 @@ def data_proto(
         raise ValueError("trajectories: give at least one rollout")
     rows = sequences(trajectories, pad_token_id=pad_token_id)
     if several == "refuse":
-        _check_one_each(rows)
+        check_one_each(rows, _ONE_EACH)
     wide = _width([len(row.segment.prompt_ids) for row in rows], prompt_length, "prompt", rows)
     long = _width([len(row.segment.response_ids) for row in rows], response_length, "response", rows)
     ids = torch.full((len(rows), wide + long), pad_token_id, dtype=torch.long)
@@ -107,19 +121,10 @@ def data_proto(
         logprobs[index, : end - wide] = torch.tensor(row.segment.logprobs, dtype=torch.float32)
         scores[index, end - wide - 1] = row.reward
     fields = [_fields(row) for row in rows]
-    beside: dict[str, list[Any]] = {
-        "uid": [row.trajectory.group_id for row in rows],
-        "rollout_id": [row.trajectory.id for row in rows],
-        "task_id": [row.trajectory.task_id for row in rows],
-        "status": [row.trajectory.status for row in rows],
-        "policy_versions": [row.versions for row in rows],
-        "min_global_steps": [item["extra_fields"]["min_global_steps"] for item in fields],
-        "max_global_steps": [item["extra_fields"]["max_global_steps"] for item in fields],
+    objects: dict[str, Any] = {
+        name: np.fromiter((item["extra_fields"][name] for item in fields), dtype=object) for name in _BESIDE
     }
-    objects: dict[str, Any] = {}
-    for name, values in beside.items():
-        objects[name] = np.empty(len(rows), dtype=object)
-        objects[name][:] = values
+    objects["uid"] = np.fromiter((row.trajectory.group_id for row in rows), dtype=object)
     objects["__num_turns__"] = np.array([item["num_turns"] for item in fields], dtype=np.int32)
     return DataProto.from_dict(
         tensors={
@@ -167,15 +172,6 @@ def _fields(row: TrainingSequence) -> dict[str, Any]:
             "reward_extra_info": dict(trajectory.reward_components),
         },
     }
-
-
-def _check_one_each(rows: Sequence[TrainingSequence]) -> None:
-    for row in rows:
-        if not row.last:
-            raise SegmentsRefused(
-                f"rollout {row.trajectory.id} has several segments, and verl takes one sequence of each: use "
-                f"data_proto(several='rows'), or keep the chat template from rewriting history"
-            )
 
 
 def _width(lengths: list[int], limit: int | None, part: str, rows: Sequence[TrainingSequence]) -> int:

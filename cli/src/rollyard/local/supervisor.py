@@ -21,8 +21,7 @@ from typing import Any, Final
 
 import httpx
 from rollyard_api.options.declared import document
-from rollyard_client.context import Context
-from rollyard_client.tls import verify
+from rollyard_client.context import Context, verify
 from rollyard_crds import BackendPool
 from rollyard_crds.lease import HeartbeatRequest
 from rollyard_crds.security.job_token import job_token

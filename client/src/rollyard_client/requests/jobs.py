@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 # A model is imported when it is first used, because it takes a third of a second to build all of them.
 import rollyard_crds as crds
 
-from rollyard_client.call import Call, as_json, encode, nothing, segment
+from rollyard_client.call import Call, as_json, encode, listed, nothing, segment
 
 if TYPE_CHECKING:
     import httpx
@@ -76,19 +76,13 @@ def jobs(
         bare: Leave out inline tasks.
         finished: List only jobs that have ended, or only jobs that have not. None lists both.
     """
-
-    def parse(answer: httpx.Response) -> tuple[list[RolloutJob], str | None]:
-        document = as_json(answer)
-        items = [crds.RolloutJob.model_validate(item) for item in document["items"]]
-        return items, document["metadata"].get("continue")
-
     query = {
         "namespace": namespace,
         "continue": after,
         "omit": "tasks" if bare else None,
         "finished": finished,
     }
-    return Call("GET", JOBS, parse, query=query)
+    return Call("GET", JOBS, listed(crds.RolloutJob.model_validate), query=query)
 
 
 def job(name: str, namespace: str) -> Call[RolloutJob]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Final
 
@@ -12,7 +12,7 @@ import orjson
 # A model is imported when it is first used, because it takes a third of a second to build all of them.
 import rollyard_crds as crds
 
-from rollyard_client.call import Call, as_json, segment
+from rollyard_client.call import Call, known, listed, segment
 from rollyard_client.errors import AnswerInvalid
 from rollyard_client.requests.jobs import JOBS, NDJSON
 
@@ -76,9 +76,8 @@ class RolloutSummary:
     @classmethod
     def of(cls, item: Mapping[str, Any]) -> RolloutSummary:
         """Return the summary that a server sent. Unknown fields are left out."""
-        values = {attribute.name: item[attribute.name] for attribute in fields(cls) if attribute.name in item}
-        listed = [crds.Attempt.model_validate(entry) for entry in values.pop("attempts", [])]
-        return cls(**values, attempts=listed)
+        attempts = [crds.Attempt.model_validate(entry) for entry in item.get("attempts", [])]
+        return known(cls, {**item, "attempts": attempts})
 
 
 def tasks(name: str, namespace: str, ids: Sequence[str]) -> Call[list[Task]]:
@@ -179,25 +178,16 @@ def rollouts(
     name: str, namespace: str, *, stage: str | None, status: str | None, retried: bool, after: str | None
 ) -> Call[tuple[list[RolloutSummary], str | None]]:
     """Return the call that reads a page of summaries. `after` is the continuation of the last page."""
-
-    def parse(answer: httpx.Response) -> tuple[list[RolloutSummary], str | None]:
-        document = as_json(answer)
-        return [RolloutSummary.of(item) for item in document["items"]], document["metadata"].get("continue")
-
     query: dict[str, Any] = {"namespace": namespace, "stage": stage, "status": status, "continue": after}
     if retried:
         query["retried"] = True
-    return Call("GET", f"{JOBS}/{segment(name)}/rollouts", parse, query=query)
+    return Call("GET", f"{JOBS}/{segment(name)}/rollouts", listed(RolloutSummary.of), query=query)
 
 
 def rollout(name: str, namespace: str, rollout_id: str) -> Call[Trajectory]:
     """Return the call that reads the trajectory of one ended rollout."""
-
-    def parse(answer: httpx.Response) -> Trajectory:
-        return trajectory(answer.content)
-
     path = f"{JOBS}/{segment(name)}/rollouts/{segment(rollout_id)}"
-    return Call("GET", path, parse, query={"namespace": namespace})
+    return Call("GET", path, lambda answer: trajectory(answer.content), query={"namespace": namespace})
 
 
 def events(name: str, namespace: str) -> tuple[str, dict[str, str]]:

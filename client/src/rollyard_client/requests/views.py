@@ -1,16 +1,13 @@
-"""The calls that people look with: rollouts sorted, filtered and searched, and the statistics of a job."""
+"""Read-only calls for people: rollouts sorted, filtered and searched, and the statistics of a job."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any, Final, Literal
+from dataclasses import asdict, dataclass
+from typing import Any, Final, Literal
 
-from rollyard_client.call import Call, as_json, segment
+from rollyard_client.call import Call, as_json, known, listed, segment
 from rollyard_client.requests.jobs import JOBS
-
-if TYPE_CHECKING:
-    import httpx
 
 RolloutSort = Literal[
     "id", "ended", "-ended", "reward", "-reward", "duration", "-duration", "-tokens", "since"
@@ -76,23 +73,15 @@ class RolloutRow:
     @classmethod
     def of(cls, item: Mapping[str, Any]) -> RolloutRow:
         """Return the row that a server sent. Unknown fields are left out."""
-        return cls(
-            **{attribute.name: item[attribute.name] for attribute in fields(cls) if attribute.name in item}
-        )
+        return known(cls, item)
 
 
 def rollout_rows(
     name: str, namespace: str, selection: RolloutQuery, after: str | None
 ) -> Call[tuple[list[RolloutRow], str | None]]:
     """Return the call that reads a page of rows. `after` is the continuation of the last page."""
-
-    def parse(answer: httpx.Response) -> tuple[list[RolloutRow], str | None]:
-        document = as_json(answer)
-        return [RolloutRow.of(item) for item in document["items"]], document["metadata"].get("continue")
-
-    filters = {attribute.name: getattr(selection, attribute.name) for attribute in fields(selection)}
-    query = {**filters, "slim": True, "limit": PAGE_ROWS, "namespace": namespace, "continue": after}
-    return Call("GET", f"{JOBS}/{segment(name)}/rollouts", parse, query=query)
+    query = {**asdict(selection), "slim": True, "limit": PAGE_ROWS, "namespace": namespace, "continue": after}
+    return Call("GET", f"{JOBS}/{segment(name)}/rollouts", listed(RolloutRow.of), query=query)
 
 
 def statistics(name: str, namespace: str) -> Call[dict[str, Any]]:

@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
 from rollyard_client.call import Call
 from rollyard_client.errors import Invalid, NotFound, WaitTimeout
 from rollyard_client.finish import awaited
-from rollyard_client.paging import LONG_POLL
-from rollyard_client.requests import cursors, jobs, results, weights
+from rollyard_client.paging import LONG_POLL, begin_at
+from rollyard_client.requests import cursors, jobs, pools, results
 from rollyard_client.requests.results import Group
-from rollyard_client.training.iterators import begin_at
 from rollyard_client.training.packed import GroupArrays, TrajectoryArrays, group_page
 
 if TYPE_CHECKING:
@@ -239,7 +238,7 @@ def gather(
     while True:
         # The weights may have been updated while groups were waited for.
         if pool is not None:
-            gathered.history = WeightHistory((yield weights.weight_updates(pool, namespace)))
+            gathered.history = WeightHistory((yield pools.weight_updates(pool, namespace)))
             gathered.drop_stale()
         if not gathered.missing:
             return gathered.batch(form.kind)

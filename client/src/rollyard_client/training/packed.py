@@ -1,4 +1,4 @@
-"""Pages of results whose token lists arrive as raw arrays, and are looked at in numpy without a copy.
+"""Pages of results whose token lists arrive as raw arrays, which numpy reads without a copy.
 
 The media type is described in docs/trajectories.md. A group with more bytes than a page comes as JSON lines,
 of which the same arrays are made. numpy and msgpack are imported when they are first used.
@@ -7,7 +7,7 @@ of which the same arrays are made. numpy and msgpack are imported when they are 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, Final
@@ -16,6 +16,7 @@ import orjson
 
 from rollyard_client.call import Call, segment
 from rollyard_client.errors import AnswerInvalid
+from rollyard_client.requests import results
 from rollyard_client.requests.jobs import JOBS, NDJSON
 from rollyard_client.training.library import library
 
@@ -138,16 +139,10 @@ def group_page(
     name: str, namespace: str, *, cursor: str, wait: float, limit: int, informative: bool
 ) -> Call[GroupPage]:
     """Return the call that reads a page of ended groups, whose arguments are those of `results.groups`."""
-    query = {
-        "namespace": namespace,
-        "cursor": cursor,
-        "wait": wait,
-        "limit": limit,
-        "informative": informative,
-        "dropped": False,
-    }
-    path = f"{JOBS}/{segment(name)}/groups"
-    return Call("GET", path, _groups, query=query, accept=_ACCEPT, wait=wait)
+    call: Call[Any] = results.groups(
+        name, namespace, cursor=cursor, wait=wait, limit=limit, informative=informative, dropped=False
+    )
+    return replace(call, parse=_groups, accept=_ACCEPT)
 
 
 def _groups(answer: httpx.Response) -> GroupPage:

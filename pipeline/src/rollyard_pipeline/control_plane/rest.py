@@ -15,10 +15,9 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Final, TypeVar
 
 import orjson
-from rollyard_client.context import Context
+from rollyard_client.context import Context, verify
 from rollyard_client.environment import USER_AGENT
 from rollyard_client.errors import ContextError, RollyardError, from_answer, unreachable
-from rollyard_client.tls import verify
 from rollyard_client.unixsocket import base_of, socket_of
 from rollyard_crds.base import build
 from rollyard_crds.lease import (

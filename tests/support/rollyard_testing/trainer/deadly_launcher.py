@@ -80,7 +80,7 @@ def instrument(points: Points, log: Path) -> None:
     names = ("trainer", "rollouts", "checkpoint", "weights", "metrics", "onnx_folder")
     example: dict[str, Any] = {name: importlib.import_module(f"tinygrpo.{name}") for name in names}
     trainer, rollouts, checkpoint = example["trainer"], example["rollouts"], example["checkpoint"]
-    transport: Any = importlib.import_module("rollyard_client.transport").SyncTransport
+    transport: Any = importlib.import_module("rollyard_client._sync.transport").SyncTransport
     original = trainer.update_policy
 
     def update(model: Any, optimizer: Any, rows: Any, newest: int, *rest: Any) -> Any:

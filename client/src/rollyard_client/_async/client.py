@@ -1,22 +1,22 @@
-"""The async client. It has the methods of the sync client, which are awaited or iterated here."""
+"""The async client of the control plane, from which `scripts/sync-client` makes the sync one."""
 
 from __future__ import annotations
 
 import asyncio
 import os
 import ssl
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine, Generator, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Generic, Literal, Self, cast
 
 import rollyard_crds as crds
 
 from rollyard_client import uploads
-from rollyard_client.call import Retry, ready
+from rollyard_client.call import Call, Retry, ready
 from rollyard_client.context import resolve
-from rollyard_client.errors import NotFound, WaitTimeout
+from rollyard_client.errors import NotFound, RollyardError, WaitTimeout
 from rollyard_client.finish import (
     POLL_SECONDS,
     WAIT_SECONDS,
@@ -25,13 +25,27 @@ from rollyard_client.finish import (
     timed_out,
     update_timed_out,
 )
-from rollyard_client.paging import Files, Listing, P, T, Walk
-from rollyard_client.requests import jobs, pools, results, sign_in, views, weights
-from rollyard_client.requests.results import RolloutSummary
+from rollyard_client.paging import (
+    Cursor,
+    Files,
+    Listing,
+    P,
+    T,
+    Walk,
+    begin_at,
+    group_pages,
+    resume_call,
+    trajectory_pages,
+)
+from rollyard_client.requests import cursors, jobs, pools, results, sign_in, views
+from rollyard_client.requests.cursors import Acknowledged
+from rollyard_client.requests.results import Group, RolloutSummary
 from rollyard_client.requests.sign_in import PageRole, SignInCode
 from rollyard_client.requests.views import EVERY_ROLLOUT, RolloutQuery, RolloutRow
 from rollyard_client.sse import JobEvent, Parser
-from rollyard_client.training.async_reader import AsyncResultReader
+from rollyard_client.training.batch import MODELS, RAW_ARRAYS, ArrayBatch, Batch, gather
+from rollyard_client.training.packed import ArrayPage, ArrayPages
+from rollyard_client.training.tokenizer import compare, vocabulary
 
 if TYPE_CHECKING:
     from rollyard_crds.backendpool import BackendPool
@@ -40,13 +54,52 @@ if TYPE_CHECKING:
     from rollyard_crds.trajectory import Trajectory
     from rollyard_crds.weights import LogprobReference, PauseMode, WeightUpdate
 
-__all__ = ["AsyncClient"]
+__all__ = ["AsyncClient", "AsyncResultIterator"]
 
 DEFAULT_TIMEOUT = 30.0
 SUBMIT_SECONDS = 600.0
 
 
-class AsyncClient(AsyncResultReader):
+class AsyncResultIterator(AsyncIterator[T], Generic[T]):
+    """An iterator of a job's results. It keeps its place if a call fails, so it can be used further."""
+
+    def __init__(
+        self,
+        pages: Cursor[T],
+        send: Callable[[Call[Any]], Coroutine[Any, Any, Any]],
+        resume: Call[Acknowledged] | None,
+    ) -> None:
+        self._pages = pages
+        self._send = send
+        self._resume = resume
+
+    @property
+    def cursor(self) -> str:
+        """The cursor after the last result that was returned.
+
+        An iteration with this cursor begins with the result that follows. It is the cursor of the call, or
+        empty, before the first result.
+        """
+        return self._pages.cursor
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> T:
+        if self._resume is not None:
+            try:
+                self._pages.cursor = (await self._send(self._resume)).cursor
+            except NotFound as error:
+                self._pages.cursor = begin_at(error)
+            self._resume = None
+        while not self._pages.waiting:
+            if self._pages.done:
+                raise StopAsyncIteration
+            self._pages.take(await self._send(self._pages.next()))
+        return self._pages.hand_out()
+
+
+class AsyncClient:
     """A client of one control plane. All methods can raise RollyardError.
 
     Example::
@@ -78,7 +131,7 @@ class AsyncClient(AsyncResultReader):
         tls: ssl.SSLContext | None = None,
     ) -> None:
         # The HTTP library is imported for the first client, because that takes longer than all the rest.
-        from rollyard_client.transport import AsyncTransport
+        from rollyard_client._async.transport import AsyncTransport
 
         self.namespace = namespace
         context = resolve(url, token, tls=tls)
@@ -92,9 +145,7 @@ class AsyncClient(AsyncResultReader):
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.aclose()
 
     async def aclose(self) -> None:
@@ -105,6 +156,21 @@ class AsyncClient(AsyncResultReader):
         while not pages.done:
             for item in pages.take(await self._transport.send(pages.next())):
                 yield item
+
+    async def _run(self, steps: Generator[Call[Any], Any, T]) -> T:
+        """Send the calls that `steps` yields, and return what it returns."""
+        answer: Any = None
+        failed: RollyardError | None = None
+        while True:
+            try:
+                call = steps.send(answer) if failed is None else steps.throw(failed)
+            except StopIteration as end:
+                return cast(T, end.value)
+            answer, failed = None, None
+            try:
+                answer = await self._transport.send(call)
+            except RollyardError as error:
+                failed = error
 
     async def ready(self) -> None:
         """Return if the control plane is ready, and raise ServerUnavailable otherwise."""
@@ -151,15 +217,14 @@ class AsyncClient(AsyncResultReader):
             JobReplaced: The job was deleted, and another one was submitted under its name.
         """
         uid: str | None = None
-        loop = asyncio.get_running_loop()
-        end = None if timeout is None else loop.time() + timeout
+        end = None if timeout is None else time.monotonic() + timeout
         while True:
             job = await self.job(name, namespace)
             check_same(job, uid)
             uid = job.metadata.uid
             if finished(job):
                 return job
-            left = POLL_SECONDS if end is None else end - loop.time()
+            left = POLL_SECONDS if end is None else end - time.monotonic()
             if left <= 0:
                 raise WaitTimeout(timed_out(job, timeout or 0.0))
             await asyncio.sleep(min(POLL_SECONDS, left))
@@ -249,10 +314,10 @@ class AsyncClient(AsyncResultReader):
         return self._walk(Listing(lambda after: build(after=after)))
 
     def rollout_rows(
-        self, name: str, asked: RolloutQuery = EVERY_ROLLOUT, namespace: str | None = None
+        self, name: str, query: RolloutQuery = EVERY_ROLLOUT, namespace: str | None = None
     ) -> AsyncIterator[RolloutRow]:
-        """Yield short rows of the rollouts that `asked` selects, in its order."""
-        build = partial(views.rollout_rows, name, namespace or self.namespace, asked)
+        """Yield short rows of the rollouts that `query` selects, in its order."""
+        build = partial(views.rollout_rows, name, namespace or self.namespace, query)
         return self._walk(Listing(build))
 
     async def statistics(self, name: str, namespace: str | None = None) -> dict[str, Any]:
@@ -351,12 +416,12 @@ class AsyncClient(AsyncResultReader):
             Conflict: The version names other weights already, a server cannot do what is asked, or `pushed`
                 is given for a pool that has no backend.
         """
-        asked = crds.WeightUpdateRequest.model_validate(
+        request = crds.WeightUpdateRequest.model_validate(
             {
                 "policy_version": policy_version,
                 "source": {
                     "checkpoint": None if checkpoint is None else {"path": checkpoint},
-                    "lora": weights.adapter(lora),
+                    "lora": pools.adapter(lora),
                     "pushed": pushed,
                 },
                 "mode": mode,
@@ -365,11 +430,11 @@ class AsyncClient(AsyncResultReader):
                 "require_verified": require_verified,
             }
         )
-        return await self._transport.send(weights.update_weights(pool, namespace or self.namespace, asked))
+        return await self._transport.send(pools.update_weights(pool, namespace or self.namespace, request))
 
     async def weight_updates(self, pool: str, namespace: str | None = None) -> list[WeightUpdate]:
         """Return a pool's weight updates, the newest first."""
-        return await self._transport.send(weights.weight_updates(pool, namespace or self.namespace))
+        return await self._transport.send(pools.weight_updates(pool, namespace or self.namespace))
 
     async def wait_weights(
         self, pool: str, update: int, timeout: float | None = None, namespace: str | None = None
@@ -379,17 +444,17 @@ class AsyncClient(AsyncResultReader):
         Raises:
             WaitTimeout: The update still runs after `timeout` seconds.
         """
-        end = None if timeout is None else asyncio.get_running_loop().time() + timeout
+        end = None if timeout is None else time.monotonic() + timeout
         while True:
-            left = WAIT_SECONDS if end is None else max(0.0, end - asyncio.get_running_loop().time())
-            call = weights.weight_update(
+            left = WAIT_SECONDS if end is None else max(0.0, end - time.monotonic())
+            call = pools.weight_update(
                 pool, namespace or self.namespace, update, wait=min(WAIT_SECONDS, left)
             )
-            found = await self._transport.send(call)
-            if found.state != "Running":
-                return found
+            answer = await self._transport.send(call)
+            if answer.state != "Running":
+                return answer
             if left <= 0:
-                raise WaitTimeout(update_timed_out(found, pool, timeout or 0.0))
+                raise WaitTimeout(update_timed_out(answer, pool, timeout or 0.0))
 
     async def pause_pool(
         self, pool: str, mode: PauseMode = "abort", *, wait: float = 30.0, namespace: str | None = None
@@ -405,3 +470,217 @@ class AsyncClient(AsyncResultReader):
     ) -> BackendPool:
         """Resume a pool after `pause_pool`."""
         return await self._transport.send(pools.resume_pool(pool, namespace or self.namespace, wait))
+
+    def trajectories(
+        self,
+        name: str,
+        *,
+        follow: bool = False,
+        cursor: str = "",
+        consumer: str | None = None,
+        status: str | None = None,
+        namespace: str | None = None,
+    ) -> AsyncResultIterator[Trajectory]:
+        """Yield the ended rollouts in the order in which they ended.
+
+        The iterator's `cursor` is the place after the last one, from which a later call can continue.
+
+        Args:
+            follow: Wait for further ones until the job has ended.
+            cursor: The place at which to begin. An empty one begins with the first rollout.
+            consumer: Begin at the cursor that was acknowledged under this name.
+            status: Yield only rollouts that ended with this status.
+        """
+        where = namespace or self.namespace
+        pages = trajectory_pages(name, where, follow=follow, cursor=cursor, status=status)
+        return AsyncResultIterator(pages, self._transport.send, resume_call(name, where, cursor, consumer))
+
+    def groups(
+        self,
+        name: str,
+        *,
+        follow: bool = False,
+        informative: bool = False,
+        dropped: bool = False,
+        cursor: str = "",
+        consumer: str | None = None,
+        namespace: str | None = None,
+    ) -> AsyncResultIterator[Group]:
+        """Yield whole groups in the order in which they ended.
+
+        The iterator's `cursor` is the place after the last one, from which a later call can continue.
+
+        Args:
+            follow: Wait for further groups until the job has ended.
+            informative: Leave out the groups whose rewards are all equal.
+            dropped: Include the groups of which too few rollouts survived.
+            cursor: The place at which to begin. An empty one begins with the first group.
+            consumer: Begin at the cursor that was acknowledged under this name.
+        """
+        where = namespace or self.namespace
+        pages = group_pages(
+            name, where, follow=follow, cursor=cursor, informative=informative, dropped=dropped
+        )
+        return AsyncResultIterator(pages, self._transport.send, resume_call(name, where, cursor, consumer))
+
+    def array_pages(
+        self,
+        name: str,
+        *,
+        cursor: str = "",
+        status: str | None = None,
+        namespace: str | None = None,
+    ) -> AsyncIterator[ArrayPage]:
+        """Yield the ended rollouts in pages of up to 1,000, with their token lists as numpy arrays.
+
+        Nothing on the way decodes the lists number by number, so this is the fastest way to many tokens. The
+        last page ends with the last rollout that has ended by now.
+
+        Args:
+            cursor: The place at which to begin. An empty one begins with the first rollout.
+            status: Yield only rollouts that ended with this status.
+
+        Raises:
+            MissingLibrary: numpy or msgpack is not installed.
+        """
+        return self._walk(ArrayPages(name, namespace or self.namespace, status, cursor))
+
+    async def batch(
+        self,
+        job: str,
+        groups: int,
+        *,
+        max_lag: int | None = None,
+        cursor: str | None = None,
+        consumer: str | None = None,
+        informative: bool = False,
+        timeout: float = 600.0,
+        namespace: str | None = None,
+    ) -> Batch:
+        """Wait for the next groups of a job, and return them as one batch.
+
+        The call changes nothing on the server. To move on, keep `Batch.cursor` in a checkpoint, or
+        acknowledge it.
+
+        Args:
+            job: The job.
+            groups: How many groups the batch has. It has fewer only if no more will follow.
+            max_lag: Leave out, and count, the groups of which a token was sampled with weights that are
+                more than this many weight updates old. None leaves out none.
+            cursor: The place at which to begin. None begins with the first group, or where `consumer` says.
+            consumer: Begin at the cursor that was acknowledged under this name.
+            informative: Leave out the groups whose rewards are all equal.
+            timeout: How long to wait, in seconds. Groups that have ended already are read beyond that.
+            namespace: The namespace of the job. None stands for the client's own.
+
+        Raises:
+            Invalid: An argument is wrong, or `max_lag` is given for a job without a pool.
+            WaitTimeout: Not enough groups have ended in time. The next call begins with the same groups.
+        """
+        steps = gather(
+            MODELS,
+            job,
+            namespace or self.namespace,
+            groups,
+            max_lag=max_lag,
+            cursor=cursor,
+            consumer=consumer,
+            informative=informative,
+            timeout=timeout,
+        )
+        return await self._run(steps)
+
+    async def array_batch(
+        self,
+        job: str,
+        groups: int,
+        *,
+        max_lag: int | None = None,
+        cursor: str | None = None,
+        consumer: str | None = None,
+        informative: bool = False,
+        timeout: float = 600.0,
+        namespace: str | None = None,
+    ) -> ArrayBatch:
+        """Wait for the next groups of a job, and return them as one batch, with numpy arrays of tokens.
+
+        The arguments, the cursors and the errors are those of `batch`, which costs several times as much
+        where trajectories are long.
+
+        Raises:
+            MissingLibrary: numpy or msgpack is not installed.
+        """
+        steps = gather(
+            RAW_ARRAYS,
+            job,
+            namespace or self.namespace,
+            groups,
+            max_lag=max_lag,
+            cursor=cursor,
+            consumer=consumer,
+            informative=informative,
+            timeout=timeout,
+        )
+        return await self._run(steps)
+
+    async def acknowledge(
+        self,
+        job: str,
+        consumer: str,
+        cursor: str,
+        *,
+        expected: str | None = None,
+        rewind: bool = False,
+        namespace: str | None = None,
+    ) -> Acknowledged:
+        """Let the server keep a cursor under a name, from which `consumer=` resumes.
+
+        A repeat with the same cursor changes nothing. The server keeps up to 64 names for a job, and removes
+        them together with the job.
+
+        Args:
+            job: The job.
+            consumer: The name: letters, digits, `.`, `_` and `-`, at most 63.
+            cursor: The cursor of an iterator or a batch of this job.
+            expected: The cursor that it replaces, such as `Batch.start`, or "" for none. None stands for
+                whichever is kept.
+            rewind: Whether the cursor may move backwards.
+            namespace: The namespace of the job. None stands for the client's own.
+
+        Raises:
+            Conflict: The cursor would move backwards (`CursorBehind`), another reader has moved it
+                (`CursorMoved`), it counts something else than the kept one (`CursorKindDiffers`), or the job
+                has no room for another name (`TooManyCursors`).
+            CursorGone: The cursor belongs to a job that was deleted.
+        """
+        where = namespace or self.namespace
+        return await self._transport.send(
+            cursors.acknowledge(job, where, consumer, cursor, expected, rewind=rewind)
+        )
+
+    async def acknowledged(self, job: str, namespace: str | None = None) -> list[Acknowledged]:
+        """Return the cursors that were acknowledged for a job, ordered by name."""
+        return await self._transport.send(cursors.listed(job, namespace or self.namespace))
+
+    async def forget(self, job: str, consumer: str, namespace: str | None = None) -> None:
+        """Remove an acknowledged cursor, or raise NotFound if there is none of this name."""
+        await self._transport.send(cursors.forget(job, namespace or self.namespace, consumer))
+
+    async def check_tokenizer(self, pool: str, tokenizer: Any, namespace: str | None = None) -> None:
+        """Check, before the first step, that a pool and its trainer have tokenizers with the same ids.
+
+        Their vocabularies are compared by a hash, including added tokens.
+
+        Args:
+            pool: The pool.
+            tokenizer: The trainer's: a folder with tokenizer.json, the name of a model in Hugging Face's
+                cache, or a tokenizer of transformers or of the tokenizers library.
+            namespace: The namespace of the pool. None stands for the client's own.
+
+        Raises:
+            TokenizerDiffers: A token has another id, or only one of them has it.
+            NotFound: The control plane does not see the pool's tokenizer (`TokenizerUnseen`).
+            Invalid: One of the two is no tokenizer (`TokenizerInvalid`).
+        """
+        theirs = await self._transport.send(pools.tokenizer(pool, namespace or self.namespace))
+        compare(pool, theirs, await asyncio.to_thread(vocabulary, tokenizer))

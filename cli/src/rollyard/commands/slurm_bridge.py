@@ -122,7 +122,7 @@ def status(home: Path | None) -> None:
     """Show the bridge of a home and its Slurm jobs."""
     import asyncio
 
-    from rollyard_slurm.status import overview
+    from rollyard_slurm.bridge import overview
 
     folder = bridge_home(home)
     for line in asyncio.run(overview(folder)):
@@ -177,8 +177,8 @@ def run_here(options: BridgeOptions) -> None:
         say(f"{_how(options)} {state.url}")
         say(f"  sandbox  {options.sandbox}")
         say(f"  home     {state.home.root}  (logs in {state.home.logs})")
-        if state.found:
-            say(f"  {state.found} Slurm jobs of an earlier run continue")
+        if state.continuing:
+            say(f"  {state.continuing} Slurm jobs of an earlier run continue")
         if options.join:
             say(f"  serves   {served(options.namespaces)}")
             say(

@@ -16,9 +16,7 @@ from rollyard_drivers.reconcile.plan import ObservedWorkload, Owner, Plan, Stop
 
 from rollyard_slurm.calls.protocol import SlurmCalls
 from rollyard_slurm.errors import SlurmError
-from rollyard_slurm.scheduling.avoided_nodes import AvoidedNodes
 from rollyard_slurm.scripts.site import Site
-from rollyard_slurm.submissions.availability import SlurmAvailability
 from rollyard_slurm.submissions.home_submissions import HomeSubmissions
 from rollyard_slurm.submissions.polling import QueuePoller
 from rollyard_slurm.submissions.ready_workers import DEFAULT_NAMESPACE, ReadyWorkers
@@ -49,33 +47,13 @@ class SlurmWorkloads:
         say: Callable[[str], None],
         namespaces: Collection[str] = (DEFAULT_NAMESPACE,),
     ) -> None:
-        self._site = site
-        avoided = AvoidedNodes()
-        self._submissions = HomeSubmissions(site, http, wake)
-        self._availability = SlurmAvailability(say)
-        self._stopper = Stopper(calls, self._submissions)
-        self._ready_workers = ReadyWorkers(site, self._submissions, self._stopper, namespaces, say)
-        self._submitter = Submitter(
-            site,
-            calls,
-            self._submissions,
-            self._availability,
-            avoided,
-            worker_token,
-            self._ready_workers.take,
-            say,
-        )
-        self._worker_ends = WorkerEnds(calls, self._submissions)
-        self._poller = QueuePoller(
-            site,
-            calls,
-            self._submissions,
-            self._availability,
-            avoided,
-            self._worker_ends,
-            self._submitter.successor_failed,
-            say,
-        )
+        self._submissions = HomeSubmissions(site, calls, http, wake, say)
+        self._availability = self._submissions.availability
+        self._stopper = Stopper(self._submissions)
+        self._ready_workers = ReadyWorkers(self._submissions, self._stopper, namespaces)
+        self._submitter = Submitter(self._submissions, worker_token, self._ready_workers.take)
+        self._worker_ends = WorkerEnds(self._submissions)
+        self._poller = QueuePoller(self._submissions, self._worker_ends, self._submitter.successor_failed)
 
     # These members report what is observed.
 
@@ -192,7 +170,7 @@ class SlurmWorkloads:
     def logs(self) -> set[Path]:
         """Return the log files of the jobs that have not ended."""
         return {
-            self._site.log(submission.submitted_as, submission.job)
+            self._submissions.site.log(submission.submitted_as, submission.job)
             for submission in self.jobs
             if submission.job is not None
         }

@@ -161,7 +161,7 @@ def test_a_bridge_passes_options_on_unless_it_joins(
     ("command", "words"),
     [
         (
-            up.command,
+            up.up,
             ["--no-sandbox-templates", "--config=c.yaml", "--port=0", "--engine-arg=--x", "--fakeroot"],
         ),
         (

@@ -52,7 +52,7 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_watch_says_what_became_of_its_job(then: RolloutJob | Exception, said: str) -> None:
     client = cast(Client, Seen(job("first"), job("first"), job("first"), then))
     with pytest.raises(CliError, match=said):
-        watching.watch(client, "job", "default", console=Console(file=io.StringIO()))
+        watching.follow(client, "job", "default", console=Console(file=io.StringIO()))
 
 
 def test_waiting_for_a_job_does_not_end_with_another_one() -> None:
@@ -115,11 +115,11 @@ def test_outages_that_each_pass_do_not_add_up(monkeypatch: pytest.MonkeyPatch) -
     states: list[RolloutJob | Exception] = [job("a"), gone, gone, job("a"), gone, gone, job("a"), ended("a")]
     client = cast(Client, Seen(gone, *states))
     out = Console(file=io.StringIO())
-    assert watching.watch(client, "job", "default", out, seen.append) == states[-1]
+    assert watching.follow(client, "job", "default", out, seen.append) == states[-1]
     assert seen == [states[0], states[3], states[6], states[7]]
     client = cast(Client, Seen(job("a"), job("a"), gone, gone, gone, ended("a")))
     with pytest.raises(ServerUnavailable, match="nobody answers"):
-        watching.watch(client, "job", "default", out)
+        watching.follow(client, "job", "default", out)
 
 
 @pytest.mark.parametrize("phase", ["Failed", "Cancelled"])

@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar, cast
 
 import click
 
@@ -24,16 +24,26 @@ F = TypeVar("F", bound=Callable[..., Any])
 KUBERNETES: Final = "kubernetes://"
 
 
+class Server(NamedTuple):
+    """What a command's options say of the server and the namespace: the arguments of `connect`."""
+
+    url: str | None
+    home: Path | None
+    namespace: str
+
+
 def server_options(command: F) -> F:
-    """Add `--url`, `--kubernetes`, `--home` and `--namespace` to a command that uses a server."""
+    """Add `--url`, `--kubernetes`, `--home` and `--namespace` to a command, which gets them as `server`."""
 
     @functools.wraps(command)
-    def folded(*args: Any, url: str | None, kubernetes: str | None, **kwargs: Any) -> Any:
+    def folded(
+        *args: Any, url: str | None, kubernetes: str | None, home: Path | None, namespace: str, **kwargs: Any
+    ) -> Any:
         if url is not None and kubernetes is not None:
             raise UsageProblem("--url and --kubernetes name two servers; give one of them")
         if kubernetes is not None:
             url = KUBERNETES + kubernetes
-        return command(*args, url=url, **kwargs)
+        return command(*args, server=Server(url, home, namespace), **kwargs)
 
     wrapped: Any = folded
     for option in (
@@ -185,7 +195,7 @@ def _no_context(error: Exception, url: str | None, env: dict[str, str]) -> CliEr
     except ServerUnavailable:
         return NoServer(f"no server at {address}; start one with `rollyard up`")
     except RollyardError:
-        return CliError(str(error))
+        pass
     return CliError(str(error))
 
 

@@ -37,11 +37,11 @@ _END: Final = "Ctrl-C ends bridge and Slurm jobs."
 
 
 @click.group()
-def command() -> None:
+def bridge() -> None:
     """Run jobs and backends on a Slurm cluster, from a login or service node, without root."""
 
 
-@command.command(cls=GroupedCommand)
+@bridge.command(cls=GroupedCommand)
 @declared_options(BridgeCommandOptions)
 @click.option(
     "--dry-run", is_flag=True, help="Print the batch scripts of --file, or of a sample; start nothing."
@@ -83,7 +83,7 @@ def up(
         run_here(options)
 
 
-@command.command()
+@bridge.command()
 @HOME
 @click.option("--keep-jobs", is_flag=True, help="End the bridge alone; its Slurm jobs continue.")
 def down(home: Path | None, keep_jobs: bool) -> None:
@@ -116,7 +116,7 @@ def down(home: Path | None, keep_jobs: bool) -> None:
     click.echo(f"no bridge runs on {folder.root}; Slurm jobs ended: {count}")
 
 
-@command.command()
+@bridge.command()
 @HOME
 def status(home: Path | None) -> None:
     """Show the bridge of a home and its Slurm jobs."""
@@ -189,9 +189,9 @@ def run_here(options: BridgeOptions) -> None:
         sys.stdout.flush()
 
     async def run() -> None:
-        bridge = Bridge(options, RestStore, ready, trouble)
-        install_signals(bridge)
-        await bridge.run()
+        runner = Bridge(options, RestStore, ready, trouble)
+        install_signals(runner)
+        await runner.run()
 
     asyncio.run(run())
     say("stopped")

@@ -30,7 +30,7 @@ PROGRAM: Final = "rollyard up"
 @declared_options(Options)
 @click.option("--detach", is_flag=True, help="Return once a backend is ready; stop it with `rollyard down`.")
 @click.pass_context
-def command(ctx: click.Context, /, config: Path | None, detach: bool, **arguments: Any) -> None:
+def up(ctx: click.Context, /, config: Path | None, detach: bool, **arguments: Any) -> None:
     """Start control plane, workers and a backend on this machine; Ctrl-C stops everything.
 
     With vLLM: `rollyard up --engine vllm --model DIR --replicas 2 --gpus 1

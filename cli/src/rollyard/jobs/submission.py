@@ -24,7 +24,7 @@ def phase_of(client: Client, job: RolloutJob) -> str | None:
         return None
 
 
-def submit(client: Client, job: RolloutJob) -> RolloutJob:
+def submit_job(client: Client, job: RolloutJob) -> RolloutJob:
     """Submit a job, and return it. If its tasks are in a file of this machine, the file is uploaded first.
 
     Raises:

@@ -21,7 +21,7 @@ POLL_SECONDS: Final = 0.5
 UNREACHABLE_SECONDS: Final = 30.0
 
 
-def watch(
+def follow(
     client: Client,
     name: str,
     namespace: str,

@@ -203,7 +203,7 @@ def run(options: QuickstartOptions, console: Console) -> RolloutJob:
         CliError: Something else failed. As with the others, the message says what to do.
     """
     from rollyard.connection import connect
-    from rollyard.jobs.watching import watch
+    from rollyard.jobs.watching import follow
 
     if options.vllm is not None:
         options.vllm.check()
@@ -228,7 +228,7 @@ def run(options: QuickstartOptions, console: Console) -> RolloutJob:
             submitted = client.submit(job)
             total = submitted.status.counts.total
             console.print(f"Job {name}: {options.tasks} tasks × {options.samples} samples = {total} rollouts")
-            ended = watch(client, name, "default", console, servers.update if servers is not None else None)
+            ended = follow(client, name, "default", console, servers.update if servers is not None else None)
             wall = time.monotonic() - began
             files = _export(client, ended, options)
             if servers is not None:

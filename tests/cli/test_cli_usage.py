@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from rollyard.commands import slurm_bridge
-from rollyard.declared import arguments_again
+from rollyard.detached import arguments_again
 from rollyard.doctor import check_cluster
 from rollyard.local.options import check_model_folder, shipped_model
 from rollyard.main import COMMANDS, main

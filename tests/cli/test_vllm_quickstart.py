@@ -14,7 +14,7 @@ from click.testing import CliRunner
 from rollyard.commands.local import quickstart
 from rollyard.errors import InvalidInput, UsageProblem
 from rollyard.quickstart.checkpoint import check_model, perturbed
-from rollyard.trajectories.versions import summarize_policies
+from rollyard.trajectories.summary import summarize_policies
 from rollyard_crds.backendpool import BackendStatus
 from rollyard_crds.trajectory import Trajectory
 from rollyard_crds.weights import WeightUpdate

@@ -7,10 +7,11 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Final
 
+import click
 from rollyard_drivers.host.log_file import last_line
 
 from rollyard.errors import StartFailed
@@ -62,3 +63,21 @@ def start(arguments: Sequence[str], log: Path, ready: Callable[[int], str], seco
         time.sleep(LOOK_SECONDS)
     process.terminate()
     raise StartFailed(f"{name} was not ready within {seconds:.0f} s (log: {log})")
+
+
+def arguments_again(ctx: click.Context, without: Collection[str]) -> list[str]:
+    """Return the arguments of the command that runs now, without the parameters of these names."""
+    words: list[str] = []
+    for parameter in ctx.command.params:
+        value = ctx.params.get(parameter.name or "")
+        if not isinstance(parameter, click.Option) or parameter.name in without:
+            continue
+        flag = max(parameter.opts, key=len)
+        if parameter.is_flag:
+            negative = parameter.secondary_opts if value is False else []
+            words += [flag] if value else negative
+        elif parameter.multiple:
+            words += [f"{flag}={item}" for item in value or ()]
+        elif value not in (None, ""):
+            words.append(f"{flag}={value}")
+    return words

@@ -17,10 +17,9 @@ from rollyard_api.options.sources import drop_variables
 
 from rollyard import terminal
 from rollyard.bridge_options import BridgeCommandOptions, bridge_home, bridge_options
-from rollyard.declared import arguments_again, load_options
+from rollyard.declared import load_options, speaker
 from rollyard.errors import CliError, HomeInUse, UsageProblem
 from rollyard.extras import require
-from rollyard.telemetry_options import speaker
 
 if TYPE_CHECKING:
     from rollyard_slurm.options import BridgeOptions
@@ -148,7 +147,7 @@ def require_extras(options: BridgeOptions, engine: str) -> None:
     Jobs whose profile names another Python bring their own.
 
     Raises:
-        MissingExtra: A package is missing.
+        UsageProblem: A package is missing.
     """
     if not options.join:
         require("`rollyard slurm-bridge up`", "slurm", "api")
@@ -223,6 +222,6 @@ def start_detached(ctx: click.Context, options: BridgeOptions) -> None:
             return ""
         return f"{_how(options)} {written['url']} (process {pid}, home {home.root})"
 
-    arguments = ["slurm-bridge", "up", *arguments_again(ctx, ("detach", "dry_run", "files"))]
+    arguments = ["slurm-bridge", "up", *detached.arguments_again(ctx, ("detach", "dry_run", "files"))]
     click.echo(detached.start(arguments, home.logs / "bridge.log", ready, DETACH_SECONDS))
     click.echo(f"Stop it with `rollyard slurm-bridge down --home {home.root}`")

@@ -12,9 +12,9 @@ import click
 from rollyard_api.options.command_line import GroupedCommand, declared_options
 from rollyard_api.options.sources import drop_variables
 
+from rollyard.declared import set_telemetry, speaker
 from rollyard.errors import UsageProblem
 from rollyard.local.options import Options, check_model_folder, whole_path
-from rollyard.telemetry_options import set_telemetry, speaker
 
 if TYPE_CHECKING:
     from rollyard_drivers.host.home import Home
@@ -107,7 +107,7 @@ def _checked(options: Options) -> Options:
         check_model_folder(folder, engine, options.engine_args)
         changes["model"] = str(folder)
     if url:
-        from rollyard.local.external import served
+        from rollyard.local.vllm import served
 
         changes["model"], changes["tokenizer"] = served(url, model, options.tokenizer)
     return options.model_copy(update=changes)
@@ -126,7 +126,6 @@ def _detach(ctx: click.Context, options: Options) -> None:
     from rollyard_drivers.host.home import Home, read_json
 
     from rollyard import detached
-    from rollyard.declared import arguments_again
     from rollyard.errors import HomeInUse, StartFailed
 
     home = Home(options.home)
@@ -151,7 +150,7 @@ def _detach(ctx: click.Context, options: Options) -> None:
             return ""
         return runs if backends.get("ready") else f"{runs}; its backends are still starting"
 
-    arguments = ["up", *arguments_again(ctx, ("detach",))]
+    arguments = ["up", *detached.arguments_again(ctx, ("detach",))]
     begun = time.monotonic()
     click.echo(detached.start(arguments, log, ready, DETACH_SECONDS))
     click.echo(f"Stop it with `rollyard down{_home_flag(home)}`")

@@ -59,7 +59,7 @@ def open_rescorer(
         sandbox: The kind of the sandboxes, for a handler that needs some.
 
     Raises:
-        MissingExtra: The handler needs a sandbox, whose modules are not installed.
+        UsageProblem: The handler needs a sandbox, whose modules are not installed.
         InvalidInput: The handler judges more than an answer, the reward needs a service, a name stands for
             nothing, or no sandbox can be started here.
     """

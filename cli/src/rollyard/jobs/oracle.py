@@ -41,7 +41,7 @@ def play(job: RolloutJob | str, tasks: Sequence[Task], *, sandbox: str) -> Check
         sandbox: The kind of the sandboxes, such as `bubblewrap`.
 
     Raises:
-        MissingExtra: The stage worker's modules are not installed.
+        UsageProblem: The stage worker's modules are not installed.
         InvalidInput: There is no handler or no reference solution, or sandboxes cannot be started here.
     """
     if job == "":

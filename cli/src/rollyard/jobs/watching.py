@@ -11,7 +11,7 @@ import click
 from rollyard_crds import RolloutJob
 
 from rollyard import terminal
-from rollyard.errors import CliError, JobFailed
+from rollyard.errors import CliError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -43,7 +43,7 @@ def follow(
     # This raises before any progress bar is shown if there is no such job.
     with contextlib.suppress(ServerUnavailable):
         client.job(name, namespace)
-    with progress_view(console or terminal.console()) as view:
+    with progress_view(console or terminal.console()) as show:
         silent_since: float | None = None
         uid: str | None = None
         while True:
@@ -69,7 +69,7 @@ def follow(
                 ) from error
             uid = job.metadata.uid
             silent_since = None
-            view.update(job)
+            show(job)
             if also is not None:
                 also(job)
             if finished(job):
@@ -91,7 +91,7 @@ def leaving(name: str) -> Iterator[None]:
 
 
 def require_success(job: RolloutJob, hint: bool = False) -> None:
-    """Raise JobFailed unless the job succeeded.
+    """Raise CliError unless the job succeeded.
 
     With `hint`, the message names the command that shows why rollouts failed.
     """
@@ -101,4 +101,4 @@ def require_success(job: RolloutJob, hint: bool = False) -> None:
     text = f"job {name!r} is {job.status.phase}: {job.status.message}"
     if hint and job.status.counts.failed:
         text += f" (why: `rollyard view {name} --failed`)"
-    raise JobFailed(text)
+    raise CliError(text, reason="JobFailed")

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from rollyard_crds.trajectory import Trajectory
 
     from rollyard.quickstart.vllm_servers import VllmOptions, VllmServers
-    from rollyard.trajectories.versions import PolicySummary
+    from rollyard.trajectories.summary import PolicySummary
 
 START_SECONDS: Final = 120.0
 STOP_SECONDS: Final = 30.0

@@ -21,7 +21,7 @@ from rollyard.errors import StartFailed, UsageProblem
 from rollyard.local.options import DEFAULT_POOL
 from rollyard.quickstart.checkpoint import ReferenceLogprobs, ReferenceRun, check_model, perturbed
 from rollyard.trajectories.reading import read_file
-from rollyard.trajectories.versions import PolicySummary, summarize_policies
+from rollyard.trajectories.summary import PolicySummary, summarize_policies
 
 if TYPE_CHECKING:
     from rich.console import Console

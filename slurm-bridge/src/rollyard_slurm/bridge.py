@@ -34,6 +34,7 @@ from rollyard_drivers.host.errors import StartFailed
 from rollyard_drivers.host.home import Home, read_json, write_json
 from rollyard_drivers.host.private_files import write_private
 from rollyard_drivers.loop.driver import Driver, Store, replace_pool, run_passes, unless_stopped
+from rollyard_drivers.loop.rest_store import RestStore
 from rollyard_drivers.reconcile.plan import Owner
 
 from rollyard_slurm.addresses import checked_address
@@ -87,8 +88,6 @@ class Bridge:
     """Runs one home until it is stopped.
 
     Args:
-        make_store: A function that makes the client of the control plane from its URL, a token and the
-            certificate authorities to trust.
         on_ready: A function that is called once the bridge runs.
         say: A function that is called with each line for the user of the bridge.
     """
@@ -96,12 +95,10 @@ class Bridge:
     def __init__(
         self,
         options: BridgeOptions,
-        make_store: Callable[[str, str, ssl.SSLContext | None], Store],
         on_ready: Callable[[BridgeReady], None] = lambda ready: None,
         say: Callable[[str], None] = lambda line: None,
     ) -> None:
         self._options = options
-        self._make_store = make_store
         self._on_ready = on_ready
         self._say = say
         profile = options.profile
@@ -195,7 +192,7 @@ class Bridge:
                 namespaces=options.namespaces or (DEFAULT_NAMESPACE,),
             )
             token = plane.token("driver" if options.join else "admin")
-            store = self._make_store(plane.url, token, trusted)
+            store = RestStore(plane.url, token, trusted)
             for pool in options.pools:
                 await replace_pool(store, pool)
             if isinstance(plane, ControlPlaneProcess):

@@ -165,7 +165,6 @@ def run_here(options: BridgeOptions) -> None:
     """Run the bridge in this process until a signal ends it."""
     import asyncio
 
-    from rollyard_drivers.loop.rest_store import RestStore
     from rollyard_slurm.bridge import Bridge, BridgeReady, install_signals
     from rollyard_slurm.options import served
 
@@ -188,7 +187,7 @@ def run_here(options: BridgeOptions) -> None:
         sys.stdout.flush()
 
     async def run() -> None:
-        runner = Bridge(options, RestStore, ready, trouble)
+        runner = Bridge(options, ready, trouble)
         install_signals(runner)
         await runner.run()
 

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, cast
 
 import pytest
 from rollyard.errors import InvalidInput
-from rollyard.jobs.submission import submit_job
+from rollyard.jobs.running import submit_job
 from rollyard_client import Client, Conflict, Invalid
 from rollyard_crds import RolloutJob
 from rollyard_crds.rolloutjob import MAX_INLINE_TASKS

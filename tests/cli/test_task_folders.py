@@ -12,7 +12,7 @@ from typing import Any, cast
 import pytest
 from rollyard.errors import InvalidInput
 from rollyard.jobs.manifests import folder_warnings, read_manifests
-from rollyard.jobs.submission import submit_job
+from rollyard.jobs.running import submit_job
 from rollyard.main import main
 from rollyard_client import Client
 from rollyard_crds import RolloutJob

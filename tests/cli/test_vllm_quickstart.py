@@ -13,7 +13,7 @@ import pytest
 from click.testing import CliRunner
 from rollyard.commands.local import quickstart
 from rollyard.errors import InvalidInput, UsageProblem
-from rollyard.quickstart.checkpoint import check_model, perturbed
+from rollyard.quickstart.vllm_servers import check_model, perturbed
 from rollyard.trajectories.summary import summarize_policies
 from rollyard_crds.backendpool import BackendStatus
 from rollyard_crds.trajectory import Trajectory

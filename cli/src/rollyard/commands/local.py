@@ -122,7 +122,7 @@ def quickstart(
     """Run the quickstart job on this machine, from nothing to trajectories. Ctrl-C stops all of it."""
 
     require("`rollyard quickstart`", "local", "api", "worker", "sandbox", "engine")
-    from rollyard.jobs.watching import require_success
+    from rollyard.jobs.running import require_success
     from rollyard.quickstart.run import QuickstartOptions, default_job, run
 
     vllm = _vllm(engine, model, replicas, vllm_python, update_weights, backend)

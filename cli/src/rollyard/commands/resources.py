@@ -29,8 +29,7 @@ def submit(path: Path, name: str | None, wait: bool, server: Server) -> None:
     from rollyard_crds.fields.signals import warnings_of
 
     from rollyard.jobs.manifests import entry_point_problems, folder_warnings, local_path, read_manifests
-    from rollyard.jobs.submission import phase_of, submit_job
-    from rollyard.jobs.watching import follow, leaving, require_success
+    from rollyard.jobs.running import follow, leaving, phase_of, require_success, submit_job
 
     manifests = read_manifests(path)
     jobs = [manifest for manifest in manifests if isinstance(manifest, RolloutJob)]
@@ -236,7 +235,7 @@ def scale(kind: str, name: str | None, replicas: int, server: Server) -> None:
 @server_options
 def watch(name: str, server: Server) -> None:
     """Follow a job's progress until it ends: bars on a terminal, lines elsewhere."""
-    from rollyard.jobs.watching import follow, leaving, require_success
+    from rollyard.jobs.running import follow, leaving, require_success
 
     with connect(*server) as client, leaving(name):
         job = follow(client, name, server.namespace)

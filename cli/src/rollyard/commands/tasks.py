@@ -45,7 +45,7 @@ def validate(
 
     further: TasksCheck | None = None
     if oracle:
-        from rollyard.jobs.oracle import play
+        from rollyard.jobs.evaluation import play
 
         further = partial(play, sandbox=sandbox)
     faults: list[str] = []

@@ -203,7 +203,7 @@ def run(options: QuickstartOptions, console: Console) -> RolloutJob:
         CliError: Something else failed. As with the others, the message says what to do.
     """
     from rollyard.connection import connect
-    from rollyard.jobs.watching import follow
+    from rollyard.jobs.running import follow
 
     if options.vllm is not None:
         options.vllm.check()

@@ -9,13 +9,14 @@ import sys
 import time
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeVar
 
 import click
 from rollyard_drivers.host.log_file import last_line
 
 from rollyard.errors import StartFailed
 
+T = TypeVar("T")
 LOOK_SECONDS: Final = 0.05
 END_SECONDS: Final = 30.0
 """The time in seconds that a program has to end before its failure is reported. It ends by itself later."""
@@ -45,6 +46,36 @@ def start(arguments: Sequence[str], log: Path, ready: Callable[[int], str], seco
             start_new_session=True,
             env=dict(os.environ),
         )
+    try:
+        return wait_ready(process, log, name, lambda: ready(process.pid), seconds, begin)
+    except StartFailed:
+        process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(END_SECONDS)
+        raise
+
+
+def wait_ready(
+    process: subprocess.Popen[bytes],
+    log: Path,
+    name: str,
+    ready: Callable[[], T | None],
+    seconds: float,
+    begin: int = 0,
+) -> T:
+    """Wait until a program in the background is ready, and return what `ready` says then.
+
+    Args:
+        process: The program.
+        log: The file with its output.
+        name: What messages call it.
+        ready: Returns something true once the program is ready. It may raise StartFailed.
+        seconds: The longest wait in seconds.
+        begin: The size of the file before the program wrote to it.
+
+    Raises:
+        StartFailed: The program ended, was not ready in time, or failed.
+    """
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         if process.poll() is not None:
@@ -52,16 +83,9 @@ def start(arguments: Sequence[str], log: Path, ready: Callable[[int], str], seco
             text = last_line(log).removeprefix("rollyard: ") if wrote else ""
             text = text or f"{name} ended"
             raise StartFailed(text if "(log: " in text else f"{text} (log: {log})")
-        try:
-            if message := ready(process.pid):
-                return message
-        except StartFailed:
-            process.terminate()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(END_SECONDS)
-            raise
+        if state := ready():
+            return state
         time.sleep(LOOK_SECONDS)
-    process.terminate()
     raise StartFailed(f"{name} was not ready within {seconds:.0f} s (log: {log})")
 
 

@@ -279,17 +279,19 @@ class Bridge:
     async def _loop(self, driver: Driver, workloads: SlurmWorkloads, store: Store) -> None:
         """Poll Slurm, make passes of the driver and remove old logs, until it is cancelled."""
         interval, clock, pruned = PollInterval(), asyncio.get_running_loop().time, float("-inf")
-        trouble = ""
+        trouble, submissions = "", workloads.submissions
 
         async def run_pass() -> None:
             nonlocal pruned, trouble
             now = datetime.now(UTC)
             try:
                 workloads.find_endpoints()
-                if interval.due(clock(), workloads.changed):
-                    workloads.clear_changed()
+                if interval.due(clock(), submissions.changed):
+                    submissions.changed = False
                     await workloads.poll(now)
-                    interval.polled(clock(), workloads.changed, not workloads.jobs, bool(workloads.trouble))
+                    interval.polled(
+                        clock(), submissions.changed, not workloads.jobs, bool(workloads.availability.trouble)
+                    )
                 if workloads.ready:
                     await driver.run_pass(now)
                     await workloads.keep_ready(now, store.offer)
@@ -378,8 +380,8 @@ async def end_home(home: Home, options: BridgeOptions, say: Callable[[str], None
     async with httpx.AsyncClient(trust_env=False) as http:
         workloads = SlurmWorkloads(site, calls, http, lambda owner: "", lambda: None, say)
         await workloads.poll(datetime.now(UTC))
-        if workloads.trouble:
-            raise SlurmError(f"Slurm does not answer: {workloads.trouble}")
+        if workloads.availability.trouble:
+            raise SlurmError(f"Slurm does not answer: {workloads.availability.trouble}")
         count = len(workloads.jobs)
         left = [*await end_jobs(workloads, "stage-worker", 0.0), *await end_jobs(workloads, "backend", 0.0)]
         await workloads.close()

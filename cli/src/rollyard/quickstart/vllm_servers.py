@@ -6,6 +6,7 @@ shapes and names are those of a real checkpoint; only the values were not learnt
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import os
@@ -26,6 +27,7 @@ from rollyard_drivers.reconcile.vllm_version import MINIMUM_TEXT, is_too_old
 
 from rollyard.errors import InvalidInput, StartFailed, UsageProblem
 from rollyard.local.options import DEFAULT_POOL
+from rollyard.local.vllm import visible_gpus
 from rollyard.trajectories.reading import read_file
 from rollyard.trajectories.summary import PolicySummary, summarize_policies
 
@@ -225,17 +227,6 @@ class VllmOptions:
         check_model(self.model)
 
 
-def gpus() -> int:
-    """Return the number of GPUs that NVIDIA's driver reports."""
-    if shutil.which("nvidia-smi") is None:
-        return 0
-    try:
-        listing = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=30.0)
-    except subprocess.TimeoutExpired:
-        return 0
-    return sum(line.startswith("GPU ") for line in listing.stdout.splitlines())
-
-
 def up_arguments(options: VllmOptions, gpu_count: int) -> list[str]:
     """Return the arguments of `rollyard up`. Without GPUs, the servers use one CPU core each."""
     arguments = ["--engine", "vllm", "--replicas", str(options.replicas)]
@@ -296,7 +287,7 @@ class VllmServers:
 
     def up_arguments(self) -> list[str]:
         """Return the arguments of `rollyard up`."""
-        return up_arguments(self.options, gpus())
+        return up_arguments(self.options, len(asyncio.run(visible_gpus())))
 
     def start(self, client: Client) -> None:
         """Wait until every server is ready, and prepare the weight update if one is wanted.
@@ -307,8 +298,7 @@ class VllmServers:
         self._wait_ready(client)
         if self._reference is not None:
             expected = self._reference.result(REFERENCE_SECONDS)
-            new = NewVersion(NEW_VERSION, self.folder, expected)
-            self.update = MidwayUpdate(client, DEFAULT_POOL, new, self.console)
+            self.update = MidwayUpdate(client, self.folder, expected, self.console)
 
     def _wait_ready(self, client: Client) -> None:
         began = shown_at = time.monotonic()
@@ -345,15 +335,6 @@ class VllmServers:
         return summarize_policies(read_file(trajectories), backends, [update] if update is not None else [])
 
 
-@dataclass(frozen=True, slots=True)
-class NewVersion:
-    """A checkpoint to which the servers are updated."""
-
-    version: str
-    folder: Path
-    reference: ReferenceLogprobs
-
-
 class MidwayUpdate:
     """Sends one update when enough of the job's rollouts have ended, and follows it.
 
@@ -361,15 +342,15 @@ class MidwayUpdate:
 
     Args:
         client: The client of the control plane.
-        pool: The BackendPool from which the job samples.
-        new: The new version of the pool's weights.
+        folder: The folder of the new checkpoint.
+        reference: The log-probabilities that it must give.
         console: The console for messages about the update.
     """
 
-    def __init__(self, client: Client, pool: str, new: NewVersion, console: Console) -> None:
+    def __init__(self, client: Client, folder: Path, reference: ReferenceLogprobs, console: Console) -> None:
         self._client = client
-        self._pool = pool
-        self._new = new
+        self._folder = folder
+        self._reference = reference
         self._console = console
         self._update: WeightUpdate | None = None
 
@@ -380,17 +361,17 @@ class MidwayUpdate:
             ended = counts.succeeded + counts.failed + counts.cancelled
             if counts.total and ended >= START_AT * counts.total:
                 self._update = self._client.update_weights(
-                    self._pool,
-                    self._new.version,
-                    checkpoint=str(self._new.folder.resolve()),
-                    reference=asdict(self._new.reference),
+                    DEFAULT_POOL,
+                    NEW_VERSION,
+                    checkpoint=str(self._folder.resolve()),
+                    reference=asdict(self._reference),
                     require_verified=True,
                 )
                 self._say(f"sent after {ended} of {counts.total} rollouts")
         elif self._update.state == "Running":
             number = self._update.id
             self._note(
-                next(update for update in self._client.weight_updates(self._pool) if update.id == number)
+                next(update for update in self._client.weight_updates(DEFAULT_POOL) if update.id == number)
             )
 
     def finish(self) -> WeightUpdate | None:
@@ -400,7 +381,7 @@ class MidwayUpdate:
             WaitTimeout: The update still runs after `FINISH_SECONDS`.
         """
         if self._update is not None and self._update.state == "Running":
-            self._note(self._client.wait_weights(self._pool, self._update.id, FINISH_SECONDS))
+            self._note(self._client.wait_weights(DEFAULT_POOL, self._update.id, FINISH_SECONDS))
         return self._update
 
     def _note(self, update: WeightUpdate) -> None:
@@ -409,7 +390,7 @@ class MidwayUpdate:
             self._say(_account(update))
 
     def _say(self, text: str) -> None:
-        self._console.print(f"Weights {self._new.version}: {text}", soft_wrap=True)
+        self._console.print(f"Weights {NEW_VERSION}: {text}", soft_wrap=True)
 
 
 def _account(update: WeightUpdate) -> str:

@@ -44,7 +44,7 @@ def programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., N
 
 
 def told(finding: Finding) -> str:
-    return f"{finding.found} | {finding.advice}"
+    return f"{finding.state} | {finding.advice}"
 
 
 def test_slurm_s_commands_without_a_cluster(programs: Callable[..., None]) -> None:
@@ -85,7 +85,7 @@ def test_a_controller_that_does_not_answer() -> None:
     down = (1, "Slurmctld(primary) at login is DOWN")
     found = doctor.check_controller(answering({"scontrol ping": down}))
     assert found.verdict == "missing"
-    assert "DOWN" in found.found
+    assert "DOWN" in found.state
 
 
 @pytest.mark.parametrize(
@@ -143,7 +143,7 @@ def test_locks_and_space_of_a_good_folder(tmp_path: Path) -> None:
     folder = doctor.nearest(tmp_path / "not" / "there")
     assert folder == tmp_path
     assert doctor.check_locks(folder).verdict == "ok"
-    assert "GiB free" in doctor.check_space(folder).found
+    assert "GiB free" in doctor.check_space(folder).state
     assert list(tmp_path.iterdir()) == [], "nothing stays"
 
 
@@ -154,13 +154,13 @@ def test_a_file_system_that_refuses_locks(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(fcntl, "flock", refuse)
     found = doctor.check_locks(tmp_path)
     assert found.verdict == "missing"
-    assert "flock: Function not implemented" in found.found
+    assert "flock: Function not implemented" in found.state
 
 
 def test_a_file_system_whose_locks_keep_nobody_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fcntl, "lockf", lambda *words: None)
     found = doctor.check_locks(tmp_path)
-    assert "fcntl: two processes held it at once" in found.found
+    assert "fcntl: two processes held it at once" in found.state
 
 
 def test_a_quota_that_is_used_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -170,7 +170,7 @@ def test_a_quota_that_is_used_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(os, "fsync", full)
     found = doctor.check_space(tmp_path)
     assert found.verdict == "missing"
-    assert "quota exceeded" in found.found.lower()
+    assert "quota exceeded" in found.state.lower()
     assert "more quota" in found.advice
 
 
@@ -181,7 +181,7 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(tempfile, "NamedTemporaryFile", closed)
     for found in (doctor.check_locks(tmp_path), doctor.check_space(tmp_path)):
         assert found.verdict == "missing"
-        assert "Permission denied" in found.found
+        assert "Permission denied" in found.state
 
 
 @pytest.mark.parametrize(
@@ -269,12 +269,12 @@ def test_slurmrestd_is_told_of_only_where_one_is_named(tmp_path: Path) -> None:
     found = doctor.check_slurmrestd(profile, ())
     assert found is not None
     assert (found.verdict, found.name) == ("missing", "slurmrestd")
-    assert "rest.url: there is no socket" in found.found
+    assert "rest.url: there is no socket" in found.state
     profile.write_text("rest: {}")
     found = doctor.check_slurmrestd(profile, ())
     assert found is not None
     assert (found.verdict, found.name) == ("missing", "slurm profile")
-    assert "rest.url" in found.found
+    assert "rest.url" in found.state
 
 
 def test_a_socket_that_nobody_listens_on_is_no_slurmrestd(tmp_path_factory: pytest.TempPathFactory) -> None:
@@ -284,7 +284,7 @@ def test_a_socket_that_nobody_listens_on_is_no_slurmrestd(tmp_path_factory: pyte
     found = doctor.check_slurmrestd(None, (path,))
     assert found is not None
     assert found.verdict == "optional"
-    assert "cannot be reached" in found.found
+    assert "cannot be reached" in found.state
 
 
 def test_a_vllm_that_is_too_old_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -296,7 +296,7 @@ def test_a_vllm_that_is_too_old_is_named(tmp_path: Path, monkeypatch: pytest.Mon
     installed.mkdir(parents=True)
     monkeypatch.setenv("PATH", str(program.parent))
     found = doctor.check_vllm()
-    assert (found.verdict, found.found) == ("optional", "0.26.0 is too old")
+    assert (found.verdict, found.state) == ("optional", "0.26.0 is too old")
     assert "0.30.0" in found.advice
     installed.rename(installed.with_name("vllm-0.32.0.dist-info"))
     assert doctor.check_vllm().verdict == "ok"

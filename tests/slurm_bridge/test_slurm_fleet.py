@@ -400,10 +400,10 @@ async def test_a_changed_site_replaces_what_runs(bench: Bench) -> None:
 
 def test_health_survives_in_the_record(tmp_path: Path) -> None:
     from rollyard_slurm.submissions.home_submissions import load_records, save_record
-    from rollyard_slurm.submissions.submission import fresh
+    from rollyard_slurm.submissions.submission import Submission
 
     folder = tmp_path / "r"
-    one = fresh("aa", BACKEND, 2, datetime.now(UTC))
+    one = Submission("aa", BACKEND, 2, datetime.now(UTC))
     one.job, one.url = 5, "http://n:1"
     one.health = BackendHealth(url="http://n:1", ready=True, warmed_up=True, message="")
     folder.mkdir()
@@ -417,12 +417,12 @@ def test_health_survives_in_the_record(tmp_path: Path) -> None:
 
 def test_a_record_of_an_earlier_version_may_name_a_sandbox(tmp_path: Path) -> None:
     from rollyard_slurm.submissions.home_submissions import load_records, save_record
-    from rollyard_slurm.submissions.submission import fresh
+    from rollyard_slurm.submissions.submission import Submission
 
     folder = tmp_path / "r"
     folder.mkdir()
     workload = Workload("w-0", "stage-worker", Owner("RolloutJob", "default", "j", "u"))
-    save_record(folder, fresh("aa", workload, 0, datetime.now(UTC)))
+    save_record(folder, Submission("aa", workload, 0, datetime.now(UTC)))
     assert [one.workload for one in load_records(folder)] == [workload]
     document = json.loads((folder / "aa.json").read_text())
     document["workload"]["sandbox"] = '{"cpu":1}'

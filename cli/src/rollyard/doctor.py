@@ -78,7 +78,7 @@ class Finding:
 
     name: str
     verdict: Verdict
-    found: str
+    state: str
     advice: str = ""
 
 

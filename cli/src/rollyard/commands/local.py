@@ -63,7 +63,7 @@ def doctor(profile: Path | None) -> int:
     for finding in examine(Home(default_home().expanduser().resolve()).run, profile):
         missing = missing or finding.verdict == "missing"
         line = Text(f"{finding.verdict:<9}", style=styles[finding.verdict])
-        line.append(f"{finding.name:<16} {finding.found}", style="default")
+        line.append(f"{finding.name:<16} {finding.state}", style="default")
         console.print(line, soft_wrap=True)
         if finding.advice:
             console.print(Text(f"{'':<26}{finding.advice}", style="dim"), soft_wrap=True)
@@ -125,7 +125,22 @@ def quickstart(
     from rollyard.jobs.running import require_success
     from rollyard.quickstart.run import QuickstartOptions, default_job, run
 
-    vllm = _vllm(engine, model, replicas, vllm_python, update_weights, backend)
+    vllm: VllmOptions | None = None
+    if engine == "embedded":
+        if replicas is not None or vllm_python is not None or update_weights:
+            raise UsageProblem("--replicas, --vllm-python and --update-weights go with --engine vllm")
+    elif backend:
+        raise UsageProblem("--backend URL is a server that runs already; leave --engine out")
+    elif vllm_python is None:
+        raise UsageProblem("--engine vllm: give --vllm-python, a Python that has vLLM (see scripts/vllm-env)")
+    elif not model:
+        raise UsageProblem(
+            "--engine vllm: give --model, a Hugging Face model folder (examples/tiny-policy/hf)"
+        )
+    else:
+        from rollyard.quickstart.vllm_servers import VllmOptions
+
+        vllm = VllmOptions(vllm_python, Path(model).expanduser(), replicas or 2, update_weights)
     further = [
         *(("--backend", backend) if backend else ()),
         *(("--model", model) if model and not vllm else ()),
@@ -141,32 +156,6 @@ def quickstart(
         vllm=vllm,
     )
     require_success(run(options, terminal.console()))
-
-
-def _vllm(
-    engine: str,
-    model: str | None,
-    replicas: int | None,
-    python: Path | None,
-    update_weights: bool,
-    backend: str | None,
-) -> VllmOptions | None:
-
-    if engine == "embedded":
-        if replicas is not None or python is not None or update_weights:
-            raise UsageProblem("--replicas, --vllm-python and --update-weights go with --engine vllm")
-        return None
-    if backend:
-        raise UsageProblem("--backend URL is a server that runs already; leave --engine out")
-    if python is None:
-        raise UsageProblem("--engine vllm: give --vllm-python, a Python that has vLLM (see scripts/vllm-env)")
-    if not model:
-        raise UsageProblem(
-            "--engine vllm: give --model, a Hugging Face model folder (examples/tiny-policy/hf)"
-        )
-    from rollyard.quickstart.vllm_servers import VllmOptions
-
-    return VllmOptions(python, Path(model).expanduser(), replicas or 2, update_weights)
 
 
 @click.command(

@@ -17,7 +17,7 @@ from rollyard.errors import UsageProblem
 from rollyard.local.options import Options, check_model_folder, whole_path
 
 if TYPE_CHECKING:
-    from rollyard_drivers.host.home import Home
+    pass
 
 DETACH_SECONDS: Final = 90.0
 MODEL_SECONDS: Final = 60.0
@@ -53,8 +53,13 @@ def up(ctx: click.Context, /, config: Path | None, detach: bool, **arguments: An
     options = _checked(options)
     if detach:
         _detach(ctx, options)
-    else:
-        _foreground(options)
+        return
+    import asyncio
+
+    from rollyard.local.supervisor import run_supervisor
+
+    drop_variables(Options, os.environ)
+    asyncio.run(run_supervisor(options, speaker(click.echo, "rollyard.up")))
 
 
 def _checked(options: Options) -> Options:
@@ -113,17 +118,8 @@ def _checked(options: Options) -> Options:
     return options.model_copy(update=changes)
 
 
-def _foreground(options: Options) -> None:
-    import asyncio
-
-    from rollyard.local.supervisor import run_supervisor
-
-    drop_variables(Options, os.environ)
-    asyncio.run(run_supervisor(options, speaker(click.echo, "rollyard.up")))
-
-
 def _detach(ctx: click.Context, options: Options) -> None:
-    from rollyard_drivers.host.home import Home, read_json
+    from rollyard_drivers.host.home import Home, default_home, read_json
 
     from rollyard import detached
     from rollyard.errors import HomeInUse, StartFailed
@@ -153,10 +149,5 @@ def _detach(ctx: click.Context, options: Options) -> None:
     arguments = ["up", *detached.arguments_again(ctx, ("detach",))]
     begun = time.monotonic()
     click.echo(detached.start(arguments, log, ready, DETACH_SECONDS))
-    click.echo(f"Stop it with `rollyard down{_home_flag(home)}`")
-
-
-def _home_flag(home: Home) -> str:
-    from rollyard_drivers.host.home import default_home
-
-    return "" if home.root == default_home().expanduser().resolve() else f" --home {home.root}"
+    is_default = home.root == default_home().expanduser().resolve()
+    click.echo(f"Stop it with `rollyard down{'' if is_default else f' --home {home.root}'}`")

@@ -22,7 +22,7 @@ from rollyard_slurm.readers.jobs import PENDING_STATES
 from rollyard_slurm.scheduling.time_limits import JobEnding, wants_successor
 from rollyard_slurm.scripts.site import Site
 from rollyard_slurm.submissions.availability import AvoidedNodes, SlurmAvailability
-from rollyard_slurm.submissions.submission import Submission, fresh
+from rollyard_slurm.submissions.submission import Submission
 
 
 class SubmissionGroup:
@@ -146,7 +146,7 @@ def _record(submission: Submission) -> _Record:
 
 def _submission(record: _Record) -> Submission:
     """Return the submission that a record describes."""
-    submission = fresh(record.launch, record.workload, record.restarts, record.submitted_at)
+    submission = Submission(record.launch, record.workload, record.restarts, record.submitted_at)
     for name in _COPIED:
         value = getattr(record, name)
         setattr(submission, name, value.astimezone(UTC) if isinstance(value, datetime) else value)

@@ -18,7 +18,7 @@ from rollyard_slurm.errors import SlurmError, SlurmUnavailable, SubmitRefused
 from rollyard_slurm.readers.job_identity import SlurmJobIdentity
 from rollyard_slurm.scripts.batch import batch_script
 from rollyard_slurm.submissions.home_submissions import HomeSubmissions, SubmissionGroup
-from rollyard_slurm.submissions.submission import Submission, fresh
+from rollyard_slurm.submissions.submission import Submission
 
 UNSURE_SECONDS: Final = 90.0
 """The time in which a job appears if sbatch submitted it before it was cut off, in seconds."""
@@ -129,7 +129,7 @@ class Submitter:
 
     async def _submit(self, launch: Launch, now: datetime) -> Submission:
         """Add a new submission of a workload, submit it, and return it."""
-        submission = fresh(secrets.token_hex(6), launch.workload, launch.restarts, now, launch.last_end)
+        submission = Submission(secrets.token_hex(6), launch.workload, launch.restarts, now, launch.last_end)
         self._submissions.add(submission)
         await self._try(submission, now)
         return submission

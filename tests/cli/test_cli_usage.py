@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from rollyard.commands import slurm_bridge
-from rollyard.declared import arguments_again
+from rollyard.detached import arguments_again
 from rollyard.doctor import check_cluster
 from rollyard.local.options import check_model_folder, shipped_model
 from rollyard.main import COMMANDS, main
@@ -411,6 +411,6 @@ def test_doctor_without_a_cluster(
     kubectl.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     found = check_cluster()
-    assert (found.verdict, told in found.found) == ("optional", True), found
+    assert (found.verdict, told in found.state) == ("optional", True), found
     assert "KUBECONFIG" in found.advice
-    assert ("refused" in found.found) == bool(context), "without a context the refusal says nothing"
+    assert ("refused" in found.state) == bool(context), "without a context the refusal says nothing"

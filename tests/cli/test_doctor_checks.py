@@ -13,8 +13,7 @@ from typing import Any
 
 import pytest
 from rollyard import doctor
-from rollyard.checks import slurm, storage
-from rollyard.checks.finding import Finding, run
+from rollyard.doctor import Finding, run
 from rollyard_pipeline.sandboxes.doctor import Check
 
 Answers = dict[str, tuple[int, str]]
@@ -45,13 +44,13 @@ def programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., N
 
 
 def told(finding: Finding) -> str:
-    return f"{finding.found} | {finding.advice}"
+    return f"{finding.state} | {finding.advice}"
 
 
 def test_slurm_s_commands_without_a_cluster(programs: Callable[..., None]) -> None:
-    programs(*slurm.PROGRAMS)
+    programs(*doctor.PROGRAMS)
     runner = answering({"sbatch --version": (1, "sbatch: fatal: Could not establish a configuration source")})
-    found = slurm.check_slurm({}, runner)
+    found = doctor.check_slurm({}, runner)
     assert found.verdict == "optional"
     assert "SLURM_CONF" in found.advice
 
@@ -59,9 +58,9 @@ def test_slurm_s_commands_without_a_cluster(programs: Callable[..., None]) -> No
 @pytest.mark.parametrize(
     ("installed", "answer", "env", "verdict", "words"),
     [
-        (slurm.PROGRAMS, "slurm-wlm 22.05.8", {}, "ok", "22.05.8"),
-        (slurm.PROGRAMS, "slurm 19.05.5", {}, "missing", "20.11 or newer"),
-        (slurm.PROGRAMS, "what?", {}, "missing", "Slurm's own sbatch"),
+        (doctor.PROGRAMS, "slurm-wlm 22.05.8", {}, "ok", "22.05.8"),
+        (doctor.PROGRAMS, "slurm 19.05.5", {}, "missing", "20.11 or newer"),
+        (doctor.PROGRAMS, "what?", {}, "missing", "Slurm's own sbatch"),
         (("sbatch", "squeue"), "slurm 23.02.1", {}, "missing", "scontrol, scancel"),
         ((), "", {}, "optional", "not installed"),
         ((), "", {"SLURM_JOB_ID": "7", "SLURMD_NODENAME": "cn3"}, "ok", "job 7 on cn3"),
@@ -77,25 +76,25 @@ def test_which_slurm_is_there(
     words: str,
 ) -> None:
     programs(*installed)
-    found = slurm.check_slurm(env, answering({"sbatch --version": (0, answer)} if answer else {}))
+    found = doctor.check_slurm(env, answering({"sbatch --version": (0, answer)} if answer else {}))
     assert found.verdict == verdict
     assert words in told(found)
 
 
 def test_a_controller_that_does_not_answer() -> None:
     down = (1, "Slurmctld(primary) at login is DOWN")
-    found = slurm.check_controller(answering({"scontrol ping": down}))
+    found = doctor.check_controller(answering({"scontrol ping": down}))
     assert found.verdict == "missing"
-    assert "DOWN" in found.found
+    assert "DOWN" in found.state
 
 
 @pytest.mark.parametrize(
     ("check", "setting", "good"),
     [
-        (slurm.check_tracking, "ProctrackType           = proctrack/linuxproc", False),
-        (slurm.check_tracking, "ProctrackType           = proctrack/cgroup", True),
-        (slurm.check_limits, "TaskPlugin              = task/affinity", False),
-        (slurm.check_limits, "TaskPlugin              = task/cgroup,task/affinity", True),
+        (doctor.check_tracking, "ProctrackType           = proctrack/linuxproc", False),
+        (doctor.check_tracking, "ProctrackType           = proctrack/cgroup", True),
+        (doctor.check_limits, "TaskPlugin              = task/affinity", False),
+        (doctor.check_limits, "TaskPlugin              = task/cgroup,task/affinity", True),
     ],
 )
 def test_what_the_site_has_set(check: Callable[..., Finding], setting: str, good: bool) -> None:
@@ -117,9 +116,9 @@ def test_the_mount_that_holds_a_folder(tmp_path: Path) -> None:
         "30 21 0:40 / /home rw - nfs4 server:/home rw,vers=4.2",
         "31 30 0:41 / /home/a\\040b rw - lustre mgs:/fs rw,flock",
     )
-    assert storage.mount_of(Path("/home/x"), listed).kind == "nfs4"
-    assert storage.mount_of(Path("/homes"), listed).kind == "ext4"
-    inner = storage.mount_of(Path("/home/a b/c"), listed)
+    assert doctor.mount_of(Path("/home/x"), listed).kind == "nfs4"
+    assert doctor.mount_of(Path("/homes"), listed).kind == "ext4"
+    inner = doctor.mount_of(Path("/home/a b/c"), listed)
     assert (inner.point, inner.kind, "flock" in inner.options) == ("/home/a b", "lustre", True)
 
 
@@ -134,17 +133,17 @@ def test_the_mount_that_holds_a_folder(tmp_path: Path) -> None:
     ],
 )
 def test_kinds_of_storage(kind: str, options: set[str], verdict: str, words: str) -> None:
-    mount = storage.MountPoint("/home", kind, frozenset(options))
-    found = storage.check_kind(Path("/home/u"), True, mount)
+    mount = doctor.MountPoint("/home", kind, frozenset(options))
+    found = doctor.check_kind(Path("/home/u"), True, mount)
     assert found.verdict == verdict
     assert words in told(found)
 
 
 def test_locks_and_space_of_a_good_folder(tmp_path: Path) -> None:
-    folder = storage.nearest(tmp_path / "not" / "there")
+    folder = doctor.nearest(tmp_path / "not" / "there")
     assert folder == tmp_path
-    assert storage.check_locks(folder).verdict == "ok"
-    assert "GiB free" in storage.check_space(folder).found
+    assert doctor.check_locks(folder).verdict == "ok"
+    assert "GiB free" in doctor.check_space(folder).state
     assert list(tmp_path.iterdir()) == [], "nothing stays"
 
 
@@ -153,15 +152,15 @@ def test_a_file_system_that_refuses_locks(tmp_path: Path, monkeypatch: pytest.Mo
         raise OSError(errno.ENOSYS, "Function not implemented")
 
     monkeypatch.setattr(fcntl, "flock", refuse)
-    found = storage.check_locks(tmp_path)
+    found = doctor.check_locks(tmp_path)
     assert found.verdict == "missing"
-    assert "flock: Function not implemented" in found.found
+    assert "flock: Function not implemented" in found.state
 
 
 def test_a_file_system_whose_locks_keep_nobody_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fcntl, "lockf", lambda *words: None)
-    found = storage.check_locks(tmp_path)
-    assert "fcntl: two processes held it at once" in found.found
+    found = doctor.check_locks(tmp_path)
+    assert "fcntl: two processes held it at once" in found.state
 
 
 def test_a_quota_that_is_used_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -169,9 +168,9 @@ def test_a_quota_that_is_used_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
 
     monkeypatch.setattr(os, "fsync", full)
-    found = storage.check_space(tmp_path)
+    found = doctor.check_space(tmp_path)
     assert found.verdict == "missing"
-    assert "quota exceeded" in found.found.lower()
+    assert "quota exceeded" in found.state.lower()
     assert "more quota" in found.advice
 
 
@@ -180,9 +179,9 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.Mon
         raise PermissionError(errno.EACCES, "Permission denied")
 
     monkeypatch.setattr(tempfile, "NamedTemporaryFile", closed)
-    for found in (storage.check_locks(tmp_path), storage.check_space(tmp_path)):
+    for found in (doctor.check_locks(tmp_path), doctor.check_space(tmp_path)):
         assert found.verdict == "missing"
-        assert "Permission denied" in found.found
+        assert "Permission denied" in found.state
 
 
 @pytest.mark.parametrize(
@@ -255,37 +254,37 @@ def test_gpus_and_their_driver(
 
 
 def test_a_program_that_hangs_or_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rollyard.checks.finding.TIMEOUT_SECONDS", 0.2)
+    monkeypatch.setattr("rollyard.doctor.TIMEOUT_SECONDS", 0.2)
     assert run("sleep", "60")[0] == 124
     assert run("/no/such/program")[0] == 127
     assert run("sh", "-c", "echo a; echo b")[1] == "b"
 
 
 def test_slurmrestd_is_told_of_only_where_one_is_named(tmp_path: Path) -> None:
-    assert slurm.check_slurmrestd(None, ()) is None
+    assert doctor.check_slurmrestd(None, ()) is None
     profile = tmp_path / "p.yaml"
     profile.write_text("partition: cpu")
-    assert slurm.check_slurmrestd(profile, ()) is None
+    assert doctor.check_slurmrestd(profile, ()) is None
     profile.write_text(f"rest: {{url: 'unix:{tmp_path}/none'}}")
-    found = slurm.check_slurmrestd(profile, ())
+    found = doctor.check_slurmrestd(profile, ())
     assert found is not None
     assert (found.verdict, found.name) == ("missing", "slurmrestd")
-    assert "rest.url: there is no socket" in found.found
+    assert "rest.url: there is no socket" in found.state
     profile.write_text("rest: {}")
-    found = slurm.check_slurmrestd(profile, ())
+    found = doctor.check_slurmrestd(profile, ())
     assert found is not None
     assert (found.verdict, found.name) == ("missing", "slurm profile")
-    assert "rest.url" in found.found
+    assert "rest.url" in found.state
 
 
 def test_a_socket_that_nobody_listens_on_is_no_slurmrestd(tmp_path_factory: pytest.TempPathFactory) -> None:
     path = tmp_path_factory.mktemp("s") / "s"
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(path))
-    found = slurm.check_slurmrestd(None, (path,))
+    found = doctor.check_slurmrestd(None, (path,))
     assert found is not None
     assert found.verdict == "optional"
-    assert "cannot be reached" in found.found
+    assert "cannot be reached" in found.state
 
 
 def test_a_vllm_that_is_too_old_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -297,7 +296,7 @@ def test_a_vllm_that_is_too_old_is_named(tmp_path: Path, monkeypatch: pytest.Mon
     installed.mkdir(parents=True)
     monkeypatch.setenv("PATH", str(program.parent))
     found = doctor.check_vllm()
-    assert (found.verdict, found.found) == ("optional", "0.26.0 is too old")
+    assert (found.verdict, found.state) == ("optional", "0.26.0 is too old")
     assert "0.30.0" in found.advice
     installed.rename(installed.with_name("vllm-0.32.0.dist-info"))
     assert doctor.check_vllm().verdict == "ok"

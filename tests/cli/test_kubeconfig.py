@@ -185,12 +185,12 @@ def test_without_kubectl(
 
 
 def test_a_tunnel_that_breaks_comes_back(kubectl: Scripted) -> None:
-    from rollyard.cluster import installations, tunnel
+    from rollyard import cluster
     from rollyard_client import Client
 
     kubectl(lives=1.2)
-    installation = installations.find("kubernetes://")
-    with tunnel.forwarded(installation) as url, Client(url, installations.token(installation)) as client:
+    installation = cluster.find("kubernetes://")
+    with cluster.forwarded(installation) as url, Client(url, cluster.token(installation)) as client:
         processes = set()
         deadline = time.monotonic() + patience(READY_SECONDS)
         while len(processes) < 2 and time.monotonic() < deadline:
@@ -220,8 +220,8 @@ def command_line(pid: str) -> bytes:
 def test_nothing_is_left_when_the_command_is_killed(kubectl: Scripted, tmp_path: Path) -> None:
     script = (
         "import os, signal\n"
-        "from rollyard.cluster import installations, tunnel\n"
-        "with tunnel.forwarded(installations.find('kubernetes://')) as url:\n"
+        "from rollyard import cluster\n"
+        "with cluster.forwarded(cluster.find('kubernetes://')) as url:\n"
         "    print(url, flush=True)\n"
         "    signal.pause()\n"
     )

@@ -12,8 +12,8 @@ import pytest
 import rollyard_client
 import rollyard_crds
 from rollyard import doctor, extras
-from rollyard.commands import view
-from rollyard.errors import MissingExtra
+from rollyard.commands import trajectories
+from rollyard.errors import UsageProblem
 from rollyard.main import main
 
 UNIMPORTED = {"pydantic", "httpx", "click", "rich", "yaml", "asyncio"}
@@ -65,9 +65,9 @@ def test_the_extra_is_named(
 
 
 def test_long_lists_are_cut() -> None:
-    with pytest.raises(MissingExtra, match=r"\(aiohttp, alembic, fastapi, fastapi_swagger and \d+ more\)"):
+    with pytest.raises(UsageProblem, match=r"\(aiohttp, alembic, fastapi, fastapi_swagger and \d+ more\)"):
         extras.require("this", "local", "api", "worker")
-    with pytest.raises(MissingExtra, match=r"this needs .* \(pyarrow\): pip install 'rollyard\[parquet\]'$"):
+    with pytest.raises(UsageProblem, match=r"this needs .* \(pyarrow\): pip install 'rollyard\[parquet\]'$"):
         extras.require("this", "parquet")
 
 
@@ -77,12 +77,12 @@ def test_an_import_that_fails_later_is_explained_too(
     def fail(module: str) -> None:
         raise ModuleNotFoundError(f"No module named {module!r}", name=module)
 
-    monkeypatch.setattr(view.command, "callback", lambda **_: fail("tokenizers.decoders"))
+    monkeypatch.setattr(trajectories.view, "callback", lambda **_: fail("tokenizers.decoders"))
     assert main(["view", "x"]) == 2
     assert "`rollyard view` needs" in (told := capsys.readouterr().err)
     assert "pip install 'rollyard[worker]'" in told
     # The module of somebody else's extension is no extra of Rollyard.
-    monkeypatch.setattr(view.command, "callback", lambda **_: fail("mine"))
+    monkeypatch.setattr(trajectories.view, "callback", lambda **_: fail("mine"))
     with pytest.raises(ModuleNotFoundError, match="mine"):
         main(["view", "x"])
 

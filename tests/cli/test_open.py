@@ -12,8 +12,9 @@ import httpx
 import pytest
 from rollyard import page
 from rollyard.connection import OpenConnection
+from rollyard.errors import CliError
 from rollyard.main import main
-from rollyard.page import NoLink, link_if_any, page_url, path_of
+from rollyard.page import link_if_any, page_url, path_of
 from rollyard_client import Client
 from rollyard_testing.api.control_plane import a_control_plane
 from rollyard_testing.manifests import job_manifest
@@ -138,7 +139,7 @@ def test_addresses_of_the_page(url: str, prefix: str, page: str) -> None:
 
 
 def test_a_unix_socket_needs_a_port() -> None:
-    with pytest.raises(NoLink, match=r"ssh -L 8765:/run/rollyard\.sock HOST"):
+    with pytest.raises(CliError, match=r"ssh -L 8765:/run/rollyard\.sock HOST"):
         page_url("http+unix:///run/rollyard.sock", "")
 
 

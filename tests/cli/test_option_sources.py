@@ -13,7 +13,8 @@ import pytest
 import yaml
 from rollyard.bridge_options import BridgeCommandOptions, bridge_options
 from rollyard.commands import slurm_bridge, up
-from rollyard.declared import arguments_again, load_options
+from rollyard.declared import load_options
+from rollyard.detached import arguments_again
 from rollyard.errors import UsageProblem
 from rollyard.local.options import Options
 from rollyard.local.supervisor import opens_docs, plane_settings
@@ -161,7 +162,7 @@ def test_a_bridge_passes_options_on_unless_it_joins(
     ("command", "words"),
     [
         (
-            up.command,
+            up.up,
             ["--no-sandbox-templates", "--config=c.yaml", "--port=0", "--engine-arg=--x", "--fakeroot"],
         ),
         (

@@ -23,8 +23,7 @@ from rollyard.render.tables import age, backends_table, jobs_table, plain_table,
 from rollyard.render.trajectory import TrajectoryView, why
 from rollyard.trajectories.export import write_lines
 from rollyard.trajectories.reading import find, most_telling, read_file, tokenizer_of
-from rollyard.trajectories.summary import summarize
-from rollyard.trajectories.versions import summarize_policies
+from rollyard.trajectories.summary import summarize, summarize_policies
 from rollyard_api.trajectories.parquet import encode
 from rollyard_crds import BackendPool, BackendStatus, RolloutCounts, RolloutJob
 from rollyard_crds.trajectory import Trajectory
@@ -381,15 +380,15 @@ def test_bars_say_why_a_job_waits_for_long(monkeypatch: pytest.MonkeyPatch) -> N
     )
     job.status.message = "BackendPool 'gone' has no ready backend"
     console = Console(file=io.StringIO(), force_terminal=True, width=80, highlight=False)
-    with progress.Bars(console) as bars:
-        bars.update(job)
+    with progress.progress_view(console) as show:
+        show(job)
         now += progress.WAITING_SECONDS - 1
-        bars.update(job)
+        show(job)
         assert isinstance(console.file, io.StringIO)
         assert "gone" not in console.file.getvalue()
         for _ in range(3):
             now += 1
-            bars.update(job)
+            show(job)
     assert console.file.getvalue().count("Pending: BackendPool 'gone' has no ready backend") == 1
 
 

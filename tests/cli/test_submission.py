@@ -9,7 +9,7 @@ from typing import Any, ClassVar, cast
 
 import pytest
 from rollyard.errors import InvalidInput
-from rollyard.jobs.submission import submit
+from rollyard.jobs.running import submit_job
 from rollyard_client import Client, Conflict, Invalid
 from rollyard_crds import RolloutJob
 from rollyard_crds.rolloutjob import MAX_INLINE_TASKS
@@ -51,12 +51,12 @@ def task_file(folder: Path, count: int) -> Path:
 def test_a_file_is_uploaded(tmp_path: Path) -> None:
     server, path = Elsewhere(), task_file(tmp_path, MAX_INLINE_TASKS + 1)
     for _ in range(2):
-        job = submit(cast(Client, server), job_of(path))
+        job = submit_job(cast(Client, server), job_of(path))
         assert (job.spec.tasks.url or "").startswith("blob:sha256:")
     assert server.files == [path, path]
     path.write_text('{"id": "other", "prompt": "?"}\n')
     with pytest.raises(Conflict, match="another spec"):
-        submit(cast(Client, server), job_of(path))
+        submit_job(cast(Client, server), job_of(path))
 
 
 def test_faults_name_the_file(tmp_path: Path) -> None:
@@ -67,14 +67,14 @@ def test_faults_name_the_file(tmp_path: Path) -> None:
 
     path = task_file(tmp_path, 3)
     with pytest.raises(Invalid) as refused:
-        submit(cast(Client, Refusing()), job_of(path))
+        submit_job(cast(Client, Refusing()), job_of(path))
     assert refused.value.errors == [f"spec.tasks.url: {path.as_uri()}: line 3: prompt: is wrong"]
     assert str(refused.value) == refused.value.errors[0]
 
 
 def test_a_file_that_is_nowhere_is_refused(tmp_path: Path) -> None:
     with pytest.raises(Invalid, match="cannot be read"):
-        submit(cast(Client, Elsewhere()), job_of(tmp_path / "neither-here.jsonl"))
+        submit_job(cast(Client, Elsewhere()), job_of(tmp_path / "neither-here.jsonl"))
 
 
 def test_uploads_are_of_the_jobs_namespace_and_of_both_files(tmp_path: Path) -> None:
@@ -91,7 +91,7 @@ def test_uploads_are_of_the_jobs_namespace_and_of_both_files(tmp_path: Path) -> 
     given["metadata"]["namespace"] = "team"
     given["spec"]["tasks"] |= {"format": "swebench", "specs": specs.as_uri()}
     server = Named()
-    job = submit(cast(Client, server), RolloutJob.model_validate(given))
+    job = submit_job(cast(Client, server), RolloutJob.model_validate(given))
     assert (server.files, server.namespaces) == ([path, specs], ["team", "team"])
     hashes = [hashlib.sha256(file.read_bytes()).hexdigest() for file in (path, specs)]
     tasks = job.spec.tasks
@@ -99,4 +99,4 @@ def test_uploads_are_of_the_jobs_namespace_and_of_both_files(tmp_path: Path) -> 
     assert (tasks.format, job.metadata.namespace) == ("swebench", "team")
     specs.unlink()
     with pytest.raises(InvalidInput, match=r"spec\.tasks\.specs: .*specs\.json: "):
-        submit(cast(Client, Named()), RolloutJob.model_validate(given))
+        submit_job(cast(Client, Named()), RolloutJob.model_validate(given))

@@ -12,7 +12,7 @@ from typing import Any, cast
 import pytest
 from rollyard.errors import InvalidInput
 from rollyard.jobs.manifests import folder_warnings, read_manifests
-from rollyard.jobs.submission import submit
+from rollyard.jobs.running import submit_job
 from rollyard.main import main
 from rollyard_client import Client
 from rollyard_crds import RolloutJob
@@ -44,7 +44,7 @@ def test_the_example_is_packed_and_uploaded() -> None:
     (job,) = read_manifests(EXAMPLES / "job.yaml")
     assert isinstance(job, RolloutJob)
     for _ in range(2):
-        sent = submit(cast(Client, server), job)
+        sent = submit_job(cast(Client, server), job)
     assert sent.spec.tasks.url == "blob:sha256:" + "0" * 64
     first, second = server.uploads
     assert first == second
@@ -56,7 +56,7 @@ def test_only_one_format_reads_a_folder(tmp_path: Path) -> None:
     spec = {"tasks": {"url": tmp_path.as_uri()}, "handler": "math", "agent": {"type": "oracle"}}
     job = RolloutJob.model_validate({"metadata": {"name": "j"}, "spec": spec})
     with pytest.raises(InvalidInput, match="is a folder, which only the format 'harbor' reads"):
-        submit(cast(Client, Server()), job)
+        submit_job(cast(Client, Server()), job)
 
 
 def test_folders_are_validated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -96,7 +96,7 @@ def test_folders_that_cannot_be_read_are_skipped_here_and_by_the_server(
     server = Server()
     (job,) = read_manifests(path)
     assert isinstance(job, RolloutJob)
-    submit(cast(Client, server), job)
+    submit_job(cast(Client, server), job)
     skipped = SkippedRows()
     lines = gzip.decompress(server.uploads[0]).decode().splitlines()
     assert [task.id for task in parse_lines(lines, job.spec.tasks, skipped=skipped)] == ["c"]
@@ -104,7 +104,7 @@ def test_folders_that_cannot_be_read_are_skipped_here_and_by_the_server(
         line.partition(": folder ")[2].partition(": ")[2] for line in said.splitlines() if ": folder " in line
     ]
     job.spec.tasks.on_bad_row = None
-    submit(cast(Client, server), job)
+    submit_job(cast(Client, server), job)
     lines = gzip.decompress(server.uploads[1]).decode().splitlines()
     with pytest.raises(TaskListError, match="b: link: is a symbolic link"):
         parse_lines(lines, job.spec.tasks)

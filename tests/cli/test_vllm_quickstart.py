@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 from click.testing import CliRunner
-from rollyard.commands.quickstart import command
+from rollyard.commands.local import quickstart
 from rollyard.errors import InvalidInput, UsageProblem
-from rollyard.quickstart.checkpoint import check_model, perturbed
-from rollyard.trajectories.versions import summarize_policies
+from rollyard.quickstart.vllm_servers import check_model, perturbed
+from rollyard.trajectories.summary import summarize_policies
 from rollyard_crds.backendpool import BackendStatus
 from rollyard_crds.trajectory import Trajectory
 from rollyard_crds.weights import WeightUpdate
@@ -106,7 +106,7 @@ def test_impossible_arguments_are_refused_before_anything_starts(
     arguments: list[str], text: str, tmp_path: Path
 ) -> None:
     out = tmp_path / "out"
-    done = CliRunner().invoke(command, [*arguments, "--out", str(out)])
+    done = CliRunner().invoke(quickstart, [*arguments, "--out", str(out)])
     assert isinstance(done.exception, UsageProblem)
     assert text in str(done.exception)
     assert not out.exists()

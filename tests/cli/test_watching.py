@@ -9,8 +9,8 @@ from typing import cast
 import httpx
 import pytest
 from rich.console import Console
-from rollyard.errors import CliError, JobFailed
-from rollyard.jobs import watching
+from rollyard.errors import CliError
+from rollyard.jobs import running
 from rollyard_client import AsyncClient, Client, JobReplaced, NotFound, ServerUnavailable, finish
 from rollyard_crds import RolloutJob
 from rollyard_crds.base import Condition
@@ -37,7 +37,7 @@ class Seen:
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watching, "POLL_SECONDS", 0.0)
+    monkeypatch.setattr(running, "POLL_SECONDS", 0.0)
     monkeypatch.setattr("rollyard_client._sync.client.POLL_SECONDS", 0.0)
     monkeypatch.setattr("rollyard_client._async.client.POLL_SECONDS", 0.0)
 
@@ -52,7 +52,7 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_watch_says_what_became_of_its_job(then: RolloutJob | Exception, said: str) -> None:
     client = cast(Client, Seen(job("first"), job("first"), job("first"), then))
     with pytest.raises(CliError, match=said):
-        watching.watch(client, "job", "default", console=Console(file=io.StringIO()))
+        running.follow(client, "job", "default", console=Console(file=io.StringIO()))
 
 
 def test_waiting_for_a_job_does_not_end_with_another_one() -> None:
@@ -107,27 +107,27 @@ def test_outages_that_each_pass_do_not_add_up(monkeypatch: pytest.MonkeyPatch) -
 
     def later(_seconds: float) -> None:
         nonlocal now
-        now += watching.UNREACHABLE_SECONDS * 0.6
+        now += running.UNREACHABLE_SECONDS * 0.6
 
-    monkeypatch.setattr(watching, "time", SimpleNamespace(monotonic=lambda: now, sleep=later))
+    monkeypatch.setattr(running, "time", SimpleNamespace(monotonic=lambda: now, sleep=later))
     gone = ServerUnavailable("nobody answers")
     seen: list[RolloutJob] = []
     states: list[RolloutJob | Exception] = [job("a"), gone, gone, job("a"), gone, gone, job("a"), ended("a")]
     client = cast(Client, Seen(gone, *states))
     out = Console(file=io.StringIO())
-    assert watching.watch(client, "job", "default", out, seen.append) == states[-1]
+    assert running.follow(client, "job", "default", out, seen.append) == states[-1]
     assert seen == [states[0], states[3], states[6], states[7]]
     client = cast(Client, Seen(job("a"), job("a"), gone, gone, gone, ended("a")))
     with pytest.raises(ServerUnavailable, match="nobody answers"):
-        watching.watch(client, "job", "default", out)
+        running.follow(client, "job", "default", out)
 
 
 @pytest.mark.parametrize("phase", ["Failed", "Cancelled"])
 def test_a_job_that_did_not_succeed_is_an_error_that_says_where_to_look(phase: str) -> None:
-    watching.require_success(ended("a", failed=3), hint=True)
-    with pytest.raises(JobFailed, match=rf"^job 'job' is {phase}: it is over$"):
-        watching.require_success(ended("a", phase), hint=True)
-    with pytest.raises(JobFailed, match=r"it is over$"):
-        watching.require_success(ended("a", phase, failed=3))
-    with pytest.raises(JobFailed, match="rollyard view job --failed"):
-        watching.require_success(ended("a", phase, failed=3), hint=True)
+    running.require_success(ended("a", failed=3), hint=True)
+    with pytest.raises(CliError, match=rf"^job 'job' is {phase}: it is over$"):
+        running.require_success(ended("a", phase), hint=True)
+    with pytest.raises(CliError, match=r"it is over$"):
+        running.require_success(ended("a", phase, failed=3))
+    with pytest.raises(CliError, match="rollyard view job --failed"):
+        running.require_success(ended("a", phase, failed=3), hint=True)

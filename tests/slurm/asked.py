@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import subprocess
 import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from rollyard_slurm.calls.command_line import environment
 from rollyard_slurm.calls.protocol import SlurmCalls
 from rollyard_slurm.calls.rest import slurm_calls
 from rollyard_slurm.errors import SubmitRefused
@@ -112,7 +110,7 @@ async def _says(path: Path, words: str) -> bool:
 def main() -> None:
     how, home = sys.argv[1], Path(sys.argv[2])
     rest = None if how == "commands" else RestProfile(url=how)
-    print(json.dumps(asyncio.run(contract(slurm_calls(rest, 20.0, environment(os.environ), home), home))))
+    print(json.dumps(asyncio.run(contract(slurm_calls(rest, 20.0, home), home))))
 
 
 if __name__ == "__main__":

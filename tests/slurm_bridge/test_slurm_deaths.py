@@ -228,7 +228,7 @@ async def test_where_nodes_cannot_be_asked_about_nothing_is_proven(
 
 async def test_the_names_that_wait_are_bounded(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker_ends, "KEPT", 4)
-    ends = worker_ends.WorkerEnds(bench.slurm, bench.fleet._submissions)
+    ends = worker_ends.WorkerEnds(bench.fleet.submissions)
     (one,) = bench.fleet.jobs
     for number in range(10):
         one.restart_count = number

@@ -19,8 +19,8 @@ from rollyard_slurm.bridge import prune_logs
 from rollyard_slurm.errors import SlurmError, SlurmUnavailable, SubmitRefused
 from rollyard_slurm.options import reconcile_profile
 from rollyard_slurm.profile import SiteProfile
-from rollyard_slurm.scheduling.avoided_nodes import AVOID_SECONDS
 from rollyard_slurm.scripts.site import Site
+from rollyard_slurm.submissions.availability import AVOID_SECONDS
 from rollyard_slurm.submissions.polling import ENDS_AT_ONCE
 from rollyard_slurm.submissions.stopping import CANCEL_AGAIN_SECONDS
 from rollyard_slurm.submissions.submitting import SUBMITTED_AT_ONCE, SUCCESSOR_AGAIN_SECONDS, UNSURE_SECONDS
@@ -399,36 +399,35 @@ async def test_a_changed_site_replaces_what_runs(bench: Bench) -> None:
 
 
 def test_health_survives_in_the_record(tmp_path: Path) -> None:
-    from rollyard_slurm.submissions.home_submissions import Records
-    from rollyard_slurm.submissions.submission import fresh
+    from rollyard_slurm.submissions.home_submissions import load_records, save_record
+    from rollyard_slurm.submissions.submission import Submission
 
-    records = Records(tmp_path / "r")
-    one = fresh("aa", BACKEND, 2, datetime.now(UTC))
+    folder = tmp_path / "r"
+    one = Submission("aa", BACKEND, 2, datetime.now(UTC))
     one.job, one.url = 5, "http://n:1"
     one.health = BackendHealth(url="http://n:1", ready=True, warmed_up=True, message="")
-    (tmp_path / "r").mkdir()
-    records.save(one)
-    (tmp_path / "r" / "bb.json").write_text("{}")
-    (again,) = records.load()
+    folder.mkdir()
+    save_record(folder, one)
+    (folder / "bb.json").write_text("{}")
+    (again,) = load_records(folder)
     assert again.workload == BACKEND
     assert (again.job, again.restarts, again.url, again.health.ready) == (5, 2, "http://n:1", True)
-    assert (tmp_path / "r" / "bb.unreadable").exists()
+    assert (folder / "bb.unreadable").exists()
 
 
 def test_a_record_of_an_earlier_version_may_name_a_sandbox(tmp_path: Path) -> None:
-    from rollyard_slurm.submissions.home_submissions import Records
-    from rollyard_slurm.submissions.submission import fresh
+    from rollyard_slurm.submissions.home_submissions import load_records, save_record
+    from rollyard_slurm.submissions.submission import Submission
 
     folder = tmp_path / "r"
     folder.mkdir()
-    records = Records(folder)
     workload = Workload("w-0", "stage-worker", Owner("RolloutJob", "default", "j", "u"))
-    records.save(fresh("aa", workload, 0, datetime.now(UTC)))
-    assert [one.workload for one in records.load()] == [workload]
+    save_record(folder, Submission("aa", workload, 0, datetime.now(UTC)))
+    assert [one.workload for one in load_records(folder)] == [workload]
     document = json.loads((folder / "aa.json").read_text())
     document["workload"]["sandbox"] = '{"cpu":1}'
     (folder / "aa.json").write_text(json.dumps(document))
-    assert [one.workload for one in records.load()] == [workload]
+    assert [one.workload for one in load_records(folder)] == [workload]
 
 
 async def test_the_token_of_a_job_stays_while_one_of_its_workers_does(

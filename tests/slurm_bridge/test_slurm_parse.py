@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from rollyard_slurm.errors import SlurmUnavailable
 from rollyard_slurm.profile import JobProfile
 from rollyard_slurm.readers import command_output, reasons
-from rollyard_slurm.readers.jobs import JobDetails, QueuedJob, Unreadable
+from rollyard_slurm.readers.jobs import JobDetails, QueuedJob
 from rollyard_slurm.scheduling.time_limits import ahead_seconds, ending, wants_successor
 
 SHOWN = """\
@@ -93,7 +94,7 @@ def test_a_recorded_queue() -> None:
     ],
 )
 def test_a_queue_that_cannot_be_read(text: str) -> None:
-    with pytest.raises(Unreadable, match="squeue printed"):
+    with pytest.raises(SlurmUnavailable, match="squeue printed"):
         command_output.queue(text)
 
 
@@ -102,7 +103,7 @@ def test_details() -> None:
     assert (seen.id, seen.state, seen.exit_status, seen.exit_signal) == (12, "FAILED", 3, 0)
     assert (seen.used, seen.limit, seen.live) == (600.0, 3600.0, False)
     assert shown("PENDING").live
-    with pytest.raises(Unreadable):
+    with pytest.raises(SlurmUnavailable):
         command_output.details("slurm_load_jobs error")
 
 
@@ -122,7 +123,7 @@ def test_the_job_that_sbatch_names(text: str, job: int) -> None:
 
 
 def test_an_answer_without_a_job() -> None:
-    with pytest.raises(Unreadable):
+    with pytest.raises(SlurmUnavailable):
         command_output.submitted("hello\n")
 
 

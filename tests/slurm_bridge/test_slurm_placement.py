@@ -97,7 +97,7 @@ async def test_an_authority_that_cannot_be_used_is_told(tmp_path: Path, text: st
         given.write_text(text)
     tokens = tmp_path / "tokens.json"
     options = BridgeOptions(tmp_path / "h", join="https://127.0.0.1:1", tokens=tokens, ca_file=given)
-    bridge = Bridge(options, lambda url, token, tls: pytest.fail("it continues"))
+    bridge = Bridge(options, lambda ready: pytest.fail("it continues"))
     with pytest.raises(StartFailed, match=rf"--ca-file {given}: cannot be used: .*{words}"):
         await bridge.run()
     assert not (tmp_path / "h" / CA_NAME).exists()

@@ -10,7 +10,7 @@ import httpx
 import pytest
 from rollyard_crds import RolloutJob
 from rollyard_drivers.host.home import Home
-from rollyard_slurm import status
+from rollyard_slurm import bridge
 from rollyard_slurm.errors import ProfileInvalid
 from rollyard_slurm.options import BridgeOptions, reconcile_profile
 from rollyard_slurm.preview import batches
@@ -355,7 +355,7 @@ async def test_a_home_that_cannot_be_written_gives_no_worker_away(
 
     bench.store.listed.append(named("qs", "1"))
     times = [(one.submitted_at, one.started_at) for one in bench.fleet.jobs]
-    monkeypatch.setattr("rollyard_slurm.submissions.home_submissions.Records.save", full)
+    monkeypatch.setattr("rollyard_slurm.submissions.home_submissions.save_record", full)
     with pytest.raises(OSError, match="No space left"):
         await bench.turns(1)
     monkeypatch.undo()
@@ -383,10 +383,10 @@ async def test_the_status_shows_the_job_that_a_worker_works_for(
 ) -> None:
     home = Home(bench.site.home)
     (home.root / "bridge.json").write_text(json.dumps({"instance": "abcd1234", "url": "http://h:1"}))
-    monkeypatch.setattr(status, "slurm_calls", lambda *args, **more: bench.slurm)
+    monkeypatch.setattr(bridge, "slurm_calls", lambda *args, **more: bench.slurm)
     bench.store.listed.append(named("qs", "1"))
     await bench.turns(1)
-    lines = [line.split() for line in await status.overview(home)]
+    lines = [line.split() for line in await bridge.overview(home)]
     assert ["rolloutjob/default/qs", "qs-1-worker-0"] in [line[-2:] for line in lines]
     assert sum(line[-2].startswith("readyworker/default/") for line in lines if len(line) > 4) == 2
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from rollyard_slurm.readers.job_identity import SlurmJobIdentity
-from rollyard_slurm.submissions.home_submissions import Records
+from rollyard_slurm.submissions.home_submissions import load_records, save_record
 from rollyard_slurm.submissions.submission import Submission
 
 RECORDED = Path(__file__).parent / "data" / "submissions"
@@ -33,7 +33,7 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def left(folder: Path) -> list[Submission]:
-    return Records(folder).load()
+    return load_records(folder)
 
 
 def test_records_are_read(left: list[Submission]) -> None:
@@ -62,12 +62,12 @@ def test_records_are_read(left: list[Submission]) -> None:
 
 
 def test_what_is_read_and_saved_again_is_the_same(tmp_path: Path, left: list[Submission]) -> None:
-    records = Records(tmp_path / "again")
-    assert records.load() == []
+    folder = tmp_path / "again"
+    assert load_records(folder) == []
     for one in left:
-        records.save(one)
+        save_record(folder, one)
     for path in RECORDED.iterdir():
-        assert json.loads((tmp_path / "again" / path.name).read_text()) == json.loads(path.read_text())
+        assert json.loads((folder / path.name).read_text()) == json.loads(path.read_text())
 
 
 @pytest.mark.parametrize(
@@ -83,5 +83,5 @@ def test_what_is_read_and_saved_again_is_the_same(tmp_path: Path, left: list[Sub
 def test_a_record_that_cannot_be_read_is_put_aside(folder: Path, change: dict[str, Any]) -> None:
     path = folder / "aaaaaaaaaaaa.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | change))
-    assert [one.launch for one in Records(folder).load()] == ["bbbbbbbbbbbb", "cccccccccccc", "dddddddddddd"]
+    assert [one.launch for one in load_records(folder)] == ["bbbbbbbbbbbb", "cccccccccccc", "dddddddddddd"]
     assert path.with_suffix(".unreadable").exists()

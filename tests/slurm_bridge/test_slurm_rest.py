@@ -22,7 +22,7 @@ from rollyard_slurm.options import BridgeOptions
 from rollyard_slurm.preview import sample_job, scripts
 from rollyard_slurm.profile import RestProfile, SiteProfile, load
 from rollyard_slurm.readers import job_json
-from rollyard_slurm.readers.jobs import JobDetails, Unreadable
+from rollyard_slurm.readers.jobs import JobDetails
 from rollyard_slurm.scripts import job_fields
 from rollyard_slurm.scripts.batch import BatchScript
 from rollyard_testing.pace import patience
@@ -123,7 +123,7 @@ def test_states_numbers_and_exits_of_every_shape() -> None:
 
 @pytest.mark.parametrize("document", [None, [], {"jobs": None}, {"jobs": [1]}, {"errors": []}])
 def test_no_list_of_jobs_is_no_empty_queue(document: Any) -> None:
-    with pytest.raises(Unreadable):
+    with pytest.raises(SlurmUnavailable):
         job_json.queue(document, 1000, 0.0)
 
 

@@ -188,7 +188,7 @@ def bridge_options(options: BridgeCommandOptions) -> BridgeOptions:
     from rollyard_slurm import profile as profiles
     from rollyard_slurm.options import BridgeOptions
 
-    from rollyard.telemetry_options import set_telemetry
+    from rollyard.declared import set_telemetry
 
     home = bridge_home(options.home).root
     if bool(options.join) != (options.token_file is not None):

@@ -8,11 +8,11 @@ import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar, cast
 
 import click
 
-from rollyard.errors import CliError, InvalidInput, LookupFailed, NoServer, UsageProblem
+from rollyard.errors import CliError, InvalidInput, LookupFailed, UsageProblem
 
 if TYPE_CHECKING:
     from rollyard_client import Client
@@ -24,16 +24,26 @@ F = TypeVar("F", bound=Callable[..., Any])
 KUBERNETES: Final = "kubernetes://"
 
 
+class Server(NamedTuple):
+    """What a command's options say of the server and the namespace: the arguments of `connect`."""
+
+    url: str | None
+    home: Path | None
+    namespace: str
+
+
 def server_options(command: F) -> F:
-    """Add `--url`, `--kubernetes`, `--home` and `--namespace` to a command that uses a server."""
+    """Add `--url`, `--kubernetes`, `--home` and `--namespace` to a command, which gets them as `server`."""
 
     @functools.wraps(command)
-    def folded(*args: Any, url: str | None, kubernetes: str | None, **kwargs: Any) -> Any:
+    def folded(
+        *args: Any, url: str | None, kubernetes: str | None, home: Path | None, namespace: str, **kwargs: Any
+    ) -> Any:
         if url is not None and kubernetes is not None:
             raise UsageProblem("--url and --kubernetes name two servers; give one of them")
         if kubernetes is not None:
             url = KUBERNETES + kubernetes
-        return command(*args, url=url, **kwargs)
+        return command(*args, server=Server(url, home, namespace), **kwargs)
 
     wrapped: Any = folded
     for option in (
@@ -74,11 +84,10 @@ def connection(url: str | None, home: Path | None, namespace: str) -> Iterator[O
     the one installation in the cluster of the kubeconfig.
 
     Raises:
-        NoServer: No server answers, or none is found.
         LookupFailed: The server has no such object, or the cluster has no such installation.
         InvalidInput: The server refuses the request.
         UsageProblem: The URL is not valid, or several installations match.
-        CliError: The call failed for another reason.
+        CliError: No server answers, none is found, or the call failed for another reason.
     """
     from rollyard_client import Client
     from rollyard_client import errors as wire
@@ -100,7 +109,7 @@ def connection(url: str | None, home: Path | None, namespace: str) -> Iterator[O
             client = Client(context.url, context.token, namespace=namespace, tls=context.tls)
             yield OpenConnection(stack.enter_context(client), is_tunnel)
     except wire.ServerUnavailable as error:
-        raise NoServer(_one_line(error)) from error
+        raise CliError(_one_line(error), reason="NoServer") from error
     except wire.NotFound as error:
         raise LookupFailed(_one_line(error)) from error
     except (wire.Invalid, wire.Conflict) as error:
@@ -118,21 +127,23 @@ def _elsewhere(url: str | None, home: Path | None, env: dict[str, str]) -> Itera
     from rollyard_client import errors as wire
     from rollyard_client.context import context_path, resolve
 
-    from rollyard.cluster import installations, kubectl
+    from rollyard import cluster
 
     try:
         context = resolve(url, None, env)
     except wire.ContextError as error:
         named = url is not None or home is not None or env.get("ROLLYARD_URL") or env.get("ROLLYARD_HOME")
-        if named or context_path(env).exists() or not kubectl.configured(env):
+        if named or context_path(env).exists() or not cluster.configured(env):
             raise _no_context(error, url, env) from error
         try:
-            only = installations.find(KUBERNETES)
+            only = cluster.find(KUBERNETES)
         except UsageProblem:
             raise
         except CliError as problem:
             missing = str(_no_context(error, url, env))
-            raise NoServer(f"{missing}; in the cluster of your kubeconfig: {problem}") from error
+            raise CliError(
+                f"{missing}; in the cluster of your kubeconfig: {problem}", reason="NoServer"
+            ) from error
         click.echo(f"rollyard: using {only} of the cluster of your kubeconfig", err=True)
         with _in_cluster(f"{KUBERNETES}{only}", env) as context:
             yield context, True
@@ -147,11 +158,10 @@ def _in_cluster(address: str, env: dict[str, str]) -> Iterator[Context]:
 
     from rollyard_client.context import Context
 
-    from rollyard.cluster import installations
-    from rollyard.cluster.tunnel import forwarded
+    from rollyard import cluster
 
-    installation = installations.find(address)
-    token = env.get("ROLLYARD_TOKEN") or installations.token(installation)
+    installation = cluster.find(address)
+    token = env.get("ROLLYARD_TOKEN") or cluster.token(installation)
     tls: ssl.SSLContext | None = None
     if installation.scheme == "https":
         # The API server has authenticated the other end of the tunnel. The certificate is for the Service's
@@ -159,7 +169,7 @@ def _in_cluster(address: str, env: dict[str, str]) -> Iterator[Context]:
         tls = ssl.create_default_context()
         tls.check_hostname = False
         tls.verify_mode = ssl.CERT_NONE
-    with forwarded(installation) as url:
+    with cluster.forwarded(installation) as url:
         yield Context(url, token, tls)
 
 
@@ -177,15 +187,18 @@ def _no_context(error: Exception, url: str | None, env: dict[str, str]) -> CliEr
     document = read_json(context_path(env)) or {}
     if url is None and not env.get("ROLLYARD_URL") and env.get("ROLLYARD_HOME") and not document.get("url"):
         home = env["ROLLYARD_HOME"]
-        return NoServer(f"nothing runs on {home}; start it with `rollyard up --home {home}`, or give --url")
+        return CliError(
+            f"nothing runs on {home}; start it with `rollyard up --home {home}`, or give --url",
+            reason="NoServer",
+        )
     address = url or env.get("ROLLYARD_URL") or str(document.get("url") or DEFAULT_URL)
     try:
         with Client(address, "none", timeout=3.0, retry=Retry(attempts=1)) as client:
             client.ready()
     except ServerUnavailable:
-        return NoServer(f"no server at {address}; start one with `rollyard up`")
+        return CliError(f"no server at {address}; start one with `rollyard up`", reason="NoServer")
     except RollyardError:
-        return CliError(str(error))
+        pass
     return CliError(str(error))
 
 

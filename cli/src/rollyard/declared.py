@@ -1,18 +1,20 @@
-"""Commands whose options are declared for several sources: what they read, and how they start again."""
+"""The options of commands that run drivers: where their values come from, and those of traces and logs."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+import logging
+import os
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-import click
 from rollyard_api.core.errors import OptionInvalid
 from rollyard_api.options.command_line import on_command_line
 from rollyard_api.options.declared import DeclaredOptions
 from rollyard_api.options.sources import load
 
 from rollyard.errors import UsageProblem
+from rollyard.extras import require
 
 T = TypeVar("T", bound=DeclaredOptions)
 
@@ -36,19 +38,49 @@ def load_options(model: type[T], values: Mapping[str, Any], config: Path | None,
         raise UsageProblem(str(error)) from None
 
 
-def arguments_again(ctx: click.Context, without: Collection[str]) -> list[str]:
-    """Return the arguments of the command that runs now, without the parameters of these names."""
-    words: list[str] = []
-    for parameter in ctx.command.params:
-        value = ctx.params.get(parameter.name or "")
-        if not isinstance(parameter, click.Option) or parameter.name in without:
-            continue
-        flag = max(parameter.opts, key=len)
-        if parameter.is_flag:
-            negative = parameter.secondary_opts if value is False else []
-            words += [flag] if value else negative
-        elif parameter.multiple:
-            words += [f"{flag}={item}" for item in value or ()]
-        elif value not in (None, ""):
-            words.append(f"{flag}={value}")
-    return words
+def speaker(text: Callable[[str], None], logger: str) -> Callable[[str], None]:
+    """Return what a driver reports its messages with: `text`, or the log if its lines are to be JSON.
+
+    In the latter case, this also sends all log records of this process to standard error.
+    """
+    from rollyard_process.log_text import log_to
+    from rollyard_process.telemetry.options import log_form
+
+    if log_form() == "text":
+        return text
+    log_to()
+    for noisy in ("httpx", "httpcore"):
+        logging.getLogger(noisy).setLevel(logging.WARNING)
+    return logging.getLogger(logger).info
+
+
+def set_telemetry(endpoint: str, sample: float | None, form: str | None) -> dict[str, str]:
+    """Choose traces and logs for this process and all that it starts, by its environment.
+
+    Returns:
+        The variables of these options, which include what this process has inherited.
+
+    Raises:
+        UsageProblem: A value cannot be used.
+        UsageProblem: A flag asks for traces, and the extra `traces` is not installed.
+    """
+    from rollyard_process.telemetry.options import log_form, trace_options
+    from rollyard_process.telemetry.variables import (
+        LOG_FORMAT,
+        SAMPLE,
+        TRACES_ENDPOINT,
+        TraceOptionError,
+        trace_variables,
+    )
+
+    if endpoint:
+        require("--otlp-endpoint", "traces")
+    try:
+        os.environ.update(trace_variables(endpoint, sample, form))
+        options, chosen = trace_options(), log_form()
+    except TraceOptionError as error:
+        raise UsageProblem(str(error)) from error
+    variables: dict[str, str] = {LOG_FORMAT: chosen} if chosen != "text" else {}
+    if options.on:
+        variables |= {TRACES_ENDPOINT: options.url, SAMPLE: f"{options.sample:.10g}"}
+    return variables

@@ -7,14 +7,16 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeVar
 
+import click
 from rollyard_drivers.host.log_file import last_line
 
 from rollyard.errors import StartFailed
 
+T = TypeVar("T")
 LOOK_SECONDS: Final = 0.05
 END_SECONDS: Final = 30.0
 """The time in seconds that a program has to end before its failure is reported. It ends by itself later."""
@@ -44,6 +46,36 @@ def start(arguments: Sequence[str], log: Path, ready: Callable[[int], str], seco
             start_new_session=True,
             env=dict(os.environ),
         )
+    try:
+        return wait_ready(process, log, name, lambda: ready(process.pid), seconds, begin)
+    except StartFailed:
+        process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(END_SECONDS)
+        raise
+
+
+def wait_ready(
+    process: subprocess.Popen[bytes],
+    log: Path,
+    name: str,
+    ready: Callable[[], T | None],
+    seconds: float,
+    begin: int = 0,
+) -> T:
+    """Wait until a program in the background is ready, and return what `ready` says then.
+
+    Args:
+        process: The program.
+        log: The file with its output.
+        name: What messages call it.
+        ready: Returns something true once the program is ready. It may raise StartFailed.
+        seconds: The longest wait in seconds.
+        begin: The size of the file before the program wrote to it.
+
+    Raises:
+        StartFailed: The program ended, was not ready in time, or failed.
+    """
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         if process.poll() is not None:
@@ -51,14 +83,25 @@ def start(arguments: Sequence[str], log: Path, ready: Callable[[int], str], seco
             text = last_line(log).removeprefix("rollyard: ") if wrote else ""
             text = text or f"{name} ended"
             raise StartFailed(text if "(log: " in text else f"{text} (log: {log})")
-        try:
-            if message := ready(process.pid):
-                return message
-        except StartFailed:
-            process.terminate()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(END_SECONDS)
-            raise
+        if state := ready():
+            return state
         time.sleep(LOOK_SECONDS)
-    process.terminate()
     raise StartFailed(f"{name} was not ready within {seconds:.0f} s (log: {log})")
+
+
+def arguments_again(ctx: click.Context, without: Collection[str]) -> list[str]:
+    """Return the arguments of the command that runs now, without the parameters of these names."""
+    words: list[str] = []
+    for parameter in ctx.command.params:
+        value = ctx.params.get(parameter.name or "")
+        if not isinstance(parameter, click.Option) or parameter.name in without:
+            continue
+        flag = max(parameter.opts, key=len)
+        if parameter.is_flag:
+            negative = parameter.secondary_opts if value is False else []
+            words += [flag] if value else negative
+        elif parameter.multiple:
+            words += [f"{flag}={item}" for item in value or ()]
+        elif value not in (None, ""):
+            words.append(f"{flag}={value}")
+    return words

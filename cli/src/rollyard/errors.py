@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Final
-
 from rollyard_drivers.host.errors import CannotStart, HomeInUse, HomeUnusable, HostError, StartFailed
 
 __all__ = [
@@ -12,48 +10,29 @@ __all__ = [
     "HomeInUse",
     "HomeUnusable",
     "InvalidInput",
-    "JobFailed",
     "LookupFailed",
-    "MissingExtra",
-    "NoServer",
     "StartFailed",
     "UsageProblem",
 ]
 
-NAMED_MODULES: Final = 4
-"""The number of missing modules that a message names."""
-
 
 class CliError(HostError):
-    """The base class of errors that end the command with exit status 1 and one line."""
+    """An error that ends the command with exit status 1 and one line.
+
+    Args:
+        message: The line.
+        reason: The stable name of the error's kind, if that is not the one of the class.
+    """
+
+    def __init__(self, message: str, *, reason: str | None = None) -> None:
+        super().__init__(message)
+        self.reason = reason or self.reason
 
 
 class UsageProblem(CliError):
     """Raised if the command line asks for something impossible. The exit status is 2."""
 
     reason = "Usage"
-
-
-class MissingExtra(UsageProblem):
-    """Raised if a package is missing that an extra of Rollyard installs. The message names the extra."""
-
-    reason = "MissingExtra"
-
-    def __init__(self, purpose: str, extra: str, modules: tuple[str, ...]) -> None:
-        """Make the error from what needs the extra, the name of the extra, and the missing modules."""
-        named = ", ".join(modules[:NAMED_MODULES])
-        more = f" and {len(modules) - NAMED_MODULES} more" if len(modules) > NAMED_MODULES else ""
-        super().__init__(
-            f"{purpose} needs packages that are not installed here ({named}{more}): "
-            f"pip install 'rollyard[{extra}]'"
-        )
-        self.extra = extra
-
-
-class NoServer(CliError):
-    """Raised if no server answers at the URL."""
-
-    reason = "NoServer"
 
 
 class LookupFailed(CliError):
@@ -66,9 +45,3 @@ class InvalidInput(CliError):
     """Raised if the content of a file or a request is refused."""
 
     reason = "InvalidInput"
-
-
-class JobFailed(CliError):
-    """Raised if the job that a command waited for ended as Failed or Cancelled."""
-
-    reason = "JobFailed"

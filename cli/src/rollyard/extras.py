@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from importlib.util import find_spec
 from typing import Final
 
-from rollyard.errors import MissingExtra
+from rollyard.errors import UsageProblem
 
 MODULES: Final[Mapping[str, tuple[str, ...]]] = {
     "parquet": ("pyarrow",),
@@ -50,6 +50,10 @@ MODULES: Final[Mapping[str, tuple[str, ...]]] = {
 """The modules that each component imports from its extra, beyond those of the client."""
 
 
+NAMED_MODULES: Final = 4
+"""The number of missing modules that a message names."""
+
+
 def missing(*extras: str) -> tuple[str, ...]:
     """Return the modules of these extras that are not installed, sorted. Nothing is imported."""
     modules = {module for extra in extras for module in MODULES[extra]}
@@ -72,16 +76,26 @@ def require(purpose: str, extra: str, *parts: str) -> None:
         parts: The extras whose modules are checked. The default is `extra` alone.
 
     Raises:
-        MissingExtra: A module is not installed.
+        UsageProblem: A module is not installed. The message names the extra.
     """
     absent = missing(*(parts or (extra,)))
     if absent:
-        raise MissingExtra(purpose, extra, absent)
+        raise _missing_extra(purpose, extra, absent)
 
 
-def explained(error: ModuleNotFoundError, purpose: str) -> MissingExtra | None:
+def explained(error: ModuleNotFoundError, purpose: str) -> UsageProblem | None:
     """Return the error that names the smallest extra with the missing module, or None if no extra has it."""
     module = (error.name or "").partition(".")[0]
     candidates = [extra for extra, modules in MODULES.items() if module in modules]
     extra = min(candidates, key=lambda name: len(MODULES[name]), default=None)
-    return None if extra is None else MissingExtra(purpose, extra, (module,))
+    return None if extra is None else _missing_extra(purpose, extra, (module,))
+
+
+def _missing_extra(purpose: str, extra: str, modules: tuple[str, ...]) -> UsageProblem:
+    named = ", ".join(modules[:NAMED_MODULES])
+    more = f" and {len(modules) - NAMED_MODULES} more" if len(modules) > NAMED_MODULES else ""
+    return UsageProblem(
+        f"{purpose} needs packages that are not installed here ({named}{more}): "
+        f"pip install 'rollyard[{extra}]'",
+        reason="MissingExtra",
+    )

@@ -72,11 +72,9 @@ def definition_of(image: Image) -> str:
     assert image.recipe is not None
     assert image.base is not None
     base = image.base
-    if base.kind == "registry":
-        return image.recipe.definition(base.scheme, base.text.partition("://")[2])
-    if base.kind == "archive":
-        return image.recipe.definition(base.scheme, str(base.path))
-    return image.recipe.definition("localimage", str(base.path))
+    source = base.text.partition("://")[2] if base.kind == "registry" else str(base.path)
+    scheme = base.scheme if base.kind in ("registry", "archive") else "localimage"
+    return image.recipe.definition(scheme, source)
 
 
 async def build_all(

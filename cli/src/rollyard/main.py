@@ -5,9 +5,9 @@ This module holds the names of the commands and their one-line helps. The rest i
 
 from __future__ import annotations
 
-import importlib
 import io
 import os
+import pkgutil
 import sys
 from collections.abc import Sequence
 from typing import Any, Final
@@ -18,31 +18,44 @@ from rollyard_drivers.host.errors import HostError
 from rollyard import terminal
 from rollyard.errors import UsageProblem
 
-COMMANDS: Final[dict[str, str]] = {
-    "up": "Start control plane, workers and a backend on this machine",
-    "down": "Stop what `rollyard up` started",
-    "doctor": "What works on this machine, and what to do about the rest",
-    "submit": "Submit a job or a backend pool from a manifest",
-    "get": "List jobs (rj) or backend pools (bp), or show one",
-    "describe": "Everything about one job or pool, for people",
-    "scale": "Change the number of a pool's backends",
-    "watch": "Follow a job's progress until it ends",
-    "trajectories": "Write a job's trajectories to a file (.parquet or .jsonl)",
-    "grade": "Grade an answer, or a file of answers, and show why",
-    "rescore": "Evaluate a job's kept trajectories again, into a new file",
-    "view": "Read a trajectory turn by turn, sampled tokens marked",
-    "open": "Print a link that opens the page in a browser, signed in",
-    "cancel": "Cancel a job, a group or a rollout",
-    "delete": "Delete a job or a pool",
-    "weights": "Update a pool's weights, list its updates, pause or resume it",
-    "control-plane": "Run a control plane of your own, without workers and backends",
-    "slurm-bridge": "Run jobs and backends on a Slurm cluster, from a login or service node",
-    "validate": "Check manifests and the tasks they name, without a server",
-    "images": "Build images of sandboxes from Dockerfiles, for Apptainer",
-    "worker": "Run a stage worker against a control plane",
-    "quickstart": "Run the quickstart job on this machine, from nothing to trajectories",
-    "version": "Print the version",
+COMMANDS: Final[dict[str, tuple[str, str]]] = {
+    "up": ("up:up", "Start control plane, workers and a backend on this machine"),
+    "down": ("local:down", "Stop what `rollyard up` started"),
+    "doctor": ("local:doctor", "What works on this machine, and what to do about the rest"),
+    "submit": ("resources:submit", "Submit a job or a backend pool from a manifest"),
+    "get": ("resources:get", "List jobs (rj) or backend pools (bp), or show one"),
+    "describe": ("resources:describe", "Everything about one job or pool, for people"),
+    "scale": ("resources:scale", "Change the number of a pool's backends"),
+    "watch": ("resources:watch", "Follow a job's progress until it ends"),
+    "trajectories": (
+        "trajectories:trajectories",
+        "Write a job's trajectories to a file (.parquet or .jsonl)",
+    ),
+    "grade": ("tasks:grade", "Grade an answer, or a file of answers, and show why"),
+    "rescore": ("trajectories:rescore", "Evaluate a job's kept trajectories again, into a new file"),
+    "view": ("trajectories:view", "Read a trajectory turn by turn, sampled tokens marked"),
+    "open": ("trajectories:open_page", "Print a link that opens the page in a browser, signed in"),
+    "cancel": ("resources:cancel", "Cancel a job, a group or a rollout"),
+    "delete": ("resources:delete", "Delete a job or a pool"),
+    "weights": ("weights:weights", "Update a pool's weights, list its updates, pause or resume it"),
+    "control-plane": (
+        "rollyard_api.command:command",
+        "Run a control plane of your own, without workers and backends",
+    ),
+    "slurm-bridge": (
+        "slurm_bridge:bridge",
+        "Run jobs and backends on a Slurm cluster, from a login or service node",
+    ),
+    "validate": ("tasks:validate", "Check manifests and the tasks they name, without a server"),
+    "images": ("tasks:images", "Build images of sandboxes from Dockerfiles, for Apptainer"),
+    "worker": ("local:worker", "Run a stage worker against a control plane"),
+    "quickstart": (
+        "local:quickstart",
+        "Run the quickstart job on this machine, from nothing to trajectories",
+    ),
+    "version": ("local:version", "Print the version"),
 }
+"""Where each command is, below `rollyard.commands` or with its whole name, and its one-line help."""
 
 
 def _bare_kubernetes(words: list[str]) -> list[str]:
@@ -65,8 +78,8 @@ class LazyGroup(click.Group):
         """Import and return a command, or None if there is none of this name."""
         if cmd_name not in COMMANDS:
             return None
-        module = importlib.import_module(f"rollyard.commands.{cmd_name.replace('-', '_')}")
-        command: click.Command = module.command
+        where = COMMANDS[cmd_name][0]
+        command: click.Command = pkgutil.resolve_name(where if "." in where else f"rollyard.commands.{where}")
         return command
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
@@ -90,7 +103,7 @@ class LazyGroup(click.Group):
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the list of commands with their help."""
         with formatter.section("Commands"):
-            formatter.write_dl(list(COMMANDS.items()))
+            formatter.write_dl([(name, text) for name, (_, text) in COMMANDS.items()])
 
 
 @click.group(

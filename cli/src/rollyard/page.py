@@ -30,12 +30,6 @@ _DOCUMENT: Final = """<!doctype html>
 """
 
 
-class NoLink(CliError):
-    """Raised if a browser cannot reach the control plane at its address."""
-
-    reason = "NoLink"
-
-
 def page_url(url: str, prefix: str) -> str:
     """Return the address of the page, without a slash at its end.
 
@@ -44,13 +38,14 @@ def page_url(url: str, prefix: str) -> str:
         prefix: The path prefix of the page, or "".
 
     Raises:
-        NoLink: The address is a Unix socket.
+        CliError: The address is a Unix socket.
     """
     if not url.startswith(("http://", "https://")):
         socket = url.partition("://")[2]
-        raise NoLink(
+        raise CliError(
             f"no browser can open the Unix socket {socket}; forward a port to it with "
-            f"`ssh -L 8765:{socket} HOST`, and give --url http://127.0.0.1:8765"
+            f"`ssh -L 8765:{socket} HOST`, and give --url http://127.0.0.1:8765",
+            reason="NoLink",
         )
     parts = urlsplit(url)
     host = parts.netloc.rpartition("@")[2]
@@ -72,13 +67,14 @@ def job_link(opened: OpenConnection, namespace: str, job: str, rollout: str = ""
     """Return the link of a job or of a rollout, without a code.
 
     Raises:
-        NoLink: No browser can reach the control plane at its address once the command has ended.
+        CliError: No browser can reach the control plane at its address once the command has ended.
     """
     if opened.is_tunnel:
         words = " ".join(part for part in (job, rollout) if part)
-        raise NoLink(
+        raise CliError(
             "the way into the cluster ends with this command; `rollyard open --kubernetes "
-            f"{words}` keeps one open for the browser"
+            f"{words}` keeps one open for the browser",
+            reason="NoLink",
         )
     prefix = opened.client.page_prefix()
     return page_url(opened.client.url, prefix) + path_of(namespace, job, rollout)
@@ -90,7 +86,7 @@ def link_if_any(opened: OpenConnection, namespace: str, job: str) -> str:
 
     try:
         return job_link(opened, namespace, job)
-    except NoLink as error:
+    except CliError as error:
         return str(error) if opened.is_tunnel else ""
     except Unauthorized:
         return ""  # The token is that of a driver.

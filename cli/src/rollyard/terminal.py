@@ -14,9 +14,7 @@ if TYPE_CHECKING:
 
 def echo(text: str, *, err: bool = False) -> None:
     """Print text of several lines, with control characters escaped."""
-    from rollyard_process.log_text import (
-        lines,
-    )
+    from rollyard_process.log_text import lines
 
     click.echo(lines(text), err=err)
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import ipaddress
 import re
 import socket
-import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Final
 
 from rollyard_slurm.errors import SlurmError
@@ -17,32 +16,6 @@ _CONTROLLER: Final = re.compile(
 )
 SLURMCTLD_PORT: Final = 6817
 """The usual port of the controller. Only the route to it matters, and nothing is sent."""
-
-
-def _ask(arguments: Sequence[str], timeout: float, env: Mapping[str, str]) -> str:
-    """Run a command of Slurm, and return its output.
-
-    Raises:
-        SlurmError: The command does not exist, fails or does not end within `timeout` seconds.
-    """
-    try:
-        done = subprocess.run(
-            arguments,
-            capture_output=True,
-            text=True,
-            timeout=timeout,
-            env=dict(env),
-            stdin=subprocess.DEVNULL,
-        )
-    except FileNotFoundError as error:
-        raise SlurmError(
-            f"there is no program {arguments[0]!r} on PATH: is this a Slurm login node?"
-        ) from error
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise SlurmError(f"{arguments[0]} does not answer: {error}") from error
-    if done.returncode != 0:
-        raise SlurmError(f"{arguments[0]}: {done.stderr.strip()[:300] or f'exit status {done.returncode}'}")
-    return done.stdout
 
 
 def controller(config: str) -> str:
@@ -65,26 +38,6 @@ def is_loopback(address: str) -> bool:
         return False
 
 
-def own_address(timeout: float, env: Mapping[str, str]) -> str:
-    """Return the address of this host from which it reaches the controller and the nodes.
-
-    Raises:
-        SlurmError: Slurm does not answer, or no address is found.
-    """
-    hosts = [controller(_ask(["scontrol", "show", "config"], timeout, env))]
-    address = toward(hosts)
-    if not address or is_loopback(address):
-        # The controller runs on this host. Therefore the route to a node decides.
-        nodes = _ask(["sinfo", "--noheader", "--format=%o"], timeout, env).split()
-        address = toward(nodes[:1]) or address
-    if not address:
-        raise SlurmError(
-            "the address by which the nodes reach this host cannot be determined; give it with "
-            "--listen ADDRESS"
-        )
-    return address
-
-
 def toward(hosts: Sequence[str]) -> str:
     """Return the address of this host on the route to the first of the hosts that is reachable.
 
@@ -97,6 +50,20 @@ def toward(hosts: Sequence[str]) -> str:
         except OSError:
             continue
     return ""
+
+
+def required(address: str) -> str:
+    """Return the address of this host.
+
+    Raises:
+        SlurmError: It is empty, because none was found.
+    """
+    if not address:
+        raise SlurmError(
+            "the address by which the nodes reach this host cannot be determined; give it with "
+            "--listen ADDRESS"
+        )
+    return address
 
 
 def checked_address(text: str) -> str:

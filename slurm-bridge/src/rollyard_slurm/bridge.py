@@ -34,17 +34,17 @@ from rollyard_drivers.host.errors import StartFailed
 from rollyard_drivers.host.home import Home, read_json, write_json
 from rollyard_drivers.host.private_files import write_private
 from rollyard_drivers.loop.driver import Driver, Store, replace_pool, run_passes, unless_stopped
+from rollyard_drivers.loop.rest_store import RestStore
 from rollyard_drivers.reconcile.plan import Owner
 
-from rollyard_slurm.addresses import checked_address, own_address
-from rollyard_slurm.calls.command_line import environment
-from rollyard_slurm.calls.protocol import SlurmCalls
+from rollyard_slurm.addresses import checked_address
 from rollyard_slurm.calls.rest import RestCalls, slurm_calls
 from rollyard_slurm.errors import SlurmError, SlurmUnavailable
 from rollyard_slurm.node import base_url
 from rollyard_slurm.options import (
     CA_NAME,
     COMMAND,
+    DEFAULT_TIMEOUT,
     SOCKET_NAME,
     UNIX,
     BridgeOptions,
@@ -52,6 +52,7 @@ from rollyard_slurm.options import (
     served,
 )
 from rollyard_slurm.profile import RestProfile
+from rollyard_slurm.readers.job_identity import SlurmJobIdentity
 from rollyard_slurm.scripts.site import Site
 from rollyard_slurm.submissions.polling import PollInterval
 from rollyard_slurm.submissions.ready_workers import DEFAULT_NAMESPACE
@@ -79,7 +80,7 @@ class BridgeReady:
 
     url: str
     home: Home
-    found: int
+    continuing: int
     """The number of Slurm jobs that an earlier run submitted and that continue."""
 
 
@@ -87,28 +88,21 @@ class Bridge:
     """Runs one home until it is stopped.
 
     Args:
-        make_store: A function that makes the client of the control plane from its URL, a token and the
-            certificate authorities to trust.
         on_ready: A function that is called once the bridge runs.
         say: A function that is called with each line for the user of the bridge.
-        calls: The calls to Slurm. The default is slurmrestd if the profile names one, and otherwise Slurm's
-            commands.
     """
 
     def __init__(
         self,
         options: BridgeOptions,
-        make_store: Callable[[str, str, ssl.SSLContext | None], Store],
         on_ready: Callable[[BridgeReady], None] = lambda ready: None,
         say: Callable[[str], None] = lambda line: None,
-        calls: SlurmCalls | None = None,
     ) -> None:
         self._options = options
-        self._make_store = make_store
         self._on_ready = on_ready
         self._say = say
-        self._env = environment(os.environ, options.profile.pass_env)
-        self._calls = calls or slurm_calls(options.profile.rest, options.timeout, self._env, options.home)
+        profile = options.profile
+        self._calls = slurm_calls(profile.rest, options.timeout, options.home, profile.pass_env)
         self._home = Home(options.home, COMMAND)
         self._wake = asyncio.Event()
         self._stop = asyncio.Event()
@@ -198,7 +192,7 @@ class Bridge:
                 namespaces=options.namespaces or (DEFAULT_NAMESPACE,),
             )
             token = plane.token("driver" if options.join else "admin")
-            store = self._make_store(plane.url, token, trusted)
+            store = RestStore(plane.url, token, trusted)
             for pool in options.pools:
                 await replace_pool(store, pool)
             if isinstance(plane, ControlPlaneProcess):
@@ -226,9 +220,7 @@ class Bridge:
                 if not self._keep_jobs:
                     await self._end(workloads)
                 keeping.cancel()
-            counts = getattr(self._calls, "counts", None)
-            if counts is not None:
-                self._say(str(counts))
+            self._say(str(self._calls.counts))
         finally:
             if workloads is not None:
                 await workloads.close()
@@ -260,10 +252,8 @@ class Bridge:
             return self._own_plane(path, 0, http), ""
         if options.listen:
             listen = checked_address(options.listen)
-        elif isinstance(self._calls, RestCalls):
-            listen = await self._calls.address()
         else:
-            listen = await asyncio.to_thread(own_address, options.timeout, self._env)
+            listen = await self._calls.address()
         # Workers that still run know the port of the last run. Therefore the bridge uses it again.
         return self._own_plane(listen, options.port or port, http), options.advertise or listen
 
@@ -278,16 +268,7 @@ class Bridge:
         Raises:
             StartFailed: A folder cannot be made.
         """
-        site = Site(
-            home=self._home.root,
-            instance=instance,
-            url=url,
-            profile=self._options.profile,
-            sandbox=self._options.sandbox,
-            sandbox_options=self._options.sandbox_options,
-            telemetry=self._options.telemetry,
-            ca_file=self._home.root / CA_NAME if self._options.ca_file is not None else None,
-        )
+        site = self._options.site(instance, url)
         for folder in (site.logs, site.endpoints, site.tokens, site.troubles):
             try:
                 folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -298,17 +279,19 @@ class Bridge:
     async def _loop(self, driver: Driver, workloads: SlurmWorkloads, store: Store) -> None:
         """Poll Slurm, make passes of the driver and remove old logs, until it is cancelled."""
         interval, clock, pruned = PollInterval(), asyncio.get_running_loop().time, float("-inf")
-        trouble = ""
+        trouble, submissions = "", workloads.submissions
 
         async def run_pass() -> None:
             nonlocal pruned, trouble
             now = datetime.now(UTC)
             try:
                 workloads.find_endpoints()
-                if interval.due(clock(), workloads.changed):
-                    workloads.clear_changed()
+                if interval.due(clock(), submissions.changed):
+                    submissions.changed = False
                     await workloads.poll(now)
-                    interval.polled(clock(), workloads.changed, not workloads.jobs, bool(workloads.trouble))
+                    interval.polled(
+                        clock(), submissions.changed, not workloads.jobs, bool(workloads.availability.trouble)
+                    )
                 if workloads.ready:
                     await driver.run_pass(now)
                     await workloads.keep_ready(now, store.offer)
@@ -392,21 +375,68 @@ async def end_home(home: Home, options: BridgeOptions, say: Callable[[str], None
     known = read_json(home.root / "bridge.json") or {}
     if "instance" not in known:
         return 0
-    calls = slurm_calls(
-        rest_of(known), options.timeout, environment(os.environ, options.profile.pass_env), home.root
-    )
+    calls = slurm_calls(rest_of(known), options.timeout, home.root, options.profile.pass_env)
     site = Site(home.root, str(known["instance"]), str(known["url"]), options.profile)
     async with httpx.AsyncClient(trust_env=False) as http:
         workloads = SlurmWorkloads(site, calls, http, lambda owner: "", lambda: None, say)
         await workloads.poll(datetime.now(UTC))
-        if workloads.trouble:
-            raise SlurmError(f"Slurm does not answer: {workloads.trouble}")
+        if workloads.availability.trouble:
+            raise SlurmError(f"Slurm does not answer: {workloads.availability.trouble}")
         count = len(workloads.jobs)
         left = [*await end_jobs(workloads, "stage-worker", 0.0), *await end_jobs(workloads, "backend", 0.0)]
         await workloads.close()
     if left:
         raise SlurmError(f"Slurm has not ended these jobs yet: {', '.join(map(str, left))}")
     return count
+
+
+async def overview(home: Home) -> list[str]:
+    """Return the lines that describe a bridge and its Slurm jobs.
+
+    If Slurm does not answer, one of the lines says so.
+    """
+    known, running = read_json(home.root / "bridge.json"), home.supervisor()
+    if known is None:
+        return [f"no bridge has run on {home.root}"]
+    where = f"process {running.pid}, {known['url']}" if running is not None else "not running on this host"
+    lines = [f"bridge   {where} (home {home.root}, instance {known['instance']})"]
+    if "serves" in known:
+        lines.append(f"serves   {known['serves']}")
+    calls = slurm_calls(rest_of(known), DEFAULT_TIMEOUT, home.root, keeps=False)
+    try:
+        listed = await calls.queue()
+    except SlurmError as error:
+        return [*lines, f"jobs     not known: {error}"]
+    assignments = _assignments(home)
+    rows = [("JOB", "STATE", "TIME LEFT", "NODE OR REASON", "FOR", "WORKLOAD")]
+    for job in listed:
+        who = SlurmJobIdentity.parse(job.comment)
+        if who is None or who.instance != known["instance"]:
+            continue
+        left = "-" if job.left is None else f"{job.left / 60:.0f} min"
+        owner, workload = assignments.get(who.launch, (who.owner, who.workload))
+        rows.append((str(job.id), job.state, left, job.nodes or job.reason, owner, workload))
+    if len(rows) == 1:
+        return [*lines, "jobs     none"]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return lines + [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    ]
+
+
+def _assignments(home: Home) -> dict[str, tuple[str, str]]:
+    """Return the owners and workloads of the jobs that stood ready, keyed by their launches.
+
+    The comments of these jobs still say that they belong to no RolloutJob.
+    """
+    assignments = {}
+    for path in (home.root / "submissions").glob("*.json"):
+        record = read_json(path) or {}
+        if record.get("ready"):
+            owner = record["workload"]["owner"]
+            job = f"{owner['kind'].lower()}/{owner['namespace']}/{owner['name']}"
+            assignments[path.stem] = (job, record["workload"]["name"])
+    return assignments
 
 
 def install_signals(bridge: Bridge) -> None:

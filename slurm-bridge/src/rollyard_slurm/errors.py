@@ -5,26 +5,26 @@ from __future__ import annotations
 from rollyard_drivers.host.errors import HostError
 
 
-class BridgeError(Exception):
-    """The base class of every exception of the bridge. Those that end a command are also a HostError."""
+class BridgeError(HostError):
+    """The base class of every exception of the bridge."""
 
     reason: str = "BridgeError"
 
 
-class ProfileInvalid(BridgeError, HostError):
+class ProfileInvalid(BridgeError):
     """A profile cannot be used. The message names the file and the field."""
 
     reason = "ProfileInvalid"
 
 
-class SlurmError(BridgeError, HostError):
+class SlurmError(BridgeError):
     """A call to Slurm failed."""
 
     reason = "SlurmError"
 
 
 class SlurmUnavailable(SlurmError):
-    """The controller does not answer, or a call took too long.
+    """The controller does not answer, its answer cannot be read, or a call took too long.
 
     What was known before stays valid.
 

@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from rollyard_slurm.scripts.placeholders import HOST, PORT
+from rollyard_slurm.scripts.shell import HOST, PORT
 
 
 def source_address(host: str, port: int) -> str:

@@ -63,6 +63,19 @@ class BridgeOptions:
     max_jobs: int = 16
     """The largest number of RolloutJobs that are active at the same time."""
 
+    def site(self, instance: str, url: str) -> Site:
+        """Return the site of a bridge whose home has this name, with the URL of its control plane."""
+        return Site(
+            home=self.home,
+            instance=instance,
+            url=url,
+            profile=self.profile,
+            sandbox=self.sandbox,
+            sandbox_options=self.sandbox_options,
+            telemetry=self.telemetry,
+            ca_file=self.home / CA_NAME if self.ca_file is not None else None,
+        )
+
     def serves(self, thing: RolloutJob | BackendPool) -> bool:
         """Return whether a job or a pool runs here.
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterable
 
 from rollyard_client.unixsocket import socket_url
@@ -12,11 +11,10 @@ from rollyard_drivers.reconcile.job import job_workloads
 from rollyard_drivers.reconcile.plan import Workload
 from rollyard_drivers.reconcile.pool import pool_workloads
 
-from rollyard_slurm.calls.command_line import environment
 from rollyard_slurm.calls.rest import RestCalls, slurm_calls
 from rollyard_slurm.errors import SlurmUnavailable
 from rollyard_slurm.node import base_url
-from rollyard_slurm.options import CA_NAME, SOCKET_NAME, UNIX, BridgeOptions, reconcile_profile
+from rollyard_slurm.options import SOCKET_NAME, UNIX, BridgeOptions, reconcile_profile
 from rollyard_slurm.readers.job_identity import SlurmJobIdentity
 from rollyard_slurm.scripts.batch import BatchScript, batch_script
 from rollyard_slurm.scripts.site import Site
@@ -43,16 +41,7 @@ def batches(options: BridgeOptions, things: Iterable[RolloutJob | BackendPool]) 
 
     Sample values stand for what is not known yet, such as a port.
     """
-    site = Site(
-        home=options.home,
-        instance="00000000",
-        url=_url(options),
-        profile=options.profile,
-        sandbox=options.sandbox,
-        sandbox_options=options.sandbox_options,
-        telemetry=options.telemetry,
-        ca_file=options.home / CA_NAME if options.ca_file is not None else None,
-    )
+    site = options.site("00000000", _url(options))
     profile = reconcile_profile(site, options.max_jobs)
     scripts = []
     for thing in things:
@@ -82,9 +71,7 @@ async def scripts(options: BridgeOptions, things: Iterable[RolloutJob | BackendP
         SlurmError: slurmrestd does not have the wanted version.
     """
     batch_scripts = batches(options, things)
-    calls = slurm_calls(
-        options.profile.rest, options.timeout, environment(os.environ, options.profile.pass_env), options.home
-    )
+    calls = slurm_calls(options.profile.rest, options.timeout, options.home, options.profile.pass_env)
     if not isinstance(calls, RestCalls):
         return [script.text() for script in batch_scripts]
     texts = []

@@ -17,10 +17,9 @@ from rollyard_api.options.sources import drop_variables
 
 from rollyard import terminal
 from rollyard.bridge_options import BridgeCommandOptions, bridge_home, bridge_options
-from rollyard.declared import arguments_again, load_options
+from rollyard.declared import load_options, speaker
 from rollyard.errors import CliError, HomeInUse, UsageProblem
 from rollyard.extras import require
-from rollyard.telemetry_options import speaker
 
 if TYPE_CHECKING:
     from rollyard_slurm.options import BridgeOptions
@@ -37,11 +36,11 @@ _END: Final = "Ctrl-C ends bridge and Slurm jobs."
 
 
 @click.group()
-def command() -> None:
+def bridge() -> None:
     """Run jobs and backends on a Slurm cluster, from a login or service node, without root."""
 
 
-@command.command(cls=GroupedCommand)
+@bridge.command(cls=GroupedCommand)
 @declared_options(BridgeCommandOptions)
 @click.option(
     "--dry-run", is_flag=True, help="Print the batch scripts of --file, or of a sample; start nothing."
@@ -83,7 +82,7 @@ def up(
         run_here(options)
 
 
-@command.command()
+@bridge.command()
 @HOME
 @click.option("--keep-jobs", is_flag=True, help="End the bridge alone; its Slurm jobs continue.")
 def down(home: Path | None, keep_jobs: bool) -> None:
@@ -116,13 +115,13 @@ def down(home: Path | None, keep_jobs: bool) -> None:
     click.echo(f"no bridge runs on {folder.root}; Slurm jobs ended: {count}")
 
 
-@command.command()
+@bridge.command()
 @HOME
 def status(home: Path | None) -> None:
     """Show the bridge of a home and its Slurm jobs."""
     import asyncio
 
-    from rollyard_slurm.status import overview
+    from rollyard_slurm.bridge import overview
 
     folder = bridge_home(home)
     for line in asyncio.run(overview(folder)):
@@ -148,7 +147,7 @@ def require_extras(options: BridgeOptions, engine: str) -> None:
     Jobs whose profile names another Python bring their own.
 
     Raises:
-        MissingExtra: A package is missing.
+        UsageProblem: A package is missing.
     """
     if not options.join:
         require("`rollyard slurm-bridge up`", "slurm", "api")
@@ -166,7 +165,6 @@ def run_here(options: BridgeOptions) -> None:
     """Run the bridge in this process until a signal ends it."""
     import asyncio
 
-    from rollyard_drivers.loop.rest_store import RestStore
     from rollyard_slurm.bridge import Bridge, BridgeReady, install_signals
     from rollyard_slurm.options import served
 
@@ -177,8 +175,8 @@ def run_here(options: BridgeOptions) -> None:
         say(f"{_how(options)} {state.url}")
         say(f"  sandbox  {options.sandbox}")
         say(f"  home     {state.home.root}  (logs in {state.home.logs})")
-        if state.found:
-            say(f"  {state.found} Slurm jobs of an earlier run continue")
+        if state.continuing:
+            say(f"  {state.continuing} Slurm jobs of an earlier run continue")
         if options.join:
             say(f"  serves   {served(options.namespaces)}")
             say(
@@ -189,9 +187,9 @@ def run_here(options: BridgeOptions) -> None:
         sys.stdout.flush()
 
     async def run() -> None:
-        bridge = Bridge(options, RestStore, ready, trouble)
-        install_signals(bridge)
-        await bridge.run()
+        runner = Bridge(options, ready, trouble)
+        install_signals(runner)
+        await runner.run()
 
     asyncio.run(run())
     say("stopped")
@@ -223,6 +221,6 @@ def start_detached(ctx: click.Context, options: BridgeOptions) -> None:
             return ""
         return f"{_how(options)} {written['url']} (process {pid}, home {home.root})"
 
-    arguments = ["slurm-bridge", "up", *arguments_again(ctx, ("detach", "dry_run", "files"))]
+    arguments = ["slurm-bridge", "up", *detached.arguments_again(ctx, ("detach", "dry_run", "files"))]
     click.echo(detached.start(arguments, home.logs / "bridge.log", ready, DETACH_SECONDS))
     click.echo(f"Stop it with `rollyard slurm-bridge down --home {home.root}`")

@@ -12,12 +12,12 @@ import click
 from rollyard_api.options.command_line import GroupedCommand, declared_options
 from rollyard_api.options.sources import drop_variables
 
+from rollyard.declared import set_telemetry, speaker
 from rollyard.errors import UsageProblem
 from rollyard.local.options import Options, check_model_folder, whole_path
-from rollyard.telemetry_options import set_telemetry, speaker
 
 if TYPE_CHECKING:
-    from rollyard_drivers.host.home import Home
+    pass
 
 DETACH_SECONDS: Final = 90.0
 MODEL_SECONDS: Final = 60.0
@@ -30,7 +30,7 @@ PROGRAM: Final = "rollyard up"
 @declared_options(Options)
 @click.option("--detach", is_flag=True, help="Return once a backend is ready; stop it with `rollyard down`.")
 @click.pass_context
-def command(ctx: click.Context, /, config: Path | None, detach: bool, **arguments: Any) -> None:
+def up(ctx: click.Context, /, config: Path | None, detach: bool, **arguments: Any) -> None:
     """Start control plane, workers and a backend on this machine; Ctrl-C stops everything.
 
     With vLLM: `rollyard up --engine vllm --model DIR --replicas 2 --gpus 1
@@ -53,8 +53,13 @@ def command(ctx: click.Context, /, config: Path | None, detach: bool, **argument
     options = _checked(options)
     if detach:
         _detach(ctx, options)
-    else:
-        _foreground(options)
+        return
+    import asyncio
+
+    from rollyard.local.supervisor import run_supervisor
+
+    drop_variables(Options, os.environ)
+    asyncio.run(run_supervisor(options, speaker(click.echo, "rollyard.up")))
 
 
 def _checked(options: Options) -> Options:
@@ -107,26 +112,16 @@ def _checked(options: Options) -> Options:
         check_model_folder(folder, engine, options.engine_args)
         changes["model"] = str(folder)
     if url:
-        from rollyard.local.external import served
+        from rollyard.local.vllm import served
 
         changes["model"], changes["tokenizer"] = served(url, model, options.tokenizer)
     return options.model_copy(update=changes)
 
 
-def _foreground(options: Options) -> None:
-    import asyncio
-
-    from rollyard.local.supervisor import run_supervisor
-
-    drop_variables(Options, os.environ)
-    asyncio.run(run_supervisor(options, speaker(click.echo, "rollyard.up")))
-
-
 def _detach(ctx: click.Context, options: Options) -> None:
-    from rollyard_drivers.host.home import Home, read_json
+    from rollyard_drivers.host.home import Home, default_home, read_json
 
     from rollyard import detached
-    from rollyard.declared import arguments_again
     from rollyard.errors import HomeInUse, StartFailed
 
     home = Home(options.home)
@@ -151,13 +146,8 @@ def _detach(ctx: click.Context, options: Options) -> None:
             return ""
         return runs if backends.get("ready") else f"{runs}; its backends are still starting"
 
-    arguments = ["up", *arguments_again(ctx, ("detach",))]
+    arguments = ["up", *detached.arguments_again(ctx, ("detach",))]
     begun = time.monotonic()
     click.echo(detached.start(arguments, log, ready, DETACH_SECONDS))
-    click.echo(f"Stop it with `rollyard down{_home_flag(home)}`")
-
-
-def _home_flag(home: Home) -> str:
-    from rollyard_drivers.host.home import default_home
-
-    return "" if home.root == default_home().expanduser().resolve() else f" --home {home.root}"
+    is_default = home.root == default_home().expanduser().resolve()
+    click.echo(f"Stop it with `rollyard down{'' if is_default else f' --home {home.root}'}`")

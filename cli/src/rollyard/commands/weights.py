@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 
 from rollyard import terminal
-from rollyard.connection import connect, server_options
+from rollyard.connection import Server, connect, server_options
 from rollyard.errors import CliError, UsageProblem
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ MODES: Final = click.Choice(["abort", "wait", "keep"])
 @click.option("--pause", "pause", type=MODES, metavar="MODE", help="Pause the pool: abort, wait or keep.")
 @click.option("--resume", is_flag=True, help="Undo --pause.")
 @server_options
-def command(
+def weights(
     pool: str,
     version: str | None,
     checkpoint: str | None,
@@ -64,9 +64,7 @@ def command(
     timeout: float | None,
     pause: Any,
     resume: bool,
-    url: str | None,
-    home: Path | None,
-    namespace: str,
+    server: Server,
 ) -> None:
     """Bring POOL to new weights (--version and a source); without --version, list its updates."""
     if (version is not None) + (pause is not None) + resume > 1:
@@ -83,7 +81,7 @@ def command(
         _check_version(version)
     adapter = _lora(lora)
     compared = None if reference is None else _reference(reference)
-    with connect(url, home, namespace) as client:
+    with connect(*server) as client:
         if pause is not None or resume:
             changed = client.resume_pool(pool) if resume else client.pause_pool(pool, pause)
             click.echo(f"pool {pool} is {'paused' if changed.status.paused else 'not paused'}")
@@ -91,7 +89,7 @@ def command(
         if version is None:
             from rollyard.render.tables import print_table
 
-            print_table(terminal.console(), table(client.weight_updates(pool)))
+            print_table(terminal.console(), _table(client.weight_updates(pool)))
             return
         try:
             update = client.update_weights(
@@ -180,7 +178,7 @@ def _line(pool: str, update: WeightUpdate) -> str:
     )
 
 
-def table(updates: list[WeightUpdate]) -> Table:
+def _table(updates: list[WeightUpdate]) -> Table:
     """Return a table with one row for each weight update, the newest first."""
     from datetime import UTC, datetime
 

@@ -68,6 +68,11 @@ class _Entry:
     worker: str = ""
     """The name under which a stage worker leases rollouts. Its successor has another one."""
 
+    @property
+    def exited(self) -> bool:
+        """Whether no process runs. One that runs holds its port and its GPUs."""
+        return self.child is None or self.child.exit_code is not None
+
 
 @dataclass(frozen=True, slots=True)
 class BackendNote:
@@ -159,23 +164,18 @@ class Fleet:
     def end_reported(self, owner: Owner, worker: str) -> None:
         """Do nothing, because `ended_workers` returns no worker."""
 
-    def running(self) -> int:
-        """Return the number of processes that run."""
-        return sum(
-            entry.child is not None and entry.child.exit_code is None for entry in self._entries.values()
-        )
-
     def _observe(self, entry: _Entry) -> ObservedWorkload:
         child, health = entry.child, entry.health
-        exited = child is None or child.exit_code is not None
         state: WorkloadState
         if entry.stopping is not None:
             state = "stopping"
-        elif exited:
+        elif entry.exited:
             state = "exited"
         else:
             state = "running" if entry.workload.kind == "stage-worker" or health.warmed_up else "starting"
-        message = entry.failure or (child.telling_line if child is not None and exited else health.message)
+        message = entry.failure or (
+            child.telling_line if child is not None and entry.exited else health.message
+        )
         return ObservedWorkload(
             name=entry.workload.name,
             spec_hash=entry.workload.spec_hash,
@@ -236,7 +236,8 @@ class Fleet:
             entry.probe = asyncio.create_task(self._watch(entry), name=f"health of {workload.name}")
 
     async def _start_vllm(self, entry: _Entry) -> Child:
-        workload, others = entry.workload, self._living()
+        workload = entry.workload
+        others = [other for other in self._entries.values() if not other.exited]
         if workload.gpus:
             self._visible = self._visible or await visible_gpus()
             taken = (gpu for other in others for gpu in other.gpus)
@@ -253,14 +254,6 @@ class Fleet:
             program=server.program,
             guarded=True,
         )
-
-    def _living(self) -> list[_Entry]:
-        """Return the entries whose process has not ended, because it still holds its port and GPUs."""
-        return [
-            entry
-            for entry in self._entries.values()
-            if entry.child is not None and entry.child.exit_code is None
-        ]
 
     async def _watch(self, entry: _Entry) -> None:
         def report(health: BackendHealth) -> None:
@@ -299,7 +292,7 @@ class Fleet:
         self._replaced.note(stop)
         if entry.probe is not None:
             entry.probe.cancel()
-        if entry.child is None or entry.child.exit_code is not None:
+        if entry.exited:
             self._forget(entry)
             return
         entry.stopping = asyncio.create_task(self._end(entry, stop.grace_seconds), name=f"stop {stop.name}")

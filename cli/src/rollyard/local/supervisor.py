@@ -13,8 +13,7 @@ import os
 import shutil
 import signal
 import socket
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from functools import partial
 from typing import Any, Final
@@ -64,18 +63,6 @@ PROFILE: Final = Profile(
 SWEEP_SECONDS: Final = 15.0
 REPORT_SECONDS: Final = 5.0
 """The time that the control plane has to take note of the sandboxes that end, in seconds."""
-
-
-@dataclass(frozen=True, slots=True)
-class Ready:
-    """The facts that `rollyard up` prints when everything was started."""
-
-    url: str
-    token: str
-    backend: str
-    swept: tuple[str, ...]
-    prorl: str = ""
-    """The URL of the ProRL calls, or "" if they are off."""
 
 
 def default_pool(options: Options) -> BackendPool:
@@ -154,28 +141,15 @@ class Supervisor:
 
     Args:
         options: The options of `rollyard up`.
-        make_store: Connects to the control plane with this URL and this token of an administrator.
-        on_ready: Called once the control plane is ready.
-        on_trouble: Called with each new trouble.
-        end_sandboxes: Called with the control plane's URL and its workers' token, once these have ended.
+        say: Called with each line for the user.
     """
 
-    def __init__(
-        self,
-        options: Options,
-        make_store: Callable[[str, str], Store],
-        on_ready: Callable[[Ready], None] = lambda ready: None,
-        on_trouble: Callable[[str], None] = lambda trouble: None,
-        end_sandboxes: Callable[[str, str], Awaitable[None]] | None = None,
-    ) -> None:
+    def __init__(self, options: Options, say: Callable[[str], None]) -> None:
         self._options = options
-        self._make_store = make_store
-        self._on_ready = on_ready
-        self._end_sandboxes = end_sandboxes
+        self._say = say
         self._home = Home(options.home)
         self._wake = asyncio.Event()
         self._stop = asyncio.Event()
-        self._on_trouble = on_trouble
         self._troubles: dict[str, str] = {}
         """The last end of each backend that was reported."""
         self._noted: dict[str, Any] = {}
@@ -223,23 +197,15 @@ class Supervisor:
             fleet = Fleet(
                 self._home, self._options, plane.url, http, self._wake.set, ready, self._worker_token(plane)
             )
-            store = self._make_store(plane.url, plane.token("admin"))
+            store = RestStore(plane.url, plane.token("admin"))
             await replace_pool(store, pool)
             self._home.write_context(plane.url, plane.tokens_file)
-            self._on_ready(
-                Ready(
-                    plane.url,
-                    plane.token("admin"),
-                    self._options.backend_url or pool.spec.model,
-                    swept,
-                    plane.prorl_url,
-                )
-            )
+            self._say_ready(plane, pool, swept)
             async with asyncio.TaskGroup() as group:
                 standing = group.create_task(ready.keep(), name="ready processes")
                 keeping = group.create_task(plane.keep(self._wake.set), name="control plane")
                 mine = partial(is_for, driver="local")
-                driver = Driver(store, fleet, PROFILE, self._on_trouble, takes=mine, serves=mine)
+                driver = Driver(store, fleet, PROFILE, self._say_trouble, takes=mine, serves=mine)
                 turning = group.create_task(self._loop(driver, fleet), name="reconcile")
                 watching = group.create_task(store.watch(self._wake.set), name="new jobs")
                 await self._stop.wait()
@@ -249,6 +215,22 @@ class Supervisor:
                 turning.cancel()
         finally:
             await self._shut_down(plane, fleet, store)
+
+    def _say_ready(self, plane: ControlPlaneProcess, pool: BackendPool, swept: Sequence[str]) -> None:
+        options, say = self._options, self._say
+        if swept:
+            say(f"removed what an earlier run left: {', '.join(swept)}")
+        docs = f"  (API: {plane.url}/docs)" if opens_docs(options) else ""
+        say(f"Rollyard runs at {plane.url}{docs}")
+        say(f"  backend  {options.backend_url or pool.spec.model}")
+        say(f"  sandbox  {options.sandbox}")
+        if plane.prorl_url:
+            say(f"  ProRL    {plane.prorl_url}  (no token: whoever reaches it can use it)")
+        say(f"  home     {options.home}  (logs in {self._home.logs})")
+        say("Submit with `rollyard submit -f job.yaml`; look with `rollyard open`; stop with Ctrl-C.")
+
+    def _say_trouble(self, trouble: str) -> None:
+        self._say(one_line(f"trouble: {trouble}"))
 
     def _worker_token(self, plane: ControlPlaneProcess) -> Callable[[Owner], str]:
         """Return a function that makes the token of the workers of one RolloutJob."""
@@ -260,7 +242,7 @@ class Supervisor:
         for backend in backends:
             if backend.trouble and self._troubles.get(backend.name) != backend.trouble:
                 self._troubles[backend.name] = backend.trouble
-                self._on_trouble(backend.trouble)
+                self._say_trouble(backend.trouble)
         own = [backend for backend in backends if backend.owner.name == DEFAULT_POOL]
         ready = bool(self._options.backend_url or not self._options.replicas or any(o.ready for o in own))
         trouble = "" if ready else "; ".join(backend.trouble for backend in own if backend.trouble)
@@ -293,8 +275,7 @@ class Supervisor:
             with contextlib.suppress(StoreTrouble, TimeoutError):
                 async with asyncio.timeout(CONTROL_PLANE_GRACE_SECONDS):
                     await asyncio.gather(*(store.worker_died(worker) for worker in workers))
-        if self._end_sandboxes is not None:
-            await self._end_sandboxes(plane.url, plane.token("worker"))
+        await end_sandboxes(self._home, self._options.sandbox, plane.url, plane.token("worker"))
 
     async def _loop(self, driver: Driver, fleet: Fleet) -> None:
         async def run_pass() -> None:
@@ -312,19 +293,6 @@ def install_signals(supervisor: Supervisor) -> None:
         if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
             continue  # Under nohup, the supervisor is meant to outlive the terminal.
         loop.add_signal_handler(number, supervisor.stop)
-
-
-def make_supervisor(
-    options: Options, on_ready: Callable[[Ready], None], say: Callable[[str], None]
-) -> Supervisor:
-    """Return a supervisor that uses REST and ends its sandboxes when it ends."""
-    return Supervisor(
-        options,
-        RestStore,
-        on_ready=on_ready,
-        on_trouble=lambda trouble: say(one_line(f"trouble: {trouble}")),
-        end_sandboxes=partial(end_sandboxes, Home(options.home), options.sandbox),
-    )
 
 
 async def end_sandboxes(home: Home, provider_name: str, url: str, token: str) -> None:
@@ -365,19 +333,7 @@ async def run_supervisor(options: Options, say: Callable[[str], None]) -> None:
         StartFailed: The control plane does not become ready.
     """
 
-    def ready(facts: Ready) -> None:
-        if facts.swept:
-            say(f"removed what an earlier run left: {', '.join(facts.swept)}")
-        docs = f"  (API: {facts.url}/docs)" if opens_docs(options) else ""
-        say(f"Rollyard runs at {facts.url}{docs}")
-        say(f"  backend  {facts.backend}")
-        say(f"  sandbox  {options.sandbox}")
-        if facts.prorl:
-            say(f"  ProRL    {facts.prorl}  (no token: whoever reaches it can use it)")
-        say(f"  home     {options.home}  (logs in {Home(options.home).logs})")
-        say("Submit with `rollyard submit -f job.yaml`; look with `rollyard open`; stop with Ctrl-C.")
-
-    supervisor = make_supervisor(options, ready, say)
+    supervisor = Supervisor(options, say)
     install_signals(supervisor)
     await supervisor.run()
     say("stopped; nothing is left running")

@@ -1,4 +1,4 @@
-"""The program, command line, environment and GPUs of one vLLM server."""
+"""vLLM servers: what starts one on this machine, and what a running one serves."""
 
 from __future__ import annotations
 
@@ -9,19 +9,27 @@ import shutil
 import socket
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Final
 
+import httpx
 from rollyard_crds.reading.engine_arguments import given_port
 from rollyard_drivers.commands import DEFAULT_COMMAND, SERVER_ENV, vllm_command
 from rollyard_drivers.host.installed_vllm import installed_version
 from rollyard_drivers.reconcile.plan import Workload
 from rollyard_drivers.reconcile.vllm_version import MINIMUM_TEXT, is_too_old
+from rollyard_inference.errors import BackendError, ModelNotServed
+from rollyard_inference.health import find_model
+from rollyard_inference.sampling.request import ServedModel
+from rollyard_inference.transports.with_httpx import HttpxTransport
 
-from rollyard.errors import CannotStart
+from rollyard.errors import CannotStart, LookupFailed, StartFailed, UsageProblem
 
 API_SERVER: Final = "vllm.entrypoints.openai.api_server"
 PORT_TRIES: Final = 100
 LIST_SECONDS: Final = 20.0
+MODEL_SECONDS: Final = 10.0
+"""The limit of the question for the model of a running server, in seconds."""
 _LISTED: Final = re.compile(r"^GPU (\d+): ", re.MULTILINE)
 
 
@@ -147,3 +155,36 @@ def choose(count: int, index: int, visible: Sequence[str], taken: Iterable[str])
             f"(of {len(visible)}; spec.engine.resources.gpu, CUDA_VISIBLE_DEVICES)"
         )
     return tuple(free[:count])
+
+
+async def _find(url: str, model: str) -> ServedModel:
+    async with httpx.AsyncClient(trust_env=False) as http:
+        return await find_model(HttpxTransport(http), url, model, MODEL_SECONDS)
+
+
+def served(url: str, model: str, tokenizer: str) -> tuple[str, str]:
+    """Return the name of the model that the server at `url` serves, and the folder of its tokenizer.
+
+    Raises:
+        StartFailed: The server does not answer, or it lists no model.
+        LookupFailed: The server does not serve `model`.
+        UsageProblem: The tokenizer's folder is not known, or it does not exist.
+    """
+    try:
+        answer = asyncio.run(_find(url, model))
+    except ModelNotServed as error:
+        raise LookupFailed(f"--model {model!r}: at {url}, {error}") from error
+    except BackendError as error:
+        raise StartFailed(
+            f"--backend {url}: GET /v1/models does not answer as a vLLM-compatible server does ({error})"
+        ) from error
+    candidates = [tokenizer] if tokenizer else [answer.folder or "", answer.name]
+    for candidate in candidates:
+        folder = Path(candidate).expanduser() if candidate else None
+        if folder is not None and (folder / "tokenizer.json").is_file():
+            return answer.name, str(folder.resolve())
+    raise UsageProblem(
+        f"--tokenizer: {tokenizer!r} holds no tokenizer.json"
+        if tokenizer
+        else f"--backend {url}: give --tokenizer DIR, the folder with the tokenizer.json of {answer.name!r}"
+    )

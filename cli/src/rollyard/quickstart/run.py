@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Final
 
 from rollyard_drivers.host import launcher
 from rollyard_drivers.host.home import Home, read_json
-from rollyard_drivers.host.log_file import last_line
 
-from rollyard.errors import HomeUnusable, InvalidInput, LookupFailed, StartFailed
+from rollyard.detached import wait_ready
+from rollyard.errors import HomeUnusable, InvalidInput, LookupFailed
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from rollyard_crds.trajectory import Trajectory
 
     from rollyard.quickstart.vllm_servers import VllmOptions, VllmServers
-    from rollyard.trajectories.versions import PolicySummary
+    from rollyard.trajectories.summary import PolicySummary
 
 START_SECONDS: Final = 120.0
 STOP_SECONDS: Final = 30.0
@@ -135,28 +135,17 @@ def running(home: Home, options: QuickstartOptions, further: Sequence[str] = ())
             start_new_session=True,
         )
     try:
-        _wait_ready(home, process, log)
+        wait_ready(process, log, "`rollyard up`", lambda: read_json(home.context_file), START_SECONDS)
         yield
     finally:
-        with _uninterrupted():
+        # Ctrl-C, SIGTERM and SIGHUP are ignored, because this already stops what they would stop.
+        with _handled(signal.SIG_IGN, signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             process.terminate()
             try:
                 process.wait(STOP_SECONDS)
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
-
-
-def _wait_ready(home: Home, process: subprocess.Popen[bytes], log: Path) -> None:
-    deadline = time.monotonic() + START_SECONDS
-    while time.monotonic() < deadline:
-        if process.poll() is not None:
-            text = last_line(log).removeprefix("rollyard: ")
-            raise StartFailed(text if "(log: " in text else f"{text or '`rollyard up` ended'} (log: {log})")
-        if read_json(home.context_file) is not None:
-            return
-        time.sleep(0.05)
-    raise StartFailed(f"`rollyard up` was not ready within {START_SECONDS:.0f} s (log: {log})")
 
 
 @contextlib.contextmanager
@@ -173,23 +162,12 @@ def _handled(
 
 
 @contextlib.contextmanager
-def _uninterrupted() -> Iterator[None]:
-    """Ignore Ctrl-C, SIGTERM and SIGHUP during the block, because it already stops what they would stop."""
-    with _handled(signal.SIG_IGN, signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        yield
-
-
-@contextlib.contextmanager
 def _interruptible() -> Iterator[None]:
     """Let SIGTERM and SIGHUP interrupt the block as Ctrl-C does, so that it stops what it has started."""
     # Under nohup, SIGHUP stays ignored, because the command is meant to outlive the terminal.
     ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
-    with _handled(_interrupt, signal.SIGTERM, *(() if ignored else (signal.SIGHUP,))):
+    with _handled(signal.default_int_handler, signal.SIGTERM, *(() if ignored else (signal.SIGHUP,))):
         yield
-
-
-def _interrupt(number: int, frame: FrameType | None) -> None:
-    raise KeyboardInterrupt
 
 
 @_interruptible()
@@ -203,7 +181,7 @@ def run(options: QuickstartOptions, console: Console) -> RolloutJob:
         CliError: Something else failed. As with the others, the message says what to do.
     """
     from rollyard.connection import connect
-    from rollyard.jobs.watching import watch
+    from rollyard.jobs.running import follow
 
     if options.vllm is not None:
         options.vllm.check()
@@ -228,7 +206,7 @@ def run(options: QuickstartOptions, console: Console) -> RolloutJob:
             submitted = client.submit(job)
             total = submitted.status.counts.total
             console.print(f"Job {name}: {options.tasks} tasks × {options.samples} samples = {total} rollouts")
-            ended = watch(client, name, "default", console, servers.update if servers is not None else None)
+            ended = follow(client, name, "default", console, servers.update if servers is not None else None)
             wall = time.monotonic() - began
             files = _export(client, ended, options)
             if servers is not None:

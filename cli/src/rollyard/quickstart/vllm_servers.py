@@ -1,27 +1,35 @@
-"""The vLLM servers of the quickstart: a pool of them, which can get new weights in the middle of the job."""
+"""The vLLM servers of the quickstart: a pool of them, which can get new weights in the middle of the job.
+
+The new checkpoint is the old one with a little noise, in place of a trainer's optimiser step. The files,
+shapes and names are those of a real checkpoint; only the values were not learnt.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import json
 import os
 import shutil
+import struct
 import subprocess
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
+import numpy as np
 from rollyard_crds import RolloutJob
 from rollyard_crds.weights import WeightUpdate
 from rollyard_drivers.host.installed_vllm import installed_version
 from rollyard_drivers.reconcile.vllm_version import MINIMUM_TEXT, is_too_old
 
-from rollyard.errors import StartFailed, UsageProblem
+from rollyard.errors import InvalidInput, StartFailed, UsageProblem
 from rollyard.local.options import DEFAULT_POOL
-from rollyard.quickstart.checkpoint import ReferenceLogprobs, ReferenceRun, check_model, perturbed
+from rollyard.local.vllm import visible_gpus
 from rollyard.trajectories.reading import read_file
-from rollyard.trajectories.versions import PolicySummary, summarize_policies
+from rollyard.trajectories.summary import PolicySummary, summarize_policies
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -56,6 +64,129 @@ _SHARE_OF_RUN_PLACES: Final = 8
 START_AT: Final = 0.25
 """The share of the rollouts that have ended when the update is sent."""
 FINISH_SECONDS: Final = 180.0
+PROMPT_TOKENS: Final = 24
+_HEADER_LIMIT: Final = 100 << 20  # The safetensors format limits the header to this number of bytes.
+_REFERENCE_SCRIPT: Final = """
+import json, sys
+import torch
+from transformers import AutoModelForCausalLM
+folder, ids = sys.argv[1], json.loads(sys.argv[2])
+model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True).eval()
+with torch.inference_mode():
+    logprobs = torch.log_softmax(model(torch.tensor([ids])).logits[0].double(), -1)
+print(json.dumps([min(0.0, float(logprobs[at, token])) for at, token in enumerate(ids[1:])]))
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class ReferenceLogprobs:
+    """The log-probabilities of a fixed prompt under a checkpoint, as transformers computes them."""
+
+    prompt_ids: list[int]
+    logprobs: list[float]
+    """The log-probability of each id after the first, in nats."""
+
+
+def check_model(folder: Path) -> None:
+    """Raise InvalidInput unless `folder` holds a Hugging Face model with its tokenizer."""
+    for name in ("config.json", "tokenizer.json"):
+        if not (folder / name).is_file():
+            raise InvalidInput(f"--model {folder}: no {name} there; give a Hugging Face model folder")
+    if not any(folder.glob("*.safetensors")):
+        raise InvalidInput(f"--model {folder}: no *.safetensors there")
+
+
+def perturbed(source: Path, target: Path, scale: float, seed: int = 0) -> None:
+    """Copy the model folder `source` to `target` and add Gaussian noise to every weight matrix.
+
+    The noise is `scale` times the standard deviation of the matrix. Vectors (norms, biases) do not change.
+
+    Raises:
+        InvalidInput: A weight file is broken, or its weights have a type that is not supported.
+    """
+    partial = target.with_name(target.name + ".partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    shutil.rmtree(target, ignore_errors=True)
+    shutil.copytree(source, partial)
+    noise = np.random.default_rng(seed)
+    for file in sorted(partial.glob("*.safetensors")):
+        _perturb(file, scale, noise)
+    os.replace(partial, target)
+
+
+def _perturb(file: Path, scale: float, noise: np.random.Generator) -> None:
+    data = bytearray(file.read_bytes())
+    try:
+        (length,) = struct.unpack_from("<Q", data)
+        if length > _HEADER_LIMIT:
+            raise ValueError(f"a header of {length} bytes")
+        header: dict[str, Any] = json.loads(data[8 : 8 + length])
+        for name, tensor in header.items():
+            if name != "__metadata__" and len(tensor["shape"]) > 1:
+                begin, end = (8 + length + offset for offset in tensor["data_offsets"])
+                data[begin:end] = _noisy(bytes(data[begin:end]), tensor["dtype"], scale, noise)
+    except (ValueError, KeyError, TypeError, struct.error) as error:
+        raise InvalidInput(f"{file}: cannot be read as safetensors: {error}") from error
+    file.write_bytes(data)
+
+
+def _noisy(raw: bytes, kind: str, scale: float, noise: np.random.Generator) -> bytes:
+    """Return the tensor's bytes with noise. `kind` is the name of its type in safetensors."""
+    if kind == "BF16":
+        # bfloat16 is the upper half of a float32.
+        values = (np.frombuffer(raw, np.uint16).astype(np.uint32) << 16).view(np.float32)
+    elif kind in ("F32", "F16"):
+        values = np.frombuffer(raw, np.float32 if kind == "F32" else np.float16).astype(np.float32)
+    else:
+        raise ValueError(f"weights of type {kind}; F32, F16 and BF16 are known")
+    changed = values + scale * values.std() * noise.standard_normal(values.shape, dtype=np.float32)
+    if kind == "BF16":
+        return bytes(((changed.view(np.uint32) + 0x8000) >> 16).astype(np.uint16).tobytes())
+    return bytes(changed.astype(np.float32 if kind == "F32" else np.float16).tobytes())
+
+
+class ReferenceRun:
+    """A forward pass of transformers in another Python, which runs while servers start.
+
+    Args:
+        python: A Python with torch and transformers, such as that of vLLM.
+        folder: The folder of the checkpoint.
+        log: The file for its standard error.
+    """
+
+    def __init__(self, python: Path, folder: Path, log: Path) -> None:
+        size = json.loads((folder / "config.json").read_text()).get("vocab_size", 0)
+        draw = np.random.default_rng(0)
+        self._ids = [int(draw.integers(size)) for _ in range(PROMPT_TOKENS)]
+        self._log = log
+        with log.open("wb") as output:
+            self._process = subprocess.Popen(
+                [str(python), "-c", _REFERENCE_SCRIPT, str(folder), json.dumps(self._ids)],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=output,
+                start_new_session=True,
+            )
+
+    def result(self, timeout: float) -> ReferenceLogprobs:
+        """Wait for the forward pass and return its result.
+
+        Raises:
+            StartFailed: The forward pass failed, or it took longer than `timeout` seconds.
+        """
+        try:
+            output, _ = self._process.communicate(timeout=timeout)
+            if self._process.returncode == 0:
+                return ReferenceLogprobs(self._ids, json.loads(output))
+        except (subprocess.TimeoutExpired, ValueError):
+            self.stop()
+        raise StartFailed(f"transformers computed no log-probabilities of the new weights (log: {self._log})")
+
+    def stop(self) -> None:
+        """End the forward pass if it still runs."""
+        if self._process.poll() is None:
+            self._process.kill()
+            self._process.wait()
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,17 +225,6 @@ class VllmOptions:
                 f"--vllm-python: {self.python} has vLLM {version}, and Rollyard needs {MINIMUM_TEXT} or newer"
             )
         check_model(self.model)
-
-
-def gpus() -> int:
-    """Return the number of GPUs that NVIDIA's driver reports."""
-    if shutil.which("nvidia-smi") is None:
-        return 0
-    try:
-        listing = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=30.0)
-    except subprocess.TimeoutExpired:
-        return 0
-    return sum(line.startswith("GPU ") for line in listing.stdout.splitlines())
 
 
 def up_arguments(options: VllmOptions, gpu_count: int) -> list[str]:
@@ -167,7 +287,7 @@ class VllmServers:
 
     def up_arguments(self) -> list[str]:
         """Return the arguments of `rollyard up`."""
-        return up_arguments(self.options, gpus())
+        return up_arguments(self.options, len(asyncio.run(visible_gpus())))
 
     def start(self, client: Client) -> None:
         """Wait until every server is ready, and prepare the weight update if one is wanted.
@@ -178,8 +298,7 @@ class VllmServers:
         self._wait_ready(client)
         if self._reference is not None:
             expected = self._reference.result(REFERENCE_SECONDS)
-            new = NewVersion(NEW_VERSION, self.folder, expected)
-            self.update = MidwayUpdate(client, DEFAULT_POOL, new, self.console)
+            self.update = MidwayUpdate(client, self.folder, expected, self.console)
 
     def _wait_ready(self, client: Client) -> None:
         began = shown_at = time.monotonic()
@@ -216,15 +335,6 @@ class VllmServers:
         return summarize_policies(read_file(trajectories), backends, [update] if update is not None else [])
 
 
-@dataclass(frozen=True, slots=True)
-class NewVersion:
-    """A checkpoint to which the servers are updated."""
-
-    version: str
-    folder: Path
-    reference: ReferenceLogprobs
-
-
 class MidwayUpdate:
     """Sends one update when enough of the job's rollouts have ended, and follows it.
 
@@ -232,15 +342,15 @@ class MidwayUpdate:
 
     Args:
         client: The client of the control plane.
-        pool: The BackendPool from which the job samples.
-        new: The new version of the pool's weights.
+        folder: The folder of the new checkpoint.
+        reference: The log-probabilities that it must give.
         console: The console for messages about the update.
     """
 
-    def __init__(self, client: Client, pool: str, new: NewVersion, console: Console) -> None:
+    def __init__(self, client: Client, folder: Path, reference: ReferenceLogprobs, console: Console) -> None:
         self._client = client
-        self._pool = pool
-        self._new = new
+        self._folder = folder
+        self._reference = reference
         self._console = console
         self._update: WeightUpdate | None = None
 
@@ -251,17 +361,17 @@ class MidwayUpdate:
             ended = counts.succeeded + counts.failed + counts.cancelled
             if counts.total and ended >= START_AT * counts.total:
                 self._update = self._client.update_weights(
-                    self._pool,
-                    self._new.version,
-                    checkpoint=str(self._new.folder.resolve()),
-                    reference=asdict(self._new.reference),
+                    DEFAULT_POOL,
+                    NEW_VERSION,
+                    checkpoint=str(self._folder.resolve()),
+                    reference=asdict(self._reference),
                     require_verified=True,
                 )
                 self._say(f"sent after {ended} of {counts.total} rollouts")
         elif self._update.state == "Running":
             number = self._update.id
             self._note(
-                next(update for update in self._client.weight_updates(self._pool) if update.id == number)
+                next(update for update in self._client.weight_updates(DEFAULT_POOL) if update.id == number)
             )
 
     def finish(self) -> WeightUpdate | None:
@@ -271,7 +381,7 @@ class MidwayUpdate:
             WaitTimeout: The update still runs after `FINISH_SECONDS`.
         """
         if self._update is not None and self._update.state == "Running":
-            self._note(self._client.wait_weights(self._pool, self._update.id, FINISH_SECONDS))
+            self._note(self._client.wait_weights(DEFAULT_POOL, self._update.id, FINISH_SECONDS))
         return self._update
 
     def _note(self, update: WeightUpdate) -> None:
@@ -280,7 +390,7 @@ class MidwayUpdate:
             self._say(_account(update))
 
     def _say(self, text: str) -> None:
-        self._console.print(f"Weights {self._new.version}: {text}", soft_wrap=True)
+        self._console.print(f"Weights {NEW_VERSION}: {text}", soft_wrap=True)
 
 
 def _account(update: WeightUpdate) -> str:

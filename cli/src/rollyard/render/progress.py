@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Final, Protocol, Self
+from typing import Final
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Column
 from rich.text import Text
 from rollyard_crds import STAGES, RolloutCounts, RolloutJob, StageName
@@ -42,17 +43,6 @@ def stage_progress(counts: RolloutCounts) -> tuple[StageProgress, ...]:
     return tuple(reversed(out))
 
 
-class ProgressView(Protocol):
-    """A view that shows the states of one job, one after the other."""
-
-    def __enter__(self) -> Self: ...
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None: ...
-    def update(self, job: RolloutJob) -> None:
-        """Show the present state of the job."""
-
-
 def reward_text(job: RolloutJob) -> str:
     """Return a text such as `reward 0.412, 3 failed`, without the parts that are unknown or zero."""
     status = job.status
@@ -67,39 +57,22 @@ def reward_text(job: RolloutJob) -> str:
 
 
 class Bars:
-    """A view with one bar for each stage."""
+    """Shows the states of one job, one after the other, as a bar for each stage.
 
-    def __init__(self, console: Console) -> None:
-        # On a narrow terminal, the bars become shorter, because counts must not be cut.
-        width = max(MIN_BAR, min(MAX_BAR, console.width - TEXT_WIDTH))
-        elapsed = [TimeElapsedColumn()] if width > MIN_BAR else []
-        self._progress = Progress(
-            TextColumn("{task.description:<5}"),
-            BarColumn(bar_width=width),
-            MofNCompleteColumn(table_column=Column(no_wrap=True, min_width=9)),
-            TextColumn("{task.fields[note]}"),
-            *elapsed,
-            console=console,
-        )
-        self._tasks: dict[StageName, TaskID] = {}
+    Args:
+        progress: The bars, which have no task yet.
+    """
+
+    def __init__(self, progress: Progress) -> None:
+        self._progress = progress
+        self._tasks = {stage: progress.add_task(stage.capitalize(), total=None, note="") for stage in STAGES}
         self._message = ""
         self._since = 0.0
         self._shown = ""
 
-    def __enter__(self) -> Self:
-        self._progress.start()
-        for stage in STAGES:
-            self._tasks[stage] = self._progress.add_task(stage.capitalize(), total=None, note="")
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._progress.stop()
-
     def update(self, job: RolloutJob) -> None:
         """Move the bars to this state. A message that stays is printed above them."""
-        self._tell(job)
+        self._say_what_it_waits_for(job)
         for item in stage_progress(job.status.counts):
             note = f"{item.active} active, {item.queued} queued"
             if item.stage == "eval":
@@ -111,7 +84,7 @@ class Bars:
                 note=note,
             )
 
-    def _tell(self, job: RolloutJob) -> None:
+    def _say_what_it_waits_for(self, job: RolloutJob) -> None:
         message = "" if job.status.completion_time is not None else job.status.message
         if message != self._message:
             self._message, self._since = message, time.monotonic()
@@ -122,20 +95,12 @@ class Bars:
 
 
 class ProgressLines:
-    """A view that prints a line from time to time, and one at the end."""
+    """Prints a line about a job from time to time, and one at the end."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
         self._last = ""
         self._at = float("-inf")
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        return None
 
     def update(self, job: RolloutJob) -> None:
         """Print a line if the state has changed, and if the last line is old enough or the job has ended."""
@@ -160,6 +125,21 @@ def progress_line(job: RolloutJob) -> str:
     return f"{job.status.phase}: " + ", ".join([*parts, *tail, *waiting])
 
 
-def progress_view(console: Console) -> ProgressView:
-    """Return a view with bars if the console is a terminal, and a view with lines otherwise."""
-    return Bars(console) if console.is_terminal else ProgressLines(console)
+@contextmanager
+def progress_view(console: Console) -> Iterator[Callable[[RolloutJob], None]]:
+    """Provide a function that shows each state of a job: as bars on a terminal, and as lines elsewhere."""
+    if not console.is_terminal:
+        yield ProgressLines(console).update
+        return
+    # On a narrow terminal, the bars become shorter, because counts must not be cut.
+    width = max(MIN_BAR, min(MAX_BAR, console.width - TEXT_WIDTH))
+    elapsed = [TimeElapsedColumn()] if width > MIN_BAR else []
+    with Progress(
+        TextColumn("{task.description:<5}"),
+        BarColumn(bar_width=width),
+        MofNCompleteColumn(table_column=Column(no_wrap=True, min_width=9)),
+        TextColumn("{task.fields[note]}"),
+        *elapsed,
+        console=console,
+    ) as progress:
+        yield Bars(progress).update

@@ -19,8 +19,7 @@ from rollyard.render.trajectory import why
 if TYPE_CHECKING:
     from rollyard_client import RolloutRow
 
-    from rollyard.trajectories.summary import Summary
-    from rollyard.trajectories.versions import PolicySummary, UpdateSummary
+    from rollyard.trajectories.summary import PolicySummary, Summary, UpdateSummary
 
 WRAPPED: Final = frozenset({"why", "message"})
 PIPE_WIDTH: Final = 8192

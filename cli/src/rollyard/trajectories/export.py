@@ -30,18 +30,13 @@ def write_lines(lines: Iterator[bytes], path: Path) -> int:
     if not path.name.endswith(LINES):
         raise UsageProblem(f"--output must end in .jsonl or .jsonl.gz (got {path.name!r})")
     count = 0
-    try:
-        with _whole(path) as file, _packed(file, path.suffix == ".gz") as out:
+    with _whole(path) as file:
+        packed = gzip.GzipFile(fileobj=file, mode="wb") if path.suffix == ".gz" else None
+        with packed or contextlib.nullcontext(file) as out:
             for line in lines:
                 out.write(line + b"\n")
                 count += 1
-    except OSError as error:
-        raise CliError(f"{path}: cannot be written: {error.strerror or error}") from error
     return count
-
-
-def _packed(file: IO[bytes], packed: bool) -> contextlib.AbstractContextManager[IO[bytes] | gzip.GzipFile]:
-    return gzip.GzipFile(fileobj=file, mode="wb") if packed else contextlib.nullcontext(file)
 
 
 def write(client: Client, name: str, namespace: str, path: Path, follow: bool = False) -> int:
@@ -51,36 +46,28 @@ def write(client: Client, name: str, namespace: str, path: Path, follow: bool = 
         UsageProblem: The file's name has another ending.
         CliError: The file cannot be written.
     """
-    if not path.name.endswith((".parquet", *LINES)):
+    if path.name.endswith(LINES):
+        trajectories = client.trajectories(name, follow=follow, namespace=namespace)
+        return write_lines((trajectory.line() for trajectory in trajectories), path)
+    if path.suffix != ".parquet":
         raise UsageProblem(f"--output must end in .parquet, .jsonl or .jsonl.gz (got {path.name!r})")
-    try:
-        with _whole(path) as file:
-            if path.suffix == ".parquet":
-                return _parquet(client, name, namespace, file)
-            return _lines(client, name, namespace, file, path.suffix == ".gz", follow)
-    except OSError as error:
-        raise CliError(f"{path}: cannot be written: {error.strerror or error}") from error
+    with _whole(path) as file:
+        return _parquet(client, name, namespace, file)
 
 
 @contextlib.contextmanager
 def _whole(path: Path) -> Iterator[IO[bytes]]:
-    path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        with temporary.open("wb") as file:
-            yield file
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
-def _lines(client: Client, name: str, namespace: str, file: IO[bytes], packed: bool, follow: bool) -> int:
-    count = 0
-    with _packed(file, packed) as out:
-        for trajectory in client.trajectories(name, follow=follow, namespace=namespace):
-            out.write(trajectory.line() + b"\n")
-            count += 1
-    return count
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            with temporary.open("wb") as file:
+                yield file
+            temporary.replace(path)
+        finally:
+            temporary.unlink(missing_ok=True)
+    except OSError as error:
+        raise CliError(f"{path}: cannot be written: {error.strerror or error}") from error
 
 
 def _parquet(client: Client, name: str, namespace: str, file: IO[bytes]) -> int:

@@ -11,10 +11,11 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Final
 
+from rollyard_slurm.addresses import controller, is_loopback, required, toward
 from rollyard_slurm.calls.protocol import CallCounts
 from rollyard_slurm.errors import SlurmError, SlurmUnavailable, SubmitRefused
 from rollyard_slurm.readers import command_output, reasons
-from rollyard_slurm.readers.jobs import JobDetails, QueuedJob, Unreadable
+from rollyard_slurm.readers.jobs import JobDetails, QueuedJob
 from rollyard_slurm.scripts.batch import BatchScript
 
 PASSED: Final = ("PATH", "HOME", "LANG", "TZ", "SLURM_CONF", "TMPDIR", "LD_LIBRARY_PATH", "KRB5CCNAME")
@@ -121,28 +122,19 @@ class SlurmCommands:
             raise SlurmUnavailable(f"sbatch: {words}", reasons.is_unsure(err))
         if code != 0:
             raise SubmitRefused(words or f"sbatch ended with exit status {code}", reasons.is_limit(err))
-        try:
-            return command_output.submitted(out)
-        except Unreadable as error:
-            raise SlurmUnavailable(str(error), unsure=True) from error
+        return command_output.submitted(out)
 
     async def queue(self) -> list[QueuedJob]:
         """Return the user's jobs, as squeue lists them."""
         user = pwd.getpwuid(os.getuid()).pw_name
-        out = await self._ask("squeue", "--noheader", "--all", "-u", user, "-o", command_output.QUEUE_FORMAT)
-        try:
-            return command_output.queue(out)
-        except Unreadable as error:
-            raise SlurmUnavailable(str(error)) from error
+        arguments = ("--noheader", "--all", "-u", user, "-o", command_output.QUEUE_FORMAT)
+        return command_output.queue(await self._ask("squeue", *arguments))
 
     async def details(self, job: int) -> JobDetails | None:
         """Return what scontrol knows of a job, or None if it knows nothing any more."""
         code, out, err = await self._run("scontrol", "show", "job", str(job))
         if code == 0:
-            try:
-                return command_output.details(out)
-            except Unreadable as error:
-                raise SlurmUnavailable(str(error)) from error
+            return command_output.details(out)
         if not re.search(r"invalid job id", err + out, re.IGNORECASE):
             raise SlurmUnavailable(f"scontrol: {reasons.shorter(err) or f'exit status {code}'}")
         return await self._accounted(job)
@@ -165,6 +157,20 @@ class SlurmCommands:
         """Return whether sinfo lists all of these nodes as usable."""
         arguments = ("--noheader", "--all", "--Node", "--nodes", nodes, "--format", "%T")
         return command_output.nodes_respond(await self._ask("sinfo", *arguments))
+
+    async def address(self) -> str:
+        """Return the address of this host from which it reaches the controller and the nodes.
+
+        Raises:
+            SlurmError: Slurm does not answer, or no address is found.
+        """
+        config = await self._ask("scontrol", "show", "config")
+        address = await asyncio.to_thread(toward, [controller(config)])
+        if not address or is_loopback(address):
+            # The controller runs on this host. Therefore the route to a node decides.
+            nodes = (await self._ask("sinfo", "--noheader", "--format=%o")).split()
+            address = await asyncio.to_thread(toward, nodes[:1]) or address
+        return required(address)
 
     async def signal(self, jobs: Sequence[int], name: str) -> None:
         """Send a signal to the batch scripts of jobs."""

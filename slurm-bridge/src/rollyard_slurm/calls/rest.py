@@ -13,18 +13,18 @@ import contextlib
 import os
 import re
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from rollyard_slurm.addresses import is_loopback, toward
-from rollyard_slurm.calls.command_line import SlurmCommands
-from rollyard_slurm.calls.protocol import CallCounts, SlurmCalls
+from rollyard_slurm.addresses import is_loopback, required, toward
+from rollyard_slurm.calls.command_line import SlurmCommands, environment
+from rollyard_slurm.calls.protocol import CallCounts
 from rollyard_slurm.calls.slurmrestd import RestAnswer, SlurmrestdClient
-from rollyard_slurm.errors import SlurmError, SlurmUnavailable, SubmitRefused
+from rollyard_slurm.errors import SlurmUnavailable, SubmitRefused
 from rollyard_slurm.profile import SIGNAL_SECONDS, RestProfile
 from rollyard_slurm.readers import command_output, job_json, reasons
-from rollyard_slurm.readers.jobs import PENDING_STATES, JobDetails, QueuedJob, Unreadable
+from rollyard_slurm.readers.jobs import PENDING_STATES, JobDetails, QueuedJob
 from rollyard_slurm.scripts import job_fields
 from rollyard_slurm.scripts.batch import BatchScript
 from rollyard_slurm.scripts.shell import Assign, Code, render
@@ -39,17 +39,18 @@ _NODE: Final = re.compile(r"[\w.-]+")
 
 
 def slurm_calls(
-    rest: RestProfile | None, timeout: float, env: Mapping[str, str], home: Path, keeps: bool = True
-) -> SlurmCalls:
+    rest: RestProfile | None, timeout: float, home: Path, pass_env: Iterable[str] = (), keeps: bool = True
+) -> SlurmCommands | RestCalls:
     """Return calls to Slurm that use slurmrestd if the profile names one, and Slurm's commands otherwise.
 
     Args:
         rest: The part of the profile that names a slurmrestd.
         timeout: The time limit of one call or command, in seconds.
-        env: The environment of the commands and jobs.
         home: The home, on storage that the nodes share.
+        pass_env: The names of variables that commands and jobs inherit in addition to the usual ones.
         keeps: Whether to maintain the files from which jobs read their signals.
     """
+    env = environment(os.environ, pass_env)
     return SlurmCommands(timeout, env) if rest is None else RestCalls(rest, timeout, env, home, keeps)
 
 
@@ -57,7 +58,7 @@ class RestCalls:
     """Calls Slurm through slurmrestd. Each call has a time limit.
 
     Args:
-        wanted: The address and the credentials of slurmrestd.
+        profile: The address and the credentials of slurmrestd.
         timeout: The time limit of one call, in seconds.
         env: The environment of the jobs.
         home: The home, on storage that the nodes share.
@@ -109,11 +110,8 @@ class RestCalls:
         """Return the user's jobs, as slurmrestd lists them."""
         now = await self._now()
         document = _good(await self.server.ask("GET", "/jobs", "jobs"), "jobs")
-        try:
-            # The answer lists the jobs of all users. On a large cluster, reading it takes a while.
-            listed = await asyncio.to_thread(job_json.queue, document, os.getuid(), now)
-        except Unreadable as error:
-            raise SlurmUnavailable(str(error)) from error
+        # The answer lists the jobs of all users. On a large cluster, reading it takes a while.
+        listed = await asyncio.to_thread(job_json.queue, document, os.getuid(), now)
         if self._keeps:
             # The list of jobs is useful even if the home is full or does not answer.
             with contextlib.suppress(OSError):
@@ -126,10 +124,7 @@ class RestCalls:
         answer = await self.server.ask("GET", f"/job/{job}", "job")
         if UNKNOWN_JOB in answer.numbers:
             return None
-        try:
-            return job_json.details(_good(answer, "job"), job, now)
-        except Unreadable as error:
-            raise SlurmUnavailable(str(error)) from error
+        return job_json.details(_good(answer, "job"), job, now)
 
     async def nodes_respond(self, nodes: str) -> bool:
         """Return whether slurmrestd shows this node as usable. Lists of several nodes count as unusable."""
@@ -160,12 +155,7 @@ class RestCalls:
         address = toward(nodes[:1])
         if not address or (is_loopback(address) and not all(is_loopback(node) for node in nodes)):
             address = toward([node for node in nodes if not is_loopback(node)][:1]) or address
-        if not address:
-            raise SlurmError(
-                "the address by which the nodes reach this host cannot be determined; give it with "
-                "--listen ADDRESS"
-            )
-        return address
+        return required(address)
 
     async def _now(self) -> float:
         """Return the present time on the controller's clock, in seconds since the epoch."""

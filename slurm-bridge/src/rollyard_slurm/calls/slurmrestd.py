@@ -74,14 +74,14 @@ class SlurmrestdClient:
     """A client of one slurmrestd.
 
     Args:
-        wanted: The address and the credentials of slurmrestd.
+        profile: The address and the credentials of slurmrestd.
         timeout: The time limit of one call, in seconds.
         counts: The counts to which each call is added.
     """
 
-    def __init__(self, wanted: RestProfile, timeout: float, counts: CallCounts) -> None:
-        self.url = wanted.url
-        self._wanted = wanted
+    def __init__(self, profile: RestProfile, timeout: float, counts: CallCounts) -> None:
+        self.url = profile.url
+        self._profile = profile
         self._timeout = timeout
         self._counts = counts
         self._api: Api | None = None
@@ -93,7 +93,7 @@ class SlurmrestdClient:
         Raises:
             SlurmError: The socket does not exist, or the file with the token cannot be used.
         """
-        path = self._wanted.socket
+        path = self._profile.socket
         if path is not None:
             try:
                 if not stat.S_ISSOCK(path.stat().st_mode):
@@ -118,7 +118,7 @@ class SlurmrestdClient:
             answer = await self._call("GET", "/openapi/v3", {}, None, "openapi")
             if answer.status != 200 or not isinstance(answer.document, dict):
                 raise self._unavailable(answer, "openapi")
-            version, signals = _chosen(answer.document, self._wanted.version, self.url)
+            version, signals = _chosen(answer.document, self._profile.version, self.url)
             self._api = Api(version, signals, 0.0, float("-inf"))
         if time.monotonic() > self._api.measured + CLOCK_SECONDS:
             path = f"/slurm/v0.0.{self._api.version}/diag"
@@ -178,7 +178,7 @@ class SlurmrestdClient:
 
     def _who(self) -> str:
         """Return a description of the credentials for messages, which says whether the token has expired."""
-        file = self._wanted.token_file
+        file = self._profile.token_file
         if file is None:
             return "a call without a token (rest.tokenFile names a file with one)"
         try:
@@ -195,10 +195,10 @@ class SlurmrestdClient:
 
         The token is read for each call, because its file may have been renewed.
         """
-        if self._wanted.token_file is None:
+        if self._profile.token_file is None:
             return {}
-        user = self._wanted.user or pwd.getpwuid(os.getuid()).pw_name
-        return {"X-SLURM-USER-NAME": user, "X-SLURM-USER-TOKEN": _token(Path(self._wanted.token_file))}
+        user = self._profile.user or pwd.getpwuid(os.getuid()).pw_name
+        return {"X-SLURM-USER-NAME": user, "X-SLURM-USER-TOKEN": _token(Path(self._profile.token_file))}
 
     async def _call(
         self, method: str, path: str, query: Mapping[str, str], body: Any, name: str
@@ -234,7 +234,7 @@ class SlurmrestdClient:
         self, method: str, path: str, query: Mapping[str, str], body: Any, headers: Mapping[str, str]
     ) -> tuple[int, bytes]:
         """Send one request, and return the HTTP status and the content of the answer."""
-        socket = self._wanted.socket
+        socket = self._profile.socket
         if self._tls is None:
             secure = self.url.startswith("https:")
             # Reading the certificates takes a while. Therefore they are read once, and only if they are
@@ -275,7 +275,7 @@ async def _read(status: int, content: bytes) -> RestAnswer:
     return RestAnswer(status, document, numbers, words)
 
 
-def _chosen(document: Mapping[str, Any], wanted: str | None, url: str) -> tuple[int, bool]:
+def _chosen(document: Mapping[str, Any], version: str | None, url: str) -> tuple[int, bool]:
     """Return the version to use, and whether it can signal a batch script alone.
 
     Raises:
@@ -284,24 +284,24 @@ def _chosen(document: Mapping[str, Any], wanted: str | None, url: str) -> tuple[
     paths = document.get("paths")
     paths = paths if isinstance(paths, dict) else {}
     there = {int(match[2]) for path in paths if (match := _VERSIONS.match(path))}
-    listed = ", ".join(f"v0.0.{number}" for number in sorted(there)) or "none that submits jobs"
-    if wanted is not None:
-        version = int(wanted.rpartition(".")[2])
-        if version not in there:
-            raise SlurmError(f"rest.version: slurmrestd at {url} has no {wanted}; it has {listed}")
+    listed = ", ".join(f"v0.0.{each}" for each in sorted(there)) or "none that submits jobs"
+    if version is not None:
+        number = int(version.rpartition(".")[2])
+        if number not in there:
+            raise SlurmError(f"rest.version: slurmrestd at {url} has no {version}; it has {listed}")
     else:
-        known = [number for number in there if OLDEST <= number <= NEWEST]
-        newer = [number for number in there if number > NEWEST]
+        known = [each for each in there if OLDEST <= each <= NEWEST]
+        newer = [each for each in there if each > NEWEST]
         if not known and not newer:
             raise SlurmError(
                 f"slurmrestd at {url} has {listed}; v0.0.{OLDEST} (Slurm 22.05) or newer is needed"
             )
-        version = max(known) if known else min(newer)
-    delete = paths.get(f"/slurm/v0.0.{version}/job/{{job_id}}", {}).get("delete", {})
+        number = max(known) if known else min(newer)
+    delete = paths.get(f"/slurm/v0.0.{number}/job/{{job_id}}", {}).get("delete", {})
     names = {
         parameter.get("name") for parameter in delete.get("parameters", []) if isinstance(parameter, dict)
     }
-    return version, "flags" in names
+    return number, "flags" in names
 
 
 def _token(path: Path) -> str:

@@ -11,7 +11,8 @@ from __future__ import annotations
 import re
 from typing import Final
 
-from rollyard_slurm.readers.jobs import JobDetails, QueuedJob, Unreadable
+from rollyard_slurm.errors import SlurmUnavailable
+from rollyard_slurm.readers.jobs import JobDetails, QueuedJob
 
 QUEUE_FORMAT: Final = "%A|%T|%r|%N|%M|%L|%l|%V|%j|%k"
 """The format for `squeue -o`.
@@ -47,7 +48,7 @@ def queue(text: str) -> list[QueuedJob]:
     """Read the jobs that `squeue --noheader -o QUEUE_FORMAT` lists.
 
     Raises:
-        Unreadable: A line has too few fields, or does not begin with the number of a job.
+        SlurmUnavailable: A line has too few fields, or does not begin with the number of a job.
     """
     jobs = []
     for line in text.splitlines():
@@ -55,7 +56,7 @@ def queue(text: str) -> list[QueuedJob]:
             continue
         parts = line.split("|", 9)
         if len(parts) < 10 or not parts[0].strip().isdigit():
-            raise Unreadable(f"squeue printed {line!r:.200}")
+            raise SlurmUnavailable(f"squeue printed {line!r:.200}")
         job, state, reason, nodes, used, left, limit, submitted, name, comment = (
             part.strip() for part in parts
         )
@@ -92,11 +93,11 @@ def details(text: str) -> JobDetails:
     """Read the job that `scontrol show job` prints.
 
     Raises:
-        Unreadable: The text does not describe a job.
+        SlurmUnavailable: The text does not describe a job.
     """
     job, state = _field(text, "JobId"), _field(text, "JobState")
     if not job.isdigit() or not state:
-        raise Unreadable(f"scontrol printed {text!r:.200}")
+        raise SlurmUnavailable(f"scontrol printed {text!r:.200}")
     status, number = _exit(_field(text, "ExitCode"))
     restarts = _field(text, "Restarts")
     return JobDetails(
@@ -159,9 +160,9 @@ def submitted(text: str) -> int:
     A site's filter may print other lines before the number.
 
     Raises:
-        Unreadable: No line holds the number of a job.
+        SlurmUnavailable: No line holds the number of a job.
     """
     numbers = _SUBMITTED.findall(text)
     if not numbers:
-        raise Unreadable(f"sbatch printed {text!r:.200}")
+        raise SlurmUnavailable(f"sbatch printed {text!r:.200}", unsure=True)
     return int(numbers[-1])

@@ -11,7 +11,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, Final
 
-from rollyard_slurm.readers.jobs import JobDetails, QueuedJob, Unreadable
+from rollyard_slurm.errors import SlurmUnavailable
+from rollyard_slurm.readers.jobs import JobDetails, QueuedJob
 
 _NO_VALUE: Final = 0xFFFFFFFC
 """The smallest of the 32-bit numbers by which Slurm marks a value as "not set" or "infinite"."""
@@ -92,11 +93,11 @@ def _jobs(document: Any) -> list[dict[str, Any]]:
     """Return the list of jobs in an answer.
 
     Raises:
-        Unreadable: The answer has no such list.
+        SlurmUnavailable: The answer has no such list.
     """
     jobs = document.get("jobs") if isinstance(document, dict) else None
     if not isinstance(jobs, list) or not all(isinstance(job, dict) for job in jobs):
-        raise Unreadable("slurmrestd answered without a list of jobs")
+        raise SlurmUnavailable("slurmrestd answered without a list of jobs")
     return jobs
 
 
@@ -104,11 +105,11 @@ def _id(job: dict[str, Any]) -> int:
     """Return the number of a job.
 
     Raises:
-        Unreadable: The job has no number.
+        SlurmUnavailable: The job has no number.
     """
     job_id = number(job.get("job_id"))
     if not job_id:
-        raise Unreadable("slurmrestd lists a job without a number")
+        raise SlurmUnavailable("slurmrestd lists a job without a number")
     return job_id
 
 
@@ -123,7 +124,7 @@ def queue(document: Any, uid: int, now: float) -> list[QueuedJob]:
         now: The present time on the controller's clock, in seconds since the epoch.
 
     Raises:
-        Unreadable: The answer is not a list of jobs.
+        SlurmUnavailable: The answer is not a list of jobs.
     """
     jobs = []
     for job in _jobs(document):
@@ -155,14 +156,14 @@ def details(document: Any, job_id: int, now: float) -> JobDetails | None:
     """Read one job from the answer to `GET /job/NUMBER`. Return None if the answer does not contain it.
 
     Raises:
-        Unreadable: The answer is not a list of jobs, or the job has no state.
+        SlurmUnavailable: The answer is not a list of jobs, or the job has no state.
     """
     for job in _jobs(document):
         if _id(job) != job_id:
             continue
         word = state(job.get("job_state"))
         if not word:
-            raise Unreadable("slurmrestd describes a job without a state")
+            raise SlurmUnavailable("slurmrestd describes a job without a state")
         status, signal = exit_of(job.get("exit_code"))
         read = JobDetails(
             job_id, word, _reason(job), status, signal, 0.0, _limit(job), number(job.get("restart_cnt"))

@@ -8,8 +8,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-from rollyard_slurm.errors import BridgeError
-
 PENDING_STATES: Final = frozenset(
     {"PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "SPECIAL_EXIT"}
 )
@@ -22,12 +20,6 @@ LIVE_STATES: Final = (
     | {"RUNNING", "COMPLETING", "RESIZING", "SIGNALING", "STAGE_OUT", "RESV_DEL_HOLD"}
 )
 """The states of all jobs that have not ended."""
-
-
-class Unreadable(BridgeError, ValueError):
-    """An answer does not have the form that any supported version of Slurm gives it."""
-
-    reason = "Unreadable"
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,1 +1,1 @@
-"""Decisions about time limits and successors, and nodes to avoid. All modules are pure."""
+"""Decisions about time limits and successors. All modules are pure."""

@@ -21,8 +21,19 @@ from rollyard_process.telemetry.variables import LOG_FORMAT
 
 from rollyard_slurm.profile import SIGNAL_SECONDS, JobProfile
 from rollyard_slurm.readers.job_identity import SlurmJobIdentity
-from rollyard_slurm.scripts.placeholders import HOST, PORT
-from rollyard_slurm.scripts.shell import Array, Assign, Code, Comment, Directive, Export, Line, Part, render
+from rollyard_slurm.scripts.shell import (
+    HOST,
+    PORT,
+    Array,
+    Assign,
+    Code,
+    Comment,
+    Directive,
+    Export,
+    Line,
+    Part,
+    render,
+)
 from rollyard_slurm.scripts.site import Site
 
 # The run folder of a node is one that no other user of the node can reach or replace. The worker checks it

@@ -20,6 +20,14 @@ _NAME: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
 _PLAIN_DIRECTIVE: Final = re.compile(r"[A-Za-z0-9_./:,=@%+\[\]{}*-]+\Z")
 _OPTION: Final = re.compile(r"[a-z][a-z0-9-]*\Z")
 
+HOST: Final = "@HOST@"
+"""The word of a backend's command line that `rollyard_slurm.node` replaces on the node by its address there.
+
+It is the address from which the node reaches the control plane.
+"""
+PORT: Final = "@PORT@"
+"""The word that the node replaces by one of its ports, which is free when the backend starts."""
+
 
 class Code(str):
     """Bash code from the source of this program, or from the shell lines of the site's profile."""

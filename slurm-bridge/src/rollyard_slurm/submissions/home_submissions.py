@@ -1,7 +1,11 @@
-"""The submissions of one home, in memory and on disk."""
+"""The submissions of one home, in memory and on disk, and the health checks of its backends.
+
+The check of a backend begins when the backend has announced its URL.
+"""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Iterable, Iterator
 from datetime import UTC, datetime
 from pathlib import Path
@@ -9,14 +13,16 @@ from typing import Annotated, Any, Final
 
 import httpx
 from pydantic import AwareDatetime, BaseModel, PlainSerializer
-from rollyard_drivers.health import BackendHealth
+from rollyard_drivers.health import BackendHealth, watch_backend
 from rollyard_drivers.host.home import read_json, write_json
 from rollyard_drivers.reconcile.plan import Owner, Workload
 
-from rollyard_slurm.scheduling.time_limits import JobEnding
+from rollyard_slurm.calls.protocol import SlurmCalls
+from rollyard_slurm.readers.jobs import PENDING_STATES
+from rollyard_slurm.scheduling.time_limits import JobEnding, wants_successor
 from rollyard_slurm.scripts.site import Site
-from rollyard_slurm.submissions.backend_health import BackendHealthChecks
-from rollyard_slurm.submissions.submission import Submission, fresh
+from rollyard_slurm.submissions.availability import AvoidedNodes, SlurmAvailability
+from rollyard_slurm.submissions.submission import Submission
 
 
 class SubmissionGroup:
@@ -98,37 +104,28 @@ class _Record(BaseModel):
 _COPIED: Final = tuple(_Record.model_fields.keys() - {"url", "ending"})
 
 
-class Records:
-    """The files with the submissions of one home."""
+def load_records(folder: Path) -> list[Submission]:
+    """Return the submissions of earlier runs, oldest first, from the files of a folder.
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    A file that cannot be read is renamed and left out.
+    """
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    submissions = []
+    for path in sorted(folder.glob("*.json")):
+        try:
+            submissions.append(_submission(_Record.model_validate(read_json(path))))
+        except (KeyError, TypeError, ValueError):  # A ValidationError is a ValueError.
+            path.rename(path.with_suffix(".unreadable"))
+    return sorted(submissions, key=lambda submission: submission.submitted_at)
 
-    def load(self) -> list[Submission]:
-        """Return the submissions of earlier runs, oldest first.
 
-        A file that cannot be read is renamed and left out.
-        """
-        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        submissions = []
-        for path in sorted(self._folder.glob("*.json")):
-            try:
-                submissions.append(_submission(_Record.model_validate(read_json(path))))
-            except (KeyError, TypeError, ValueError):  # A ValidationError is a ValueError.
-                path.rename(path.with_suffix(".unreadable"))
-        return sorted(submissions, key=lambda submission: submission.submitted_at)
+def save_record(folder: Path, submission: Submission) -> None:
+    """Write the file of a submission, either completely or not at all.
 
-    def save(self, submission: Submission) -> None:
-        """Write the file of a submission, either completely or not at all.
-
-        Raises:
-            OSError: The home cannot be written.
-        """
-        write_json(self._folder / f"{submission.launch}.json", _record(submission).model_dump(mode="json"))
-
-    def forget(self, submission: Submission) -> None:
-        """Remove the file of a submission."""
-        (self._folder / f"{submission.launch}.json").unlink(missing_ok=True)
+    Raises:
+        OSError: The home cannot be written.
+    """
+    write_json(folder / f"{submission.launch}.json", _record(submission).model_dump(mode="json"))
 
 
 def _record(submission: Submission) -> _Record:
@@ -149,7 +146,7 @@ def _record(submission: Submission) -> _Record:
 
 def _submission(record: _Record) -> Submission:
     """Return the submission that a record describes."""
-    submission = fresh(record.launch, record.workload, record.restarts, record.submitted_at)
+    submission = Submission(record.launch, record.workload, record.restarts, record.submitted_at)
     for name in _COPIED:
         value = getattr(record, name)
         setattr(submission, name, value.astimezone(UTC) if isinstance(value, datetime) else value)
@@ -164,18 +161,102 @@ def _submission(record: _Record) -> Submission:
     return submission
 
 
-class HomeSubmissions:
-    """The submissions of one home. The first ones are those that an earlier bridge has left.
+class BackendHealthChecks:
+    """The health checks of one bridge.
 
     Args:
-        wake: A function that is called when a backend becomes ready or stops being ready.
+        changed: A function that is called with each backend that becomes ready or stops being ready.
     """
 
-    def __init__(self, site: Site, http: httpx.AsyncClient, wake: Callable[[], None]) -> None:
+    def __init__(self, site: Site, http: httpx.AsyncClient, changed: Callable[[Submission], None]) -> None:
         self._site = site
+        self._http = http
+        self._changed = changed
+
+    def find(self, submission: Submission) -> bool:
+        """Begin to check a backend, if it has announced its URL.
+
+        Returns:
+            Whether the backend has started and squeue has not shown this yet. In this case, Slurm should be
+            polled soon.
+        """
+        path = self._site.endpoint_file(submission.launch)
+        if submission.seen is None or submission.seen.state in PENDING_STATES:
+            return submission.job is not None and path.exists()
+        if not submission.running:
+            return False
+        document = read_json(path) or {}
+        url = document.get("url")
+        if isinstance(url, str) and document.get("job") == str(submission.job):
+            self._check(submission, url)
+        return False
+
+    def _check(self, submission: Submission, url: str) -> None:
+        """Begin the health check of a backend at a URL, unless it runs already."""
+        if submission.probe is not None and submission.url == url:
+            return
+        if submission.url != url:  # Slurm has started the backend again on another node.
+            submission.health = BackendHealth(url=url)
+        self.pause(submission)
+        submission.url = url
+
+        def report(health: BackendHealth) -> None:
+            before, submission.health = submission.health, health
+            if before.ready != health.ready:
+                self._changed(submission)
+
+        submission.probe = asyncio.create_task(
+            watch_backend(url, submission.workload.model, self._http, report, submission.health),
+            name=f"health of {submission.workload.name}",
+        )
+
+    def pause(self, submission: Submission) -> None:
+        """End the check of a backend, and keep its last known health."""
+        if submission.probe is not None:
+            submission.probe.cancel()
+            submission.probe = None
+
+    def end(self, submission: Submission) -> None:
+        """End the check of a backend that does not run, and forget its health and its URL."""
+        self.pause(submission)
+        submission.health, submission.url = BackendHealth(), ""
+        self._site.endpoint_file(submission.launch).unlink(missing_ok=True)
+
+    async def close(self, submissions: Iterable[Submission]) -> None:
+        """End the checks of all given submissions, and wait until they have ended."""
+        probes = [submission.probe for submission in submissions if submission.probe is not None]
+        for probe in probes:
+            probe.cancel()
+        await asyncio.gather(*probes, return_exceptions=True)
+
+
+class HomeSubmissions:
+    """The submissions of one home, and what is shared by all that submits, polls and stops them.
+
+    The first submissions are those that an earlier bridge has left.
+
+    Args:
+        calls: The calls to Slurm.
+        wake: A function that is called when a backend becomes ready or stops being ready.
+        say: A function that is called with each line for the user of the bridge.
+    """
+
+    def __init__(
+        self,
+        site: Site,
+        calls: SlurmCalls,
+        http: httpx.AsyncClient,
+        wake: Callable[[], None],
+        say: Callable[[str], None],
+    ) -> None:
+        self.site = site
+        self.calls = calls
+        self.say = say
+        self.availability = SlurmAvailability(say)
+        self.avoided = AvoidedNodes()
         self._wake = wake
-        self._records = Records(site.home / "submissions")
-        self._all: list[Submission] = self._records.load()
+        self._folder = site.home / "submissions"
+        self._all = load_records(self._folder)
         self.health_checks = BackendHealthChecks(site, http, self._health_changed)
         self.changed = True
         """Whether something was done or seen after which Slurm should be polled soon."""
@@ -197,7 +278,7 @@ class HomeSubmissions:
         Raises:
             OSError: The home cannot be written.
         """
-        self._records.save(submission)
+        save_record(self._folder, submission)
 
     def give(self, submission: Submission, workload: Workload, now: datetime) -> None:
         """Make a worker that stands ready the worker of a RolloutJob.
@@ -211,7 +292,7 @@ class HomeSubmissions:
         submission.ready, submission.workload = submission.workload.name, workload
         submission.submitted_at = submission.started_at = now
         try:
-            self._records.save(submission)
+            self.save(submission)
         except OSError:
             submission.ready = ""
             submission.workload, submission.submitted_at, submission.started_at = before
@@ -222,22 +303,27 @@ class HomeSubmissions:
 
     def remove_record(self, submission: Submission) -> None:
         """Remove the record of a submission for which Slurm made no job."""
-        self._records.forget(submission)
+        (self._folder / f"{submission.launch}.json").unlink(missing_ok=True)
 
     def forget(self, submission: Submission) -> None:
         """Remove a submission and its files."""
         self.health_checks.end(submission)
         if submission.job is not None:
-            self._site.trouble_file(submission.submitted_as, submission.job).unlink(missing_ok=True)
+            self.site.trouble_file(submission.submitted_as, submission.job).unlink(missing_ok=True)
         if submission in self._all:
             self._all.remove(submission)
-        self._records.forget(submission)
+        self.remove_record(submission)
         if all(another.workload.owner != submission.workload.owner for another in self._all):
-            self._site.token_file(submission.workload).unlink(missing_ok=True)
+            self.site.token_file(submission.workload).unlink(missing_ok=True)
         if submission.ready:
-            self._site.ready_token_file(submission.workload.owner.namespace, submission.ready).unlink(
+            self.site.ready_token_file(submission.workload.owner.namespace, submission.ready).unlink(
                 missing_ok=True
             )
+
+    def near_limit(self, submission: Submission) -> bool:
+        """Return whether the job of a submission is so close to its time limit that a successor is due."""
+        profile = self.site.profile.of(submission.workload.kind)
+        return submission.seen is not None and wants_successor(submission.seen, profile)
 
     @property
     def owners(self) -> set[Owner]:

@@ -13,15 +13,11 @@ from typing import Final
 
 from rollyard_drivers.host.log_file import telling_line
 
-from rollyard_slurm.calls.protocol import SlurmCalls
 from rollyard_slurm.errors import SlurmError
 from rollyard_slurm.readers.job_identity import SlurmJobIdentity
 from rollyard_slurm.readers.jobs import PENDING_STATES, QueuedJob
 from rollyard_slurm.scheduling import time_limits
-from rollyard_slurm.scheduling.avoided_nodes import AvoidedNodes
 from rollyard_slurm.scripts.batch import NODE_UNUSABLE
-from rollyard_slurm.scripts.site import Site
-from rollyard_slurm.submissions.availability import SlurmAvailability
 from rollyard_slurm.submissions.home_submissions import HomeSubmissions
 from rollyard_slurm.submissions.submission import Submission
 from rollyard_slurm.submissions.worker_ends import WorkerEnds
@@ -42,51 +38,40 @@ class QueuePoller:
     """Brings the submissions of a home up to date with Slurm's queue.
 
     Args:
-        avoided: The nodes that new jobs avoid. The poller adds the nodes on which workers could not work.
+        submissions: The submissions of the home.
         worker_ends: The workers that have ended. The poller adds those that reconcile does not observe.
         successor_failed: A function that is called with the name of a workload whose successor ended before
             it took over.
-        say: A function that is called with each line for the user of the bridge.
     """
 
     def __init__(
         self,
-        site: Site,
-        calls: SlurmCalls,
         submissions: HomeSubmissions,
-        availability: SlurmAvailability,
-        avoided: AvoidedNodes,
         worker_ends: WorkerEnds,
         successor_failed: Callable[[str, datetime], None],
-        say: Callable[[str], None],
     ) -> None:
-        self._site = site
-        self._calls = calls
         self._submissions = submissions
-        self._availability = availability
-        self._avoided = avoided
         self._worker_ends = worker_ends
         self._successor_failed = successor_failed
-        self._say = say
         self._signature: frozenset[tuple[object, ...]] = frozenset()
         self._strangers: set[int] = set()
 
     async def poll(self, now: datetime) -> None:
         """Ask Slurm about every submission. If Slurm does not answer, the submissions stay as they were."""
         try:
-            listed = await self._calls.queue()
+            listed = await self._submissions.calls.queue()
             await self._worker_ends.look_for_restarts(self._match(listed, now))
             await self._ends({job.id for job in listed}, now)
             await self._cancel_strangers(listed)
         except SlurmError as trouble:
-            self._availability.lost(str(trouble))
+            self._submissions.availability.lost(str(trouble))
             return
-        self._availability.answered()
+        self._submissions.availability.answered()
         signature = frozenset((job.id, job.state, job.reason) for job in listed)
         if signature != self._signature:
             self._submissions.changed = True
         self._signature = signature
-        self._avoided.expire(now)
+        self._submissions.avoided.expire(now)
         self._read_troubles()
         self._submissions.retire_predecessors()
 
@@ -121,7 +106,8 @@ class QueuePoller:
     def _identity(self, job: QueuedJob) -> SlurmJobIdentity | None:
         """Return the identity of a job of this home, or None for any other job."""
         identity = SlurmJobIdentity.parse(job.comment)
-        return identity if identity is not None and identity.instance == self._site.instance else None
+        own = identity is not None and identity.instance == self._submissions.site.instance
+        return identity if own else None
 
     def _see(self, submission: Submission, job: QueuedJob, now: datetime) -> None:
         """Update a submission from its job in the queue."""
@@ -148,18 +134,18 @@ class QueuePoller:
         ]
         for submission in missing[:ENDS_AT_ONCE]:
             assert submission.job is not None
-            known = await self._calls.details(submission.job)
+            known = await self._submissions.calls.details(submission.job)
             if known is not None and known.live:
                 continue  # The job was requeued, or squeue lists it again in a moment.
-            profile = self._site.profile.of(submission.workload.kind)
+            profile = self._submissions.site.profile.of(submission.workload.kind)
             proven = await self._worker_ends.is_proven(submission, known)
             submission.restart_count = None if known is None else known.restarts
             end = time_limits.FORGOTTEN if known is None else time_limits.ending(known, profile)
             message = end.message
             if not message and end.code:
-                message = telling_line(self._site.log(submission.submitted_as, submission.job))
+                message = telling_line(self._submissions.site.log(submission.submitted_as, submission.job))
             if end.code == NODE_UNUSABLE and submission.seen is not None:
-                self._avoided.add(submission.seen.nodes, now)
+                self._submissions.avoided.add(submission.seen.nodes, now)
             self._end(submission, time_limits.JobEnding(end.code, message, end.expected, proven), now)
 
     def _end(self, submission: Submission, end: time_limits.JobEnding, now: datetime) -> None:
@@ -193,15 +179,15 @@ class QueuePoller:
             and job.id not in self._strangers
         ]
         if strangers:
-            self._say(f"cancelled Slurm jobs of this home that nothing wants: {strangers}")
-            await self._calls.cancel(strangers)
+            self._submissions.say(f"cancelled Slurm jobs of this home that nothing wants: {strangers}")
+            await self._submissions.calls.cancel(strangers)
             self._strangers.update(strangers)
 
     def _read_troubles(self) -> None:
         """Read the files in which running workers report trouble with their nodes."""
         for submission in self._submissions:
             if submission.workload.kind == "stage-worker" and submission.job is not None:
-                file = self._site.trouble_file(submission.submitted_as, submission.job)
+                file = self._submissions.site.trouble_file(submission.submitted_as, submission.job)
                 try:
                     submission.trouble = file.read_text()[:500] if submission.running else ""
                 except FileNotFoundError:

@@ -25,7 +25,6 @@ from rollyard_process.backoff import Backoff
 from rollyard_slurm.options import reconcile_profile
 from rollyard_slurm.readers import reasons
 from rollyard_slurm.readers.jobs import PENDING_STATES
-from rollyard_slurm.scheduling import time_limits
 from rollyard_slurm.scripts.site import Site
 from rollyard_slurm.submissions.home_submissions import HomeSubmissions
 from rollyard_slurm.submissions.stopping import Stopper
@@ -59,24 +58,16 @@ class ReadyWorkers:
     """The workers of one home that stand ready.
 
     Args:
+        submissions: The submissions of the home.
+        stopper: Stops ready workers that are not needed.
         namespaces: The namespaces in which workers stand ready.
-        say: A function that is called with each line for the user of the bridge.
     """
 
-    def __init__(
-        self,
-        site: Site,
-        submissions: HomeSubmissions,
-        stopper: Stopper,
-        namespaces: Collection[str],
-        say: Callable[[str], None],
-    ) -> None:
-        self._site = site
+    def __init__(self, submissions: HomeSubmissions, stopper: Stopper, namespaces: Collection[str]) -> None:
         self._submissions = submissions
         self._stopper = stopper
         self._namespaces = namespaces
-        self._say = say
-        self._shape = ready_workload("", "", site).made_of
+        self._shape = ready_workload("", "", submissions.site).made_of
         self._failures: dict[str, int] = {}
         self._resting: dict[str, datetime] = {}
         self._refused_until: datetime | None = None
@@ -106,7 +97,7 @@ class ReadyWorkers:
         submission = fit[chosen.uid]
         self._submissions.give(submission, workload, now)
         self._failures.pop(workload.owner.namespace, None)
-        self._say(f"{workload.name}: Slurm job {submission.job}, which stood ready, works for it")
+        self._submissions.say(f"{workload.name}: Slurm job {submission.job}, which stood ready, works for it")
         return True
 
     async def offer(self, now: datetime, send: Callable[[AssignmentOffer], Awaitable[str]]) -> None:
@@ -144,7 +135,7 @@ class ReadyWorkers:
             submission.offered = True
             if refusal:
                 self._refused_until = now + timedelta(seconds=REFUSED_SECONDS)
-                self._say(
+                self._submissions.say(
                     f"{submission.workload.name}: the worker that stood ready cannot have the job: {refusal}"
                 )
                 self._stopper.stop(Stop(submission.workload.name, STOP_SECONDS))
@@ -154,7 +145,7 @@ class ReadyWorkers:
 
         None stands ready while a worker or backend of the home waits for a place.
         """
-        count = self._site.profile.workers.ready
+        count = self._submissions.site.profile.workers.ready
         standing = self._standing()
         if not count and not standing:
             return
@@ -185,7 +176,7 @@ class ReadyWorkers:
         for namespace, missing in plan.create.items():
             for _ in range(missing):
                 # The name is random, because a token is made of it and is never valid for another worker.
-                workload = ready_workload(namespace, f"ready-{secrets.token_hex(8)}", self._site)
+                workload = ready_workload(namespace, f"ready-{secrets.token_hex(8)}", self._submissions.site)
                 if not await self._submit(workload, submitter, now):
                     break
 
@@ -206,9 +197,7 @@ class ReadyWorkers:
 
     def _is_old(self, submission: Submission) -> bool:
         """Return whether a ready worker is so close to its time limit that a worker would be replaced."""
-        if submission.seen is None or not submission.living:
-            return False
-        return time_limits.wants_successor(submission.seen, self._site.profile.of(submission.workload.kind))
+        return submission.living and self._submissions.near_limit(submission)
 
     def _rest(self, namespace: str, now: datetime) -> None:
         """Submit no ready workers of a namespace for a while, which grows with each failure in a row."""
@@ -228,7 +217,7 @@ class ReadyWorkers:
 
     def _tell(self, trouble: str) -> None:
         if trouble != self._trouble:
-            self._say(f"ready workers: {trouble}")
+            self._submissions.say(f"ready workers: {trouble}")
         self._trouble = trouble
 
 

@@ -10,7 +10,6 @@ from typing import Final
 
 from rollyard_drivers.reconcile.plan import Stop
 
-from rollyard_slurm.calls.protocol import SlurmCalls
 from rollyard_slurm.submissions.home_submissions import HomeSubmissions, jobs_of
 from rollyard_slurm.submissions.submission import Submission
 
@@ -23,8 +22,7 @@ HAND_OVER_SECONDS: Final = 6.0
 class Stopper:
     """Stops submissions over several passes. It uses few commands, each of which serves many jobs."""
 
-    def __init__(self, calls: SlurmCalls, submissions: HomeSubmissions) -> None:
-        self._calls = calls
+    def __init__(self, submissions: HomeSubmissions) -> None:
         self._submissions = submissions
 
     def stop(self, stop: Stop) -> None:
@@ -90,15 +88,15 @@ class Stopper:
             ):
                 insist.append(submission)
         if cancel:
-            await self._calls.cancel(jobs_of(cancel))
+            await self._submissions.calls.cancel(jobs_of(cancel))
             for submission in cancel:
                 submission.cancelled_at = now
         if drain:
-            await self._calls.signal(jobs_of(drain), "USR1")
+            await self._submissions.calls.signal(jobs_of(drain), "USR1")
             for submission in drain:
                 submission.drained = True
         if insist:
-            await self._calls.signal(jobs_of(insist), "USR2")
+            await self._submissions.calls.signal(jobs_of(insist), "USR2")
             for submission in insist:
                 submission.insisted = True
         if cancel or drain or insist:

@@ -189,10 +189,3 @@ class Submission:
         if self.workload.kind == "backend":
             return ("running" if self.health.warmed_up else "starting"), self.health.message, False, False
         return "running", "", False, False
-
-
-def fresh(launch: str, workload: Workload, restarts: int, now: datetime, last_end: str = "") -> Submission:
-    """Return a new submission, for which nothing has been sent to Slurm yet."""
-    return Submission(
-        launch=launch, workload=workload, restarts=restarts, submitted_at=now, last_end=last_end
-    )

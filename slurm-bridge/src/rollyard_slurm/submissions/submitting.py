@@ -14,16 +14,11 @@ from rollyard_drivers.host.private_files import write_private
 from rollyard_drivers.reconcile.plan import Launch, Owner, Stop, Workload
 from rollyard_drivers.reconcile.workloads import Replacements
 
-from rollyard_slurm.calls.protocol import SlurmCalls
 from rollyard_slurm.errors import SlurmError, SlurmUnavailable, SubmitRefused
 from rollyard_slurm.readers.job_identity import SlurmJobIdentity
-from rollyard_slurm.scheduling import time_limits
-from rollyard_slurm.scheduling.avoided_nodes import AvoidedNodes
 from rollyard_slurm.scripts.batch import batch_script
-from rollyard_slurm.scripts.site import Site
-from rollyard_slurm.submissions.availability import SlurmAvailability
 from rollyard_slurm.submissions.home_submissions import HomeSubmissions, SubmissionGroup
-from rollyard_slurm.submissions.submission import Submission, fresh
+from rollyard_slurm.submissions.submission import Submission
 
 UNSURE_SECONDS: Final = 90.0
 """The time in which a job appears if sbatch submitted it before it was cut off, in seconds."""
@@ -39,32 +34,21 @@ class Submitter:
     """Submits workloads, and never submits the same one twice.
 
     Args:
-        avoided: The nodes that new jobs avoid.
+        submissions: The submissions of the home.
         worker_token: A function that returns the token of the workers of a RolloutJob, or of a ready worker.
         take: A function that makes a worker that stands ready the worker of a launch, and returns whether
             there was one.
-        say: A function that is called with each line for the user of the bridge.
     """
 
     def __init__(
         self,
-        site: Site,
-        calls: SlurmCalls,
         submissions: HomeSubmissions,
-        availability: SlurmAvailability,
-        avoided: AvoidedNodes,
         worker_token: Callable[[Owner], str],
         take: Callable[[Launch, datetime], bool],
-        say: Callable[[str], None],
     ) -> None:
-        self._site = site
-        self._calls = calls
         self._submissions = submissions
-        self._availability = availability
-        self._avoided = avoided
         self._worker_token = worker_token
         self._take = take
-        self._say = say
         self._replaced = Replacements()
         self._successor_after: dict[str, datetime] = {}
         self._limit = ""
@@ -119,18 +103,20 @@ class Submitter:
         for name, group in self._submissions.groups().items():
             if self._wants_successor(name, group, now):
                 front = group.front
-                self._say(f"{name}: the time limit of Slurm job {front.job} is near; its successor queues")
+                self._submissions.say(
+                    f"{name}: the time limit of Slurm job {front.job} is near; its successor queues"
+                )
                 await self._submit(Launch(front.workload, front.restarts, front.last_end), now)
 
     def _wants_successor(self, name: str, group: SubmissionGroup, now: datetime) -> bool:
         """Return whether a workload needs a successor now."""
         front = group.front
-        if not front.running or front.stopping or front.standing or group.successors or front.seen is None:
+        if not front.running or front.stopping or front.standing or group.successors:
             return False
         after = self._successor_after.get(name)
         if after is not None and now < after:
             return False
-        return time_limits.wants_successor(front.seen, self._site.profile.of(front.workload.kind))
+        return self._submissions.near_limit(front)
 
     async def submit_ready(self, workload: Workload, now: datetime) -> Submission | None:
         """Submit a worker that stands ready, and return the submission, which may have been refused.
@@ -143,7 +129,7 @@ class Submitter:
 
     async def _submit(self, launch: Launch, now: datetime) -> Submission:
         """Add a new submission of a workload, submit it, and return it."""
-        submission = fresh(secrets.token_hex(6), launch.workload, launch.restarts, now, launch.last_end)
+        submission = Submission(secrets.token_hex(6), launch.workload, launch.restarts, now, launch.last_end)
         self._submissions.add(submission)
         await self._try(submission, now)
         return submission
@@ -154,8 +140,8 @@ class Submitter:
         If it is not submitted, the submission holds the reason.
         """
         self._submissions.changed = True
-        trouble = self._availability.trouble or self._limit
-        if trouble or not self._availability.answered_once:
+        trouble = self._submissions.availability.trouble or self._limit
+        if trouble or not self._submissions.availability.answered_once:
             submission.refused = f"not submitted yet: {trouble}"
             submission.retry_at = now + timedelta(seconds=RETRY_SECONDS if self._limit else 0.0)
             return
@@ -170,7 +156,7 @@ class Submitter:
             self._refused(submission, refusal, now)
             return
         except SlurmUnavailable as error:
-            self._availability.lost(str(error))
+            self._submissions.availability.lost(str(error))
             if not error.unsure:
                 self._submissions.remove_record(submission)
                 submission.unsure_until, submission.refused, submission.retry_at = (
@@ -192,16 +178,15 @@ class Submitter:
 
     async def _call_sbatch(self, submission: Submission) -> None:
         """Write the files of a submission, and submit its batch script."""
-        workload = submission.workload
-        identity = SlurmJobIdentity.of(workload, self._site.instance, submission.launch, submission.restarts)
+        workload, site = submission.workload, self._submissions.site
+        identity = SlurmJobIdentity.of(workload, site.instance, submission.launch, submission.restarts)
         if workload.kind == "stage-worker":
-            write_private(self._site.token_file(workload), self._worker_token(workload.owner))
-            submission.avoided = self._avoided.nodes
+            write_private(site.token_file(workload), self._worker_token(workload.owner))
+            submission.avoided = self._submissions.avoided.nodes
         # The record is written before sbatch runs. The job is found again even if this process is killed.
         self._submissions.save(submission)
-        submission.job = await self._calls.submit(
-            batch_script(workload, self._site, identity, submission.avoided)
-        )
+        script = batch_script(workload, site, identity, submission.avoided)
+        submission.job = await self._submissions.calls.submit(script)
 
     def _refused(self, submission: Submission, refusal: SubmitRefused, now: datetime) -> None:
         """Note that Slurm refused a job, and decide whether and when to try again."""
@@ -211,7 +196,7 @@ class Submitter:
             submission.retry_at = now + timedelta(seconds=RETRY_SECONDS)
         elif submission.avoided:
             # Perhaps only the avoided nodes can run the job. It is submitted without `--exclude` at once.
-            self._avoided.clear()
+            self._submissions.avoided.clear()
             submission.retry_at = now
         else:
             submission.blocked = True

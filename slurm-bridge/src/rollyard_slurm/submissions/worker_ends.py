@@ -13,7 +13,6 @@ from typing import Final
 
 from rollyard_drivers.reconcile.plan import Owner
 
-from rollyard_slurm.calls.protocol import SlurmCalls
 from rollyard_slurm.errors import SlurmError
 from rollyard_slurm.readers.jobs import JobDetails
 from rollyard_slurm.submissions.home_submissions import HomeSubmissions
@@ -32,29 +31,27 @@ class WorkerEnds:
     """Decides whether workers have ended, and keeps the names of those that are to be reported.
 
     Args:
-        calls: The calls to Slurm.
         submissions: The submissions of the home.
     """
 
-    def __init__(self, calls: SlurmCalls, submissions: HomeSubmissions) -> None:
-        self._calls = calls
+    def __init__(self, submissions: HomeSubmissions) -> None:
         self._submissions = submissions
-        self._found: deque[tuple[Owner, str]] = deque(maxlen=KEPT)
+        self._ended: deque[tuple[Owner, str]] = deque(maxlen=KEPT)
 
     def of(self, owner: Owner) -> tuple[str, ...]:
         """Return the workers of an owner that have ended and are to be reported, oldest first."""
-        return tuple(worker for whose, worker in self._found if whose == owner)
+        return tuple(worker for whose, worker in self._ended if whose == owner)
 
     def reported(self, owner: Owner, worker: str) -> None:
         """Remove a worker that was reported."""
-        if (owner, worker) in self._found:
-            self._found.remove((owner, worker))
+        if (owner, worker) in self._ended:
+            self._ended.remove((owner, worker))
 
     def note(self, submission: Submission) -> None:
         """Keep the present worker of a submission, which has ended, until it is reported."""
         end = (submission.workload.owner, submission.worker)
-        if submission.worker and end not in self._found:
-            self._found.append(end)
+        if submission.worker and end not in self._ended:
+            self._ended.append(end)
 
     async def is_proven(self, submission: Submission, job: JobDetails | None) -> bool:
         """Return whether the worker of a job that has ended certainly runs no more.
@@ -74,7 +71,7 @@ class WorkerEnds:
     async def _respond(self, nodes: str) -> bool:
         """Return whether Slurm shows that these nodes answer it. If Slurm cannot be asked, it does not."""
         try:
-            return await self._calls.nodes_respond(nodes)
+            return await self._submissions.calls.nodes_respond(nodes)
         except SlurmError:
             return False
 
@@ -90,7 +87,7 @@ class WorkerEnds:
         for submission in list(restarted)[:RESTARTS_AT_ONCE]:
             assert submission.job is not None
             assert submission.seen is not None
-            job = await self._calls.details(submission.job)
+            job = await self._submissions.calls.details(submission.job)
             if job is None:
                 continue
             # If two restarts were seen as one, the known nodes are not those of the last worker.

@@ -16,9 +16,7 @@ from rollyard_drivers.reconcile.plan import ObservedWorkload, Owner, Plan, Stop
 
 from rollyard_slurm.calls.protocol import SlurmCalls
 from rollyard_slurm.errors import SlurmError
-from rollyard_slurm.scheduling.avoided_nodes import AvoidedNodes
 from rollyard_slurm.scripts.site import Site
-from rollyard_slurm.submissions.availability import SlurmAvailability
 from rollyard_slurm.submissions.home_submissions import HomeSubmissions
 from rollyard_slurm.submissions.polling import QueuePoller
 from rollyard_slurm.submissions.ready_workers import DEFAULT_NAMESPACE, ReadyWorkers
@@ -49,40 +47,15 @@ class SlurmWorkloads:
         say: Callable[[str], None],
         namespaces: Collection[str] = (DEFAULT_NAMESPACE,),
     ) -> None:
-        self._site = site
-        avoided = AvoidedNodes()
-        self._submissions = HomeSubmissions(site, http, wake)
-        self._availability = SlurmAvailability(say)
-        self._stopper = Stopper(calls, self._submissions)
-        self._ready_workers = ReadyWorkers(site, self._submissions, self._stopper, namespaces, say)
-        self._submitter = Submitter(
-            site,
-            calls,
-            self._submissions,
-            self._availability,
-            avoided,
-            worker_token,
-            self._ready_workers.take,
-            say,
-        )
-        self._worker_ends = WorkerEnds(calls, self._submissions)
-        self._poller = QueuePoller(
-            site,
-            calls,
-            self._submissions,
-            self._availability,
-            avoided,
-            self._worker_ends,
-            self._submitter.successor_failed,
-            say,
-        )
+        self.submissions = HomeSubmissions(site, calls, http, wake, say)
+        self.availability = self.submissions.availability
+        self._stopper = Stopper(self.submissions)
+        self._ready_workers = ReadyWorkers(self.submissions, self._stopper, namespaces)
+        self._submitter = Submitter(self.submissions, worker_token, self._ready_workers.take)
+        self._worker_ends = WorkerEnds(self.submissions)
+        self._poller = QueuePoller(self.submissions, self._worker_ends, self._submitter.successor_failed)
 
     # These members report what is observed.
-
-    @property
-    def trouble(self) -> str:
-        """The reason why Slurm does not answer. It is empty while Slurm answers."""
-        return self._availability.trouble
 
     @property
     def ready(self) -> bool:
@@ -90,31 +63,22 @@ class SlurmWorkloads:
 
         This is so when Slurm has answered, or when no submission can have a job.
         """
-        return self._availability.answered_once or all(submission.refused for submission in self._submissions)
+        return self.availability.answered_once or all(submission.refused for submission in self.submissions)
 
     @property
     def jobs(self) -> list[Submission]:
         """The submissions that have or may have a job that has not ended, or will be tried again."""
-        return [submission for submission in self._submissions if submission.living]
-
-    @property
-    def changed(self) -> bool:
-        """Whether something was done or seen after which Slurm should be polled soon."""
-        return self._submissions.changed
-
-    def clear_changed(self) -> None:
-        """Note that a poll for the changes begins."""
-        self._submissions.changed = False
+        return [submission for submission in self.submissions if submission.living]
 
     def owners(self) -> set[Owner]:
         """Return the jobs and pools that have at least one submission."""
-        return self._submissions.owners
+        return self.submissions.owners
 
     def observed(self, owner: Owner) -> tuple[ObservedWorkload, ...]:
         """Return the observed workloads of an owner. Jobs that were replaced have names of their own."""
         return tuple(
             submission.observed(name)
-            for name, submission in self._submissions.named().items()
+            for name, submission in self.submissions.named().items()
             if submission.workload.owner == owner
         )
 
@@ -132,10 +96,10 @@ class SlurmWorkloads:
 
     def find_endpoints(self) -> None:
         """Begin to check the health of backends that have announced their URLs."""
-        for submission in self._submissions:
+        for submission in self.submissions:
             serves = submission.workload.kind == "backend" and submission.living and not submission.stopping
-            if serves and self._submissions.health_checks.find(submission):
-                self._submissions.changed = True
+            if serves and self.submissions.health_checks.find(submission):
+                self.submissions.changed = True
 
     # These methods act on the jobs.
 
@@ -147,12 +111,12 @@ class SlurmWorkloads:
         for stop in plan.stop:
             self.stop(stop)
         now = datetime.now(UTC)
-        for name, submission in self._submissions.named().items():
+        for name, submission in self.submissions.named().items():
             if submission.workload.owner == owner:
                 since = (submission.draining_since or now) if name in plan.drain else None
                 if since != submission.draining_since:
                     submission.draining_since = since
-                    self._submissions.save(submission)
+                    self.submissions.save(submission)
         for launch in plan.launch:
             await self._submitter.launch(launch, now)
 
@@ -161,7 +125,7 @@ class SlurmWorkloads:
 
         The job is cancelled when the grace of the stop is over.
         """
-        if stop.name in self._submissions.named():
+        if stop.name in self.submissions.named():
             self._submitter.note_stop(stop)
             self._stopper.stop(stop)
 
@@ -171,8 +135,8 @@ class SlurmWorkloads:
         try:
             await self._stopper.proceed(now)
         except SlurmError as trouble:
-            self._availability.lost(str(trouble))
-        if self._availability.trouble:
+            self.availability.lost(str(trouble))
+        if self.availability.trouble:
             return
         await self._submitter.retry(now)
         await self._submitter.submit_successors(now)
@@ -186,13 +150,13 @@ class SlurmWorkloads:
                 or an empty string. It raises StoreTrouble if the control plane does not answer.
         """
         await self._ready_workers.offer(now, offer)
-        if not self._availability.trouble and self._availability.answered_once:
+        if not self.availability.trouble and self.availability.answered_once:
             await self._ready_workers.keep(now, self._submitter)
 
     def logs(self) -> set[Path]:
         """Return the log files of the jobs that have not ended."""
         return {
-            self._site.log(submission.submitted_as, submission.job)
+            self.submissions.site.log(submission.submitted_as, submission.job)
             for submission in self.jobs
             if submission.job is not None
         }
@@ -215,4 +179,4 @@ class SlurmWorkloads:
 
     async def close(self) -> None:
         """End the health checks. The Slurm jobs continue to run."""
-        await self._submissions.close()
+        await self.submissions.close()

@@ -1,1 +1,0 @@
-"""The checks of `rollyard doctor`, except the short ones that `doctor` holds."""

@@ -1,0 +1,167 @@
+"""A job from its submission, with the upload of its tasks, until it ends."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+import click
+from rollyard_client import Client, Invalid, NotFound
+from rollyard_crds import RolloutJob
+from rollyard_tasks.task_list import TaskListError
+
+from rollyard import terminal
+from rollyard.errors import CliError, InvalidInput
+from rollyard.jobs.manifests import local_path, packed
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+POLL_SECONDS: Final = 0.5
+UNREACHABLE_SECONDS: Final = 30.0
+
+
+def phase_of(client: Client, job: RolloutJob) -> str | None:
+    """Return the phase of the job that has this job's name already, or None if there is none.
+
+    Raises:
+        RollyardError: The server refuses the call.
+    """
+    try:
+        return client.job(job.metadata.name, job.metadata.namespace).status.phase
+    except NotFound:
+        return None
+
+
+def submit_job(client: Client, job: RolloutJob) -> RolloutJob:
+    """Submit a job, and return it. If its tasks are in a file of this machine, the file is uploaded first.
+
+    Raises:
+        RollyardError: The server refuses the job.
+        InvalidInput: The file cannot be read.
+    """
+    path = local_path(job.spec.tasks.url or "")
+    if path is None or not (path.is_file() or path.is_dir()):
+        return client.submit(job)
+    try:
+        url = _uploaded(client, job, path)
+    except OSError as error:
+        raise InvalidInput(f"spec.tasks.url: {path}: {error.strerror or error}") from error
+    specs = local_path(job.spec.tasks.specs or "")
+    uploaded: dict[str, object] = {"url": url}
+    if specs is not None:
+        try:
+            uploaded["specs"] = client.upload(specs, job.metadata.namespace)
+        except OSError as error:
+            raise InvalidInput(f"spec.tasks.specs: {specs}: {error.strerror or error}") from error
+    try:
+        return client.submit(_with(job, **uploaded))
+    except Invalid as error:
+        # Users know the file by its name, not by the URL of its upload.
+        errors = [line.replace(url, path.as_uri()) for line in error.errors]
+        message = str(error).replace(url, path.as_uri())
+        raise Invalid(message, reason=error.reason, status=error.status, errors=errors) from error
+
+
+def _uploaded(client: Client, job: RolloutJob, path: Path) -> str:
+    """Upload a file, or the task folders below a folder as one file, and return its URL."""
+    if path.is_file():
+        return client.upload(path, job.metadata.namespace)
+    if job.spec.tasks.format != "harbor":
+        raise InvalidInput(f"spec.tasks.url: {path} is a folder, which only the format 'harbor' reads")
+    try:
+        with packed(path) as file:
+            return client.upload(file, job.metadata.namespace)
+    except TaskListError as error:
+        raise InvalidInput(f"spec.tasks.url: {path}: {error}") from error
+
+
+def _with(job: RolloutJob, **source: object) -> RolloutJob:
+    tasks = job.spec.tasks.model_copy(update=source)
+    return job.model_copy(update={"spec": job.spec.model_copy(update={"tasks": tasks})})
+
+
+def follow(
+    client: Client,
+    name: str,
+    namespace: str,
+    console: Console | None = None,
+    also: Callable[[RolloutJob], None] | None = None,
+) -> RolloutJob:
+    """Show the job's progress until it is Finished, and return its last state.
+
+    `also` is called with each observed state of the job.
+
+    Raises:
+        CliError: The job was deleted. The message says whether another one has its name.
+    """
+    from rollyard_client.errors import JobReplaced, ServerUnavailable
+    from rollyard_client.finish import check_same, finished
+
+    from rollyard.render.progress import progress_view
+
+    # This raises before any progress bar is shown if there is no such job.
+    with contextlib.suppress(ServerUnavailable):
+        client.job(name, namespace)
+    with progress_view(console or terminal.console()) as show:
+        silent_since: float | None = None
+        uid: str | None = None
+        while True:
+            try:
+                job = client.job(name, namespace)
+            except ServerUnavailable:
+                # A control plane that was killed is started again within seconds.
+                silent_since = silent_since or time.monotonic()
+                if time.monotonic() - silent_since > UNREACHABLE_SECONDS:
+                    raise
+                time.sleep(POLL_SECONDS)
+                continue
+            except NotFound as error:
+                if uid is None:
+                    raise
+                raise CliError(f"job {name!r} was deleted while it was watched") from error
+            try:
+                check_same(job, uid)
+            except JobReplaced as error:
+                raise CliError(
+                    f"job {name!r} was deleted while it was watched, and another one was submitted under its "
+                    f"name; `rollyard watch {name}` follows that one"
+                ) from error
+            uid = job.metadata.uid
+            silent_since = None
+            show(job)
+            if also is not None:
+                also(job)
+            if finished(job):
+                return job
+            time.sleep(POLL_SECONDS)
+
+
+@contextlib.contextmanager
+def leaving(name: str) -> Iterator[None]:
+    """Print a message if Ctrl-C ends the block, because the job continues."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        click.echo(
+            f"No longer watching; job {name} continues (`rollyard watch {name}`, `rollyard cancel {name}`)",
+            err=True,
+        )
+        raise
+
+
+def require_success(job: RolloutJob, hint: bool = False) -> None:
+    """Raise CliError unless the job succeeded.
+
+    With `hint`, the message names the command that shows why rollouts failed.
+    """
+    if job.status.phase == "Succeeded":
+        return
+    name = job.metadata.name
+    text = f"job {name!r} is {job.status.phase}: {job.status.message}"
+    if hint and job.status.counts.failed:
+        text += f" (why: `rollyard view {name} --failed`)"
+    raise CliError(text, reason="JobFailed")

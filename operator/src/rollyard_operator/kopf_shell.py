@@ -25,6 +25,8 @@ PREFIX = "rollyard.dev"
 LIVENESS = "http://0.0.0.0:8080/healthz"
 ENDING_SECONDS = 10.0
 """The time within which the operator's work has to end."""
+KOPF_ENDING_SECONDS = 5.0
+"""The time within which kopf's tasks have to end before they are left behind."""
 FIRST_LIST_SECONDS = 10.0
 """kopf starts without its watches if the cluster has not been listed after this many seconds."""
 LOOK_SECONDS = 1.0
@@ -69,7 +71,9 @@ def kopf_settings() -> kopf.OperatorSettings:
 class Kopf:
     """One run of kopf, in a thread with an event loop of its own.
 
-    At its end, kopf cancels all tasks of its event loop, because it has lost track of its own.
+    Its tasks are spawned and ended here. `kopf.operator` would cancel all tasks of the event loop at its end,
+    because it has lost track of its own, and wait for them without a limit. A watch that an error breaks while
+    its reading is cancelled never ends, so neither would kopf.
     """
 
     def __init__(self, operator: Watched, kube: KubeClient, liveness: str) -> None:
@@ -88,7 +92,7 @@ class Kopf:
         Raises:
             Exception: kopf has failed.
         """
-        running = asyncio.ensure_future(asyncio.to_thread(asyncio.run, self._serve()))
+        running = asyncio.ensure_future(asyncio.to_thread(self._run_loop))
         try:
             await asyncio.shield(running)
         finally:
@@ -102,20 +106,37 @@ class Kopf:
             with suppress(RuntimeError):  # It has ended.
                 self._loop.call_soon_threadsafe(self._ended.set)
 
+    def _run_loop(self) -> None:
+        loop = asyncio.new_event_loop()
+        try:
+            loop.run_until_complete(self._serve())
+        finally:
+            loop.close()  # This leaves tasks that do not end, for which `asyncio.run` would wait.
+
     async def _serve(self) -> None:
         self._ended, self._loop = asyncio.Event(), asyncio.get_running_loop()
         if self._stop.is_set():
             return
         everywhere = not self.watched or None in self.watched
-        await kopf.operator(
+        tasks = await kopf.spawn_tasks(
             registry=self._handlers(),
             settings=kopf_settings(),
             standalone=True,
             clusterwide=everywhere,
             namespaces=() if everywhere else sorted(name for name in self.watched if name is not None),
             liveness_endpoint=self._liveness or None,
-            stop_flag=self._ended,
         )
+        # These run until they are cancelled, so the first one that ends says that kopf has failed.
+        stopping = asyncio.create_task(self._ended.wait())
+        ended, _ = await asyncio.wait([stopping, *tasks], return_when=asyncio.FIRST_COMPLETED)
+        running = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in running:
+            task.cancel()
+        if running:
+            await asyncio.wait(running, timeout=KOPF_ENDING_SECONDS)
+        for task in ended - {stopping}:
+            task.result()
+            raise RuntimeError(f"the {task.get_name()} of kopf has ended")
 
     async def _at_home(self, coroutine: Coroutine[Any, Any, ResultT]) -> ResultT:
         """Return the result of a coroutine that runs in the operator's event loop."""

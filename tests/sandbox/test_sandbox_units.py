@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rollyard_sandbox import errors, proof
-from rollyard_sandbox.execution.capture import Capture
+from rollyard_sandbox.execution.commands import Capture
 from rollyard_sandbox.execution.event_loop import EventLoop
 from rollyard_sandbox.execution.shell import parse_report, single_quoted, typed_line
 from rollyard_sandbox.frames import FrameReader, encode

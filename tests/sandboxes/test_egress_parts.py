@@ -24,7 +24,7 @@ from rollyard_pipeline.sandboxes.egress.destinations import (
 from rollyard_pipeline.sandboxes.egress.egress import proxy_variables
 from rollyard_pipeline.sandboxes.egress.limits import MAX_NOTES, ConnectionPace, EgressLimits, Meter, Spent
 from rollyard_pipeline.sandboxes.egress.proxy import BadHead, EgressProxy, NotTls, parse_head, server_name
-from rollyard_sandbox.client.tunnel import SandboxTunnel
+from rollyard_sandbox.client.wire import SandboxTunnel
 from rollyard_sandbox.errors import SandboxError as ExecError
 from rollyard_testing.pace import patience
 from rollyard_testing.sandboxes.outside import HOST, PLANE, Outside, client_hello, with_extension

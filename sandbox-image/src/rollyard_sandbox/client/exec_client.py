@@ -17,11 +17,9 @@ from rollyard_sandbox.client.results import (
     ServerInfo,
     variables_of,
 )
-from rollyard_sandbox.client.running_command import RunningCommand
-from rollyard_sandbox.client.tunnel import SandboxTunnel
-from rollyard_sandbox.client.wire import Wire
+from rollyard_sandbox.client.wire import SandboxTunnel, Wire
 from rollyard_sandbox.client.work_folder import WorkFolder
-from rollyard_sandbox.errors import BadRequest, ConnectionLost, SandboxSabotaged
+from rollyard_sandbox.errors import BadRequest, ConnectionLost, SandboxError, SandboxSabotaged
 from rollyard_sandbox.frames import PROTOCOL_VERSION
 
 _KERNEL_START: Final = 60.0  # The seconds that the first cell may wait for its kernel.
@@ -407,6 +405,66 @@ class ExecClient:
         self._running.add(task)
         task.add_done_callback(self._running.discard)
         return task
+
+
+class RunningCommand:
+    """A command that has been started, and accepts input and interrupts."""
+
+    def __init__(self, client: ExecClient, session: str) -> None:
+        self._client = client
+        self._session = session
+        self._output = bytearray()
+        self._changed = asyncio.Event()
+        self._task: asyncio.Task[ExecResult] | None = None
+
+    def output_so_far(self) -> bytes:
+        """Return what the command has printed until now, at most its first `max_output` bytes."""
+        return bytes(self._output)
+
+    async def wait_for_output(self, expected: bytes, *, timeout: float = 30.0) -> bytes:
+        """Wait until `expected` has been printed, and return the output so far.
+
+        Raises:
+            TimeoutError: It was not printed within `timeout` seconds.
+            SandboxError: The command ended without it (reason OutputNotFound), or the sandbox was lost.
+        """
+        assert self._task is not None
+        async with asyncio.timeout(timeout):
+            while expected not in self._output:
+                if self._task.done():
+                    self._task.result()
+                    raise SandboxError(f"the command ended without {expected!r}", reason="OutputNotFound")
+                self._changed.clear()
+                await self._changed.wait()
+        return bytes(self._output)
+
+    async def send_input(self, data: bytes) -> None:
+        """Type `data` on the command's terminal. A line needs its newline."""
+        await self._client.send_input(data, session=self._session)
+
+    async def interrupt(self) -> None:
+        """Send SIGINT to the terminal's foreground, like Ctrl-C."""
+        await self._client.interrupt(session=self._session)
+
+    async def result(self) -> ExecResult:
+        """Wait for the command's end, and return its result. Cancelling this wait cancels the command."""
+        assert self._task is not None
+        return await self._task
+
+    def listen(self, data: bytes) -> None:
+        """Store output that the server has sent."""
+        self._output += data
+        self._changed.set()
+
+    def attach(self, task: asyncio.Task[ExecResult]) -> None:
+        """Store the task that waits for the command's result."""
+        self._task = task
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[ExecResult]) -> None:
+        self._changed.set()
+        if not task.cancelled():
+            task.exception()  # This marks it as retrieved. A caller that awaits `result` still gets it.
 
 
 def _check_proof(secret: bytes | None, purpose: str, challenge: str, answer: dict[str, Any]) -> None:

@@ -17,8 +17,7 @@ from time import monotonic
 
 from rollyard_sandbox import folders
 from rollyard_sandbox.errors import BadRequest, IPythonUnavailable, SandboxError
-from rollyard_sandbox.execution.capture import Capture
-from rollyard_sandbox.execution.commands import Outcome
+from rollyard_sandbox.execution.commands import Capture, Outcome
 from rollyard_sandbox.execution.launching import launch
 from rollyard_sandbox.execution.processes import prefer_for_oom, send_signal, session_members
 

@@ -6,7 +6,7 @@ import os
 import signal
 from time import monotonic, sleep
 
-from rollyard_sandbox.isolation.syscalls import call
+from rollyard_sandbox.isolation.system_calls import call
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

@@ -8,8 +8,7 @@ import signal
 from time import monotonic
 
 from rollyard_sandbox.errors import BadRequest, LaunchError, SandboxError
-from rollyard_sandbox.execution.capture import Capture
-from rollyard_sandbox.execution.commands import Outcome
+from rollyard_sandbox.execution.commands import Capture, Outcome
 from rollyard_sandbox.execution.event_loop import WRITE
 from rollyard_sandbox.execution.launching import launch, refused
 from rollyard_sandbox.execution.processes import prefer_for_oom, send_signal, session_members

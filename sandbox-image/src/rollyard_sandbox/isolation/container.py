@@ -13,7 +13,7 @@ import signal
 import sys
 
 from rollyard_sandbox.isolation.protections import FAILED, NOT_CONFINED
-from rollyard_sandbox.isolation.syscalls import (
+from rollyard_sandbox.isolation.system_calls import (
     BIND,
     NODEV,
     NOEXEC,

@@ -17,7 +17,7 @@ from rollyard_sandbox.errors import (
 from rollyard_sandbox.execution.bash_session import BashSession
 from rollyard_sandbox.execution.commands import Outcome
 from rollyard_sandbox.frames import MAX_BODY, PROTOCOL_VERSION
-from rollyard_sandbox.isolation.syscalls import remove_segments
+from rollyard_sandbox.isolation.system_calls import remove_segments
 from rollyard_sandbox.proof import answer
 from rollyard_sandbox.server import files
 from rollyard_sandbox.server.eval_place import EvalPlaces

@@ -11,7 +11,7 @@ from typing import Final
 from rollyard_crds.fields.allowed_hosts import HostRule
 from rollyard_crds.rolloutjob import SandboxSpec
 from rollyard_sandbox.client import ExecClient
-from rollyard_sandbox.client.tunnel import SandboxTunnel
+from rollyard_sandbox.client.wire import SandboxTunnel
 from rollyard_sandbox.errors import SandboxError as ExecError
 
 from rollyard_pipeline.sandboxes.egress.addresses import Address, why_refused

@@ -350,7 +350,7 @@ def _mounts(key: SandboxKey) -> list[str]:
     """Return the lines of Python code that mount what can be written, and for which bwrap bounds no files."""
     return [
         "import os",
-        "from rollyard_sandbox.isolation.syscalls import mount_memory",
+        "from rollyard_sandbox.isolation.system_calls import mount_memory",
         f"for folder, (size, mode) in {memory_folders(key)!r}.items(): mount_memory(folder, size, mode)",
         f"os.chdir({WORKDIR!r})",
     ]

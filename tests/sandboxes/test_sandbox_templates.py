@@ -151,7 +151,7 @@ async def test_without_templates_bwrap_stays_as_the_monitor(
             record = SandboxFolder(run_dir).load(sandbox.handle.id)
             assert record is not None
             assert record.monitor is not None
-            assert record.monitor.ref() == parent(run_dir, sandbox)
+            assert record.monitor == parent(run_dir, sandbox)
     finally:
         await kit.clean(provider)
 

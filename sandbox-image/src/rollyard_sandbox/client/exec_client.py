@@ -71,7 +71,7 @@ class ExecClient:
             BadRequest: The address is neither, or `lease` is not above 0 and up to a week.
             ProtocolError: The server speaks another version of the protocol.
             ConnectionLost: No server answers there within `timeout` seconds.
-            TokenRefused: The token is missing or wrong.
+            SandboxError: The token is missing or wrong (reason Unauthorized).
             SandboxSabotaged: The process that answers does not know the secret.
         """
         loop = asyncio.get_running_loop()

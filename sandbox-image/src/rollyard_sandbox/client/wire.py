@@ -12,11 +12,9 @@ from dataclasses import dataclass
 from typing import Any, Final, cast
 
 from rollyard_sandbox.errors import ConnectionLost, ProtocolError, SandboxError, from_wire
-from rollyard_sandbox.frames import FrameReader, encode
+from rollyard_sandbox.frames import TUNNEL_READY, FrameReader, encode
 
 ANSWER_LIMIT: Final = 30.0  # The limit in seconds for a request that has no time limit of its own.
-READY: Final = b"+"
-"""What the worker sends when it listens, and what the server sends when a program uses the tunnel."""
 _BUFFER: Final = 64 * 1024  # bytes
 
 
@@ -32,7 +30,7 @@ class SandboxTunnel:
     async def used(self) -> bool:
         """Wait until a program has connected. The result is False if the server has closed the tunnel."""
         try:
-            return await self.reader.readexactly(len(READY)) == READY
+            return await self.reader.readexactly(len(TUNNEL_READY)) == TUNNEL_READY
         except (asyncio.IncompleteReadError, OSError):
             return False
 
@@ -109,7 +107,8 @@ class Wire(asyncio.Protocol):
     async def into_tunnel(self, port: int) -> SandboxTunnel:
         """Let the connection be a tunnel, for which its server waits. No frame can be sent any more.
 
-        The server sends nothing before it has received `READY`, so no byte is lost between the protocols.
+        The server sends nothing before it has received `TUNNEL_READY`, so no byte is lost between the
+        protocols.
         """
         if self.lost is not None or self._transport is None:
             raise self.lost or ConnectionLost("not connected")
@@ -122,7 +121,7 @@ class Wire(asyncio.Protocol):
         transport.set_protocol(protocol)
         protocol.connection_made(transport)
         writer = asyncio.StreamWriter(transport, protocol, reader, self._loop)
-        writer.write(READY)
+        writer.write(TUNNEL_READY)
         return SandboxTunnel(port, reader, writer)
 
     @property

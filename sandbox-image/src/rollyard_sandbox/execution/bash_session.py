@@ -28,9 +28,10 @@ from rollyard_sandbox.errors import BadRequest, LaunchError, SandboxError
 from rollyard_sandbox.execution.commands import Capture, Command, Outcome
 from rollyard_sandbox.execution.event_loop import READ, WRITE
 from rollyard_sandbox.execution.processes import (
+    exit_code,
     forked_by,
+    kill_session,
     send_signal,
-    session_members,
     with_descendants,
 )
 from rollyard_sandbox.execution.shell import Report, Shell, parse_report
@@ -376,15 +377,14 @@ class BashSession:
         self._lost_state = True
         self._input.clear()
         if status is None:
-            members = session_members(shell.pid)
-            send_signal((p.pid for p in members), signal.SIGKILL)
+            kill_session(shell.pid)
             send_signal((shell.pid,), signal.SIGKILL)
             self._loop.forget_child(shell.pid)  # The loop reaps it without calling back.
         self._loop.unwatch(shell.channel.fileno())
         self._loop.unwatch(shell.master)
         shell.close()
         if self._command is not None:
-            self._finish(None if status is None else _exit_code(status))
+            self._finish(None if status is None else exit_code(status))
 
     def _note_directory(self) -> None:
         """Remember the shell's working directory, as far as it is known. The next shell starts in it."""
@@ -659,8 +659,7 @@ class BashSession:
         if running is None or shell is None:
             return
         self._note_directory()
-        members = session_members(shell.pid)
-        send_signal((p.pid for p in members), signal.SIGKILL)
+        kill_session(shell.pid)
         running.timer = self._loop.call_later(REAP_GRACE, self._discard)
 
     # The methods below read and write the terminal.
@@ -724,9 +723,3 @@ class BashSession:
             written = 0  # The program does not read now. The rest is written when it does.
         del self._input[:written]
         self._loop.change(shell.master, READ | WRITE if self._input else READ)
-
-
-def _exit_code(status: int) -> int:
-    """Return a wait status as shells show it: 128 + the signal's number if a signal ended the process."""
-    code = os.waitstatus_to_exitcode(status)
-    return code if code >= 0 else 128 - code

@@ -22,13 +22,21 @@ from contextlib import contextmanager
 from functools import cache
 
 from rollyard_sandbox.isolation.system_calls import (
+    NEWNS,
+    NEWPID,
+    NEWUSER,
     NUMBERS,
+    SET_DUMPABLE,
+    SET_NAME,
+    SET_PDEATHSIG,
     Calls,
     call,
     capability_sets,
     dropped_rights,
+    last_error,
     libc,
     limit_rights,
+    map_users,
     mount_memory,
     mount_proc,
     mount_terminals,
@@ -46,9 +54,8 @@ if TYPE_CHECKING:
     SmallCall = tuple[str, tuple[int | bytes | None, ...]]
     """The name of a system call and its arguments. Bytes are passed by their address."""
 
-_VM, _NEWNS, _NEWUSER, _NEWPID = 0x100, 0x20000, 0x10000000, 0x20000000
+_VM: Final = 0x100
 _STACK_BYTES: Final = 16 * 1024  # This is ample for a function that calls nothing.
-_SET_PDEATHSIG, _SET_DUMPABLE, _SET_NAME = 1, 4, 15
 _CAP_AMBIENT, _RAISE, _SYS_ADMIN = 47, 2, 21  # PR_CAP_AMBIENT, PR_CAP_AMBIENT_RAISE, CAP_SYS_ADMIN
 _EMPTY_PATH: Final = 0x1000  # AT_EMPTY_PATH
 _STANDARD: Final = 64  # A number above those that programs use.
@@ -141,8 +148,6 @@ class NamespaceOptions:
         eval_bytes: The size of that place in bytes.
     """
 
-    __slots__ = ("eval_bytes", "eval_folder", "hidden", "uid")
-
     def __init__(self, *, uid: int | None, hidden: Sequence[str], eval_folder: str, eval_bytes: int) -> None:
         self.uid = uid
         self.hidden = hidden
@@ -169,16 +174,16 @@ def first_program(hidden: tuple[str, ...]) -> bytes:
     ]
     return small_program(
         [
-            ("prctl", (_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)),
-            ("prctl", (_SET_NAME, b"init", 0, 0, 0)),
+            ("prctl", (SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)),
+            ("prctl", (SET_NAME, b"init", 0, 0, 0)),
             ("setsid", ()),
             ("chdir", (b"/",)),
-            ("unshare", (_NEWNS,)),
+            ("unshare", (NEWNS,)),
             *(("mount", arguments) for arguments in mounts),
             ("capset", (bytes(header), bytes(data))),
             ("write", (_CHANNEL, _READY, 1)),
             ("recvfrom", (_CHANNEL, b" ", 1, 0, 0, 0)),
-            ("prctl", (_SET_DUMPABLE, 0, 0, 0, 0)),
+            ("prctl", (SET_DUMPABLE, 0, 0, 0, 0)),
             ("close_range", (0, 0xFFFFFFFF, 0)),
         ]
     )
@@ -214,21 +219,21 @@ class CommandNamespaces:
         if not self.alive():
             self._close()
             self._open()
-        self._join(self._pids, _NEWPID)
+        self._join(self._pids, NEWPID)
         try:
             yield
         finally:
-            self._join(self._own_pids, _NEWPID)
+            self._join(self._own_pids, NEWPID)
 
     def add_to(self, calls: Calls, cwd: str) -> None:
         """Add the calls by which a new process enters the other namespaces and drops its rights.
 
         A command that is root of an image keeps `ROOT_KEEPS`.
         """
-        calls.add("setns", self._mounts, _NEWNS)
+        calls.add("setns", self._mounts, NEWNS)
         calls.add("chdir", calls.text(cwd))
         if self._users is not None:
-            calls.add("setns", self._users, _NEWUSER)
+            calls.add("setns", self._users, NEWUSER)
         calls.include(dropped_rights(ROOT_KEEPS if self._users is None else frozenset()))
 
     def alive(self) -> bool:
@@ -278,34 +283,27 @@ class CommandNamespaces:
         clone = libc().clone
         clone.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p)
         waits = ctypes.cast(libc().pause, ctypes.c_void_p)
-        child = clone(waits, top, _NEWUSER | _VM | signal.SIGCHLD, None)
+        child = clone(waits, top, NEWUSER | _VM | signal.SIGCHLD, None)
         if child < 0:
-            number = ctypes.get_errno()
-            raise OSError(number, f"no user namespace inside of the sandbox's: {os.strerror(number)}")
+            raise last_error("no user namespace inside of the sandbox's")
         try:
-            maps = (
-                ("setgroups", "deny"),
-                ("uid_map", f"{uid} {os.geteuid()} 1"),
-                ("gid_map", f"{uid} {os.getegid()} 1"),
-            )
-            for name, text in maps:
-                set_in_proc(f"{child}/{name}", text)
+            map_users(child, os.geteuid(), os.getegid(), uid)
             return os.open(f"/proc/{child}/ns/user", os.O_RDONLY | os.O_CLOEXEC)
         finally:
             os.kill(child, signal.SIGKILL)
             os.waitpid(child, 0)  # The stack must exist until then.
 
     def _open(self) -> None:
-        call("unshare", _NEWPID)
+        call("unshare", NEWPID)
         try:
             if not (starter().borrows and self._start_first()):
                 # A namespace whose first process has ended gets no other one.
-                self._join(self._own_pids, _NEWPID)
-                call("unshare", _NEWPID)
+                self._join(self._own_pids, NEWPID)
+                call("unshare", NEWPID)
                 self._fork_first()
             self._pids = os.open("/proc/self/ns/pid_for_children", os.O_RDONLY | os.O_CLOEXEC)
         finally:
-            self._join(self._own_pids, _NEWPID)
+            self._join(self._own_pids, NEWPID)
 
     def _start_first(self) -> bool:
         """Start the first process as a small program, and return whether it does what it should.
@@ -379,16 +377,16 @@ class CommandNamespaces:
     def _be_first(self, server: socket.socket) -> NoReturn:
         """Be the first process: make the mounts, then reap until the server, which alone can, kills it."""
         try:
-            call("prctl", _SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-            call("prctl", _SET_DUMPABLE, 0, 0, 0, 0)
-            call("prctl", _SET_NAME, b"init", 0, 0, 0)
+            call("prctl", SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+            call("prctl", SET_DUMPABLE, 0, 0, 0, 0)
+            call("prctl", SET_NAME, b"init", 0, 0, 0)
             signal.set_wakeup_fd(-1)
             for number in (signal.SIGTERM, signal.SIGINT):
                 signal.signal(number, signal.SIG_DFL)
             signal.signal(signal.SIGCHLD, signal.SIG_IGN)
             os.setsid()
             os.chdir("/")
-            call("unshare", _NEWNS)
+            call("unshare", NEWNS)
             mount_proc(self._options.hidden)
             mounts = os.open("/proc/self/ns/mnt", os.O_RDONLY)
             socket.send_fds(server, [_READY], [mounts])

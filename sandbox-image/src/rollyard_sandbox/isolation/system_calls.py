@@ -43,6 +43,11 @@ STOPPED_SECONDS: Final = 1.0
 _CLOSE_TIMER_ON_EXEC: Final = 0o2000000  # TFD_CLOEXEC
 _FORKED: Final = 0x40  # PF_FORKNOEXEC, among the flags in proc_pid_stat(5)
 _LAST: Final = 127  # The exit status of a child that executed nothing.
+NEWNS, NEWCGROUP, NEWUTS, NEWIPC = 0x20000, 0x2000000, 0x4000000, 0x8000000
+NEWUSER, NEWPID, NEWNET = 0x10000000, 0x20000000, 0x40000000
+"""The flags of clone(2) and unshare(2) for new namespaces."""
+SET_PDEATHSIG, SET_DUMPABLE, SET_NAME, SET_CHILD_SUBREAPER, SET_NO_NEW_PRIVS = 1, 4, 15, 36, 38
+"""The operations of prctl(2)."""
 RDONLY, NOSUID, NODEV, NOEXEC, REMOUNT, BIND, REC, PRIVATE = 1, 2, 4, 8, 32, 4096, 1 << 14, 1 << 18
 # statvfs(3) reports these mount flags with the numbers of mount(2), and ST_RELATIME with another number.
 _SAME, _ST_RELATIME, _RELATIME = 2 | 4 | 8 | 1024 | 2048, 4096, 1 << 21
@@ -333,8 +338,7 @@ class _Watch:
     def __init__(self) -> None:
         self._timer: int = libc().timerfd_create(time.CLOCK_MONOTONIC, _CLOSE_TIMER_ON_EXEC)
         if self._timer < 0:
-            number = ctypes.get_errno()
-            raise OSError(number, f"timerfd_create: {os.strerror(number)}")
+            raise last_error("timerfd_create")
         # An object of the module `threading` would wait for the thread to run, and remake its locks at forks.
         try:
             _thread.start_new_thread(self._run, ())
@@ -466,6 +470,29 @@ def call(name: str, *arguments: object) -> None:
         number = ctypes.get_errno()
         shown = ", ".join(a.decode(errors="replace") for a in arguments if isinstance(a, bytes))
         raise OSError(number, f"{name}({shown}): {os.strerror(number)}")
+
+
+def last_error(name: str) -> OSError:
+    """Return the error of the function of the C library that was called last."""
+    number = ctypes.get_errno()
+    return OSError(number, f"{name}: {os.strerror(number)}")
+
+
+def map_users(process: int | str, user: int, group: int, inside: int) -> None:
+    """Map one user and one group into the new user namespace of a process, and no others.
+
+    Args:
+        process: The number of the process, or `self`.
+        user: The user outside.
+        group: The group outside.
+        inside: What both are in the namespace.
+
+    Raises:
+        OSError: The kernel refuses it.
+    """
+    set_in_proc(f"{process}/setgroups", "deny")
+    set_in_proc(f"{process}/uid_map", f"{inside} {user} 1")
+    set_in_proc(f"{process}/gid_map", f"{inside} {group} 1")
 
 
 def set_in_proc(name: str, text: str) -> None:

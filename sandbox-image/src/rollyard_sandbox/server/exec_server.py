@@ -13,7 +13,7 @@ import socket
 import sys
 
 from rollyard_sandbox import proof
-from rollyard_sandbox.errors import ConnectionLost, TokenRefused
+from rollyard_sandbox.errors import ConnectionLost, SandboxError
 from rollyard_sandbox.execution import processes
 from rollyard_sandbox.execution.event_loop import EventLoop
 from rollyard_sandbox.isolation import network
@@ -147,7 +147,9 @@ class ExecServer:
             if not self._authorized(header):
                 connection.refuse(
                     request if isinstance(request, int) else 0,
-                    TokenRefused("the first request must be hello with the server's token"),
+                    SandboxError(
+                        "the first request must be hello with the server's token", reason="Unauthorized"
+                    ),
                 )
                 connection.close_when_sent()
                 return

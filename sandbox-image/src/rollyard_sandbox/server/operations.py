@@ -249,13 +249,7 @@ class Operations:
         place, sabotage = self._places.make(), self._places.sabotage()
         if not sabotage:  # Otherwise there will be no evaluation.
             self._git_settings.put_back()
-        fields = {
-            "folder": place.folder,
-            "home": place.home,
-            "tmp": place.tmp,
-            "reward_file": place.reward_file,
-            "sabotage": sabotage,
-        }
+        fields = {**vars(place), "sabotage": sabotage}
         environment = b"\0".join(b"%b=%b" % pair for pair in os.environb.items())
         connection.answer(request, fields | self._proof(f"begin_eval {place.folder}", header), environment)
 

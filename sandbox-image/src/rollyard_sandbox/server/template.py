@@ -31,18 +31,28 @@ from rollyard_sandbox import proof
 from rollyard_sandbox.isolation.command_namespaces import ROOT_KEEPS, NamespaceOptions, first_program
 from rollyard_sandbox.isolation.protections import FAILED, NOT_CONFINED
 from rollyard_sandbox.isolation.system_calls import (
+    NEWCGROUP,
+    NEWIPC,
+    NEWNET,
+    NEWNS,
+    NEWPID,
+    NEWUSER,
+    NEWUTS,
     NODEV,
     NOEXEC,
     NOSUID,
     PRIVATE,
     REC,
+    SET_CHILD_SUBREAPER,
+    SET_DUMPABLE,
     call,
     drop_rights,
     dropped_rights,
+    last_error,
     libc,
+    map_users,
     mount,
     mount_memory,
-    set_in_proc,
     starter,
     unmount,
 )
@@ -54,8 +64,6 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from typing import Any, Final, NoReturn
 
-_NEWNS, _NEWCGROUP, _NEWUTS, _NEWIPC = 0x20000, 0x2000000, 0x4000000, 0x8000000
-_NEWUSER, _NEWPID, _NEWNET = 0x10000000, 0x20000000, 0x40000000
 _MOVE: Final = 8192
 _SET_INTERFACE_FLAGS, _UP, _RUNNING = 0x8914, 0x1, 0x40  # ioctl SIOCSIFFLAGS; netdevice(7)
 _CLONE: Final = {"x86_64": 56, "aarch64": 220}  # The number of clone(2), by the name of the processor.
@@ -77,7 +85,6 @@ _FUNCTIONS: Final = (
     "umount2",
     "unshare",
 )
-_SET_DUMPABLE, _SET_CHILD_SUBREAPER = 4, 36
 
 
 def run(control: int, ready: int, spare: str) -> int:
@@ -95,8 +102,8 @@ def run(control: int, ready: int, spare: str) -> int:
     except OSError as error:
         print(f"{NOT_CONFINED}: {error}", file=sys.stderr)
         return FAILED
-    libc().prctl(_SET_DUMPABLE, 0, 0, 0, 0)
-    libc().prctl(_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    libc().prctl(SET_DUMPABLE, 0, 0, 0, 0)
+    libc().prctl(SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     _load()
     requests = socket.socket(fileno=control)
     requests.set_inheritable(False)
@@ -177,7 +184,7 @@ def _be_sandbox(request: dict[str, Any], descriptors: list[int]) -> NoReturn:
         open_descriptors = {0, 1, 2, listen, ready, secret}
         _close_all_but(open_descriptors)
         # A program that has just started may look at its children. The server's protections end this.
-        libc().prctl(_SET_DUMPABLE, 1, 0, 0, 0)
+        libc().prctl(SET_DUMPABLE, 1, 0, 0, 0)
         confine(request["sizes"])
         secret_bytes = proof.read_secret(secret)
         os.chdir(request["workdir"])
@@ -231,7 +238,7 @@ def replace_proc(spare: str) -> None:
     child = os.fork()
     if child == 0:
         try:
-            call("unshare", _NEWPID)
+            call("unshare", NEWPID)
             first = os.fork()
             if first == 0:
                 mount("proc", spare, "proc", NOSUID | NODEV | NOEXEC)
@@ -269,7 +276,7 @@ class Forks:
         self._in_parent = python.PyOS_AfterFork_Parent
         self._system_call = ctypes.PyDLL(None, use_errno=True).syscall
         self._system_call.restype = ctypes.c_long
-        flags = _NEWUSER | _NEWNS | _NEWPID | _NEWIPC | _NEWUTS | _NEWNET | signal.SIGCHLD
+        flags = NEWUSER | NEWNS | NEWPID | NEWIPC | NEWUTS | NEWNET | signal.SIGCHLD
         self._arguments = [ctypes.c_ulong(value) for value in (_CLONE[machine], flags, 0, 0, 0, 0)]
 
     def fork(self) -> int:
@@ -289,10 +296,10 @@ class Forks:
         if child == 0:
             self._in_child()
             return 0
-        number = ctypes.get_errno()
+        failure = last_error("clone")
         self._in_parent()
         if child < 0:
-            raise OSError(number, f"clone: {os.strerror(number)}")
+            raise failure
         return child
 
 
@@ -306,12 +313,11 @@ def confine(sizes: Mapping[str, tuple[int, int]]) -> None:
         OSError: The kernel refuses a part of it.
     """
     with suppress(OSError):  # Kernels without control groups lack these namespaces.
-        call("unshare", _NEWCGROUP)
+        call("unshare", NEWCGROUP)
     os.setsid()
     mount("", "/", flags=REC | PRIVATE)
     mount("proc", "/proc", "proc", NOSUID | NODEV | NOEXEC)
-    for name, text in (("setgroups", "deny"), ("uid_map", "0 0 1"), ("gid_map", "0 0 1")):
-        set_in_proc(f"self/{name}", text)
+    map_users("self", 0, 0, 0)
     for folder, (size, mode) in sizes.items():
         mount_memory(folder, size, mode)
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:

@@ -13,15 +13,13 @@ from contextlib import contextmanager
 
 from rollyard_sandbox import folders
 from rollyard_sandbox.errors import BadRequest, FileError, file_error
+from rollyard_sandbox.frames import MAX_DIGESTED, MAX_LISTING, MAX_TREE
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from typing import Any, Final
 
-MAX_ENTRIES: Final = 50_000  # The limit of one listing.
-MAX_LISTING: Final = 8 * 1024 * 1024  # bytes
-MAX_DIGESTED: Final = 32 * 1024 * 1024  # bytes for one request
 MAX_DEPTH: Final = 64
 _MAX_PATH: Final = 4000  # bytes; with this limit the absolute path stays within PATH_MAX
 
@@ -40,7 +38,7 @@ def tree(workdir: str, path: bytes) -> bytes:
 
     Raises:
         FileError: The reason is FileNotFound, SymlinkLoop, NotADirectory, …, or TooManyEntries beyond
-            MAX_ENTRIES, MAX_LISTING, MAX_DEPTH, or a path of more than 4000 bytes.
+            MAX_TREE, MAX_LISTING, MAX_DEPTH, or a path of more than 4000 bytes.
     """
     listing = _Listing()
     if path:
@@ -92,7 +90,7 @@ class _Listing:
         with os.scandir(folder) as iterator:
             for entry in iterator:
                 names.append(os.fsencode(entry.name))
-                if len(names) + self._count > MAX_ENTRIES:
+                if len(names) + self._count > MAX_TREE:
                     raise _too_many(prefix)
         for name in sorted(names):
             try:
@@ -108,7 +106,7 @@ class _Listing:
         self.records += b"%s %d %d %s\0" % (kind, executable, size, path)
         for text in more:
             self.records += text + b"\0"
-        if self._count > MAX_ENTRIES or len(self.records) > MAX_LISTING or len(path) > _MAX_PATH:
+        if self._count > MAX_TREE or len(self.records) > MAX_LISTING or len(path) > _MAX_PATH:
             raise _too_many(path)
 
 
@@ -277,7 +275,7 @@ def _clear(parent: int, last: str | bytes) -> None:
 
 def _too_many(path: bytes) -> FileError:
     return FileError(
-        f"{_shown(path)}: more than {MAX_ENTRIES} entries, {MAX_LISTING} bytes of names, "
+        f"{_shown(path)}: more than {MAX_TREE} entries, {MAX_LISTING} bytes of names, "
         f"{MAX_DEPTH} folders in each other or {_MAX_PATH} bytes of a path",
         reason="TooManyEntries",
     )

@@ -143,8 +143,7 @@ class SandboxProvider(Protocol):
         """Check that sandboxes can be started here, then sweep.
 
         Raises:
-            NodeUnusable: Sandboxes cannot be started. The
-                message says what to do.
+            NodeUnusable: Sandboxes cannot be started. The message says what to do.
         """
         return
 

@@ -114,8 +114,7 @@ class NodeProvider(SandboxProvider):
         """Do what `start` needs most of its time for, long before it. Nothing runs in the background yet.
 
         Raises:
-            NodeUnusable, SandboxStartFailed: Sandboxes cannot
-                be started.
+            NodeUnusable, SandboxStartFailed: Sandboxes cannot be started.
         """
         await in_thread(self._folder.prepare)
         await self._starter.probe()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable
 from hmac import compare_digest
 from typing import Any, Final
 
@@ -135,28 +135,26 @@ class ExecClient:
             LaunchError: No shell could be started.
             ConnectionLost: The server is gone or does not answer.
         """
-        header = {"op": "bash", "session": session, "timeout": timeout, "max_output": max_output}
-        return _result(*await self._wire.request(header, _encoded(command), limit=timeout + _LIMIT_MARGIN))
+        return await self._execute("bash", _encoded(command), timeout, max_output, session=session)
 
     async def start(
         self, command: str, *, session: str = "main", timeout: float = 30.0, max_output: int = 65536
     ) -> RunningCommand:
         """Start `command` like `bash`, but return at once. Input can be sent, and output read as it comes."""
         running = RunningCommand(self, session)
-        header = {
-            "op": "bash",
-            "session": session,
-            "timeout": timeout,
-            "max_output": max_output,
-            "stream": True,
-        }
-        running.attach(
-            self._spawn(
-                self._wire.request(
-                    header, _encoded(command), limit=timeout + _LIMIT_MARGIN, listener=running.listen
-                )
-            )
+        result = self._execute(
+            "bash",
+            _encoded(command),
+            timeout,
+            max_output,
+            listener=running.listen,
+            session=session,
+            stream=True,
         )
+        task = asyncio.get_running_loop().create_task(result)
+        self._running.add(task)
+        task.add_done_callback(self._running.discard)
+        running.attach(task)
         await asyncio.sleep(0)  # This puts the request on the wire before any input that follows.
         return running
 
@@ -202,16 +200,8 @@ class ExecClient:
         Raises:
             LaunchError: The program cannot be started.
         """
-        header = {
-            "op": "run",
-            "argv": argv,
-            "env": env or {},
-            "cwd": cwd,
-            "timeout": timeout,
-            "max_output": max_output,
-            "clean_env": clean_env,
-        }
-        return _result(*await self._wire.request(header, stdin, limit=timeout + _LIMIT_MARGIN))
+        fields: dict[str, Any] = {"argv": argv, "env": env or {}, "cwd": cwd, "clean_env": clean_env}
+        return await self._execute("run", stdin, timeout, max_output, **fields)
 
     async def ipython(self, code: str, *, timeout: float = 60.0, max_output: int = 65536) -> ExecResult:
         """Run a cell in the sandbox's IPython kernel, which starts at the first cell.
@@ -224,10 +214,7 @@ class ExecClient:
             IPythonUnavailable: ipykernel is not importable in the sandbox, or the kernel does not start.
             BadRequest: Another cell is running (reason SessionBusy).
         """
-        header = {"op": "ipython", "timeout": timeout, "max_output": max_output}
-        return _result(
-            *await self._wire.request(header, _encoded(code), limit=timeout + _KERNEL_START + _LIMIT_MARGIN)
-        )
+        return await self._execute("ipython", _encoded(code), timeout, max_output, margin=_KERNEL_START)
 
     # The methods below read and write files.
 
@@ -397,14 +384,21 @@ class ExecClient:
         if self._running:
             await asyncio.wait(self._running)
 
-    def _spawn(self, answer: Coroutine[Any, Any, tuple[dict[str, Any], bytes]]) -> asyncio.Task[ExecResult]:
-        async def result() -> ExecResult:
-            return _result(*await answer)
-
-        task = asyncio.get_running_loop().create_task(result())
-        self._running.add(task)
-        task.add_done_callback(self._running.discard)
-        return task
+    async def _execute(
+        self,
+        operation: str,
+        body: bytes,
+        timeout: float,
+        max_output: int,
+        *,
+        margin: float = 0.0,
+        listener: Callable[[bytes], None] | None = None,
+        **fields: Any,
+    ) -> ExecResult:
+        """Run a command, a program or a cell, which may take `margin` seconds longer than the others."""
+        header = {"op": operation, "timeout": timeout, "max_output": max_output, **fields}
+        limit = timeout + margin + _LIMIT_MARGIN
+        return _result(*await self._wire.request(header, body, limit=limit, listener=listener))
 
 
 class RunningCommand:

@@ -270,15 +270,8 @@ class BashSession:
         """Return the shell's pid, or None if there is no shell now."""
         return self._shell.pid if self._shell else None
 
-    def execute(
-        self,
-        command: bytes,
-        timeout: float,
-        max_output: int,
-        on_output: Callable[[bytes], None] | None,
-        done: Callable[[Outcome | SandboxError], None],
-    ) -> Command:
-        """Run `command`, and call `done` once, at the latest a few seconds after `timeout` seconds.
+    def execute(self, command: Command) -> None:
+        """Run `command`, whose `done` is called once, at the latest a few seconds after its timeout.
 
         While a cancelled command is being stopped, the one that follows it waits.
 
@@ -286,14 +279,12 @@ class BashSession:
             BadRequest: Another command is running (reason SessionBusy).
             LaunchError: No shell could be started.
         """
-        running = Command(command, timeout, max_output, on_output, done)
         if self._command is None and self._queued is None:
-            self._begin(running)
+            self._begin(command)
         elif self._command is not None and self._command.cancelled and self._queued is None:
-            self._queued = running
+            self._queued = command
         else:
             raise BadRequest(f"session {self.name!r} is running another command", reason="SessionBusy")
-        return running
 
     def send_input(self, data: bytes) -> None:
         """Type `data` on the terminal of the running command.

@@ -71,7 +71,15 @@ class Outcome:
 
 
 class Command:
-    """The command that a session is running."""
+    """A command of a session.
+
+    Args:
+        command: The text for bash.
+        timeout: The seconds after which it is interrupted.
+        max_output: The bytes of output that are kept.
+        on_output: Called with output as it comes.
+        done: Called once, with the outcome or the reason why the command could not run.
+    """
 
     def __init__(
         self,

@@ -161,8 +161,8 @@ class EvalPlaces:
         if error.errno in _CHANGED:
             try:
                 mode = stat.S_IMODE(os.stat(path).st_mode)
-            except OSError as gone:
-                return f"{path} could be written to at the start, and now cannot be seen ({gone.strerror})"
+            except OSError as unseen:
+                return f"{path} could be written to at the start, and now cannot be seen ({unseen.strerror})"
             return f"{path} had mode {candidate.mode:04o} at the start, now {mode:04o} ({error.strerror})"
         if error.errno in _FULL:
             return self._filled(path)

@@ -17,7 +17,7 @@ from rollyard_sandbox.errors import (
 )
 from rollyard_sandbox.execution import processes
 from rollyard_sandbox.execution.bash_session import BashSession
-from rollyard_sandbox.execution.commands import Outcome
+from rollyard_sandbox.execution.commands import Command, Outcome
 from rollyard_sandbox.frames import MAX_BODY, PROTOCOL_VERSION
 from rollyard_sandbox.isolation.system_calls import remove_segments
 from rollyard_sandbox.proof import answer
@@ -316,9 +316,10 @@ class Operations:
                     remaining -= len(data)
 
         session = self._session(header)
-        command = session.execute(
+        command = Command(
             body, timeout, max_output, on_output, lambda outcome: _reply(connection, request, outcome)
         )
+        session.execute(command)
         connection.in_flight[request] = lambda: session.cancel(command)
 
     def _input(self, connection: Connection, request: int, header: dict[str, Any], body: bytes) -> None:
@@ -417,33 +418,25 @@ class Operations:
         """
         from rollyard_sandbox.server import work_folder
 
-        action = header.get("action")
-        workdir = "/" if header.get("anywhere") is True else self._workdir
-        if action == "tree":
-            path = header.get("path")
-            answer = work_folder.tree(workdir, work_folder.name(path) if path else b"")
-        elif action == "digests":
-            answer = work_folder.digests(workdir, _body_list(body))
-        elif action == "read":
-            offset, most = (
-                _whole_field(header, "offset", 0, 1 << 62),
-                _whole_field(header, "max_bytes", 0, MAX_BODY),
-            )
-            answer = work_folder.read(workdir, work_folder.name(header.get("path")), offset, most)
-        else:
-            answer = b""
-            if action == "put":
-                work_folder.put(
-                    workdir,
-                    work_folder.name(header.get("path")),
-                    body,
-                    _whole_field(header, "mode", 0, 0o777),
-                )
-            elif action == "make":
-                work_folder.make(workdir, _body_list(body))
-            elif action == "remove":
-                work_folder.remove(workdir, _body_list(body))
-            else:
+        folder = "/" if header.get("anywhere") is True else self._workdir
+        path, answer = header.get("path"), b""
+        match header.get("action"):
+            case "tree":
+                answer = work_folder.tree(folder, work_folder.name(path) if path else b"")
+            case "digests":
+                answer = work_folder.digests(folder, _body_list(body))
+            case "read":
+                offset = _whole_field(header, "offset", 0, 1 << 62)
+                most = _whole_field(header, "max_bytes", 0, MAX_BODY)
+                answer = work_folder.read(folder, work_folder.name(path), offset, most)
+            case "put":
+                mode = _whole_field(header, "mode", 0, 0o777)
+                work_folder.put(folder, work_folder.name(path), body, mode)
+            case "make":
+                work_folder.make(folder, _body_list(body))
+            case "remove":
+                work_folder.remove(folder, _body_list(body))
+            case action:
                 raise BadRequest(f"action: {action!r} is unknown")
         connection.answer(request, {}, answer)
 

@@ -13,7 +13,8 @@ from rollyard_pipeline.handlers.quantities import quantities
 from rollyard_pipeline.handlers.stem import letter
 from rollyard_pipeline.handlers.swe.diffs import patch_of
 from rollyard_pipeline.handlers.swe.log_parsers import exit_code, parse
-from rollyard_pipeline.sandboxes.egress.proxy import MAX_HEAD, BadHead, parse_head
+from rollyard_pipeline.sandboxes.egress.limits import EgressRefused
+from rollyard_pipeline.sandboxes.egress.proxy import MAX_HEAD, parse_head
 from rollyard_tasks.formats.swebench.diffs import changed_files
 from rollyard_testing.pace import patience
 
@@ -111,6 +112,6 @@ def test_logs_of_blanks(parser: str) -> None:
 def test_a_field_of_blanks() -> None:
     """The proxy reads a head before it knows whether its host is allowed."""
     begin, end = b"GET http://a.org/ HTTP/1.1\r\nHost: a.org\r\nX:", b"\x01\r\n\r\n"
-    with pytest.raises(BadHead, match="a field of the request is malformed"):
+    with pytest.raises(EgressRefused, match="a field of the request is malformed"):
         parse_head(begin + b" \t" * ((MAX_HEAD - len(begin) - len(end)) // 2) + end)
     assert b"X: a b\r\n" in parse_head(begin + b" \ta b \t\r\n\r\n").forwarded

@@ -17,8 +17,6 @@ EXEMPT = {
     # This module is sent into sandboxes, where the package is not installed. The class derives from
     # BaseException, so that a handler for Exception in the author's test does not catch it.
     "rollyard_pipeline.handlers.code.sandboxed.Unanswered",
-    # Its errno and its filename say what failed, so it is handled like any other error of a start.
-    "rollyard_sandbox.isolation.system_calls.CallFailed",
 }
 """The exceptions outside of the trees. A private one is in its tree like any other."""
 

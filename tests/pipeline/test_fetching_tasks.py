@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 
 import pytest
 from rollyard_crds import Task
-from rollyard_pipeline.sandboxes.egress.addresses import why_refused
+from rollyard_pipeline.sandboxes.egress.destinations import why_refused
 from rollyard_tasks.formats.harbor import HarborFormat
 from rollyard_tasks.formats.interface import Row
 from rollyard_tasks.harbor.archive import pack, read_folder

@@ -18,7 +18,7 @@ import pytest
 from rollyard_sandbox.execution.launching import launch
 from rollyard_sandbox.isolation import system_calls
 from rollyard_sandbox.isolation.protections import Protections
-from rollyard_sandbox.isolation.system_calls import CallFailed, Calls, Launcher
+from rollyard_sandbox.isolation.system_calls import Calls, Launcher
 from rollyard_testing.pace import patience
 
 LOOK = """
@@ -129,7 +129,7 @@ def test_what_keeps_a_program_from_starting_is_said(
 ) -> None:
     (tmp_path / "plain").write_text("no program")
     before = children()
-    with pytest.raises(CallFailed) as caught:
+    with pytest.raises(OSError, match=": ") as caught:
         run(argv, {"PATH": f"{tmp_path}:/usr/bin:/bin"}, tmp_path / cwd)
     assert caught.value.errno == number
     assert caught.value.filename in (filename, str(tmp_path / filename))
@@ -154,7 +154,7 @@ def test_a_protection_that_is_refused_keeps_the_program_from_running(way: str, t
     calls.add("setns", 1 << 20, 0)
     touch = calls.texts(["touch", str(marker)])
     calls.add("execve", calls.text("/usr/bin/touch"), touch, calls.texts([]), may_fail=True)
-    with pytest.raises(CallFailed, match="setns: Bad file descriptor") as caught:
+    with pytest.raises(OSError, match="setns: Bad file descriptor") as caught:
         calls.start()
     assert caught.value.filename == "NotConfined"
     assert not marker.exists()
@@ -175,7 +175,7 @@ def test_hundreds_of_starts_leave_nothing(way: str, tmp_path: Path) -> None:
         run(["true"], {"PATH": os.environ["PATH"]}, tmp_path)
     before = held()
     for _ in range(200):
-        with pytest.raises(CallFailed):
+        with pytest.raises(OSError, match=": "):
             run(["./absent"], {}, tmp_path)
     # What other tests have left in this process may open or close something meanwhile. A start that leaves
     # anything would leave it 200 times.

@@ -15,11 +15,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rollyard_sandbox import errors, proof
-from rollyard_sandbox.execution.capture import Capture
+from rollyard_sandbox.execution import processes
+from rollyard_sandbox.execution.commands import Capture
 from rollyard_sandbox.execution.event_loop import EventLoop
 from rollyard_sandbox.execution.shell import parse_report, single_quoted, typed_line
 from rollyard_sandbox.frames import FrameReader, encode
 from rollyard_sandbox.server.operations import Operations
+from rollyard_sandbox.server.options import ServerOptions
 from rollyard_testing.pace import patience
 
 
@@ -185,14 +187,16 @@ def test_unknown_reasons_are_kept() -> None:
     assert (type(raised), raised.reason) == (errors.SandboxError, "FromTheFuture")
 
 
-def test_no_evaluation_begins_beside_a_process_that_survives(tmp_path: Path) -> None:
+def test_no_evaluation_begins_beside_a_process_that_survives(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It does not matter how many others were killed."""
-    control: Any = SimpleNamespace(kill_all=lambda: 3, survivors=lambda: 1)
+    survivors = [1]
+    monkeypatch.setattr(processes, "kill_everything", lambda *_, **__: 3)
+    monkeypatch.setattr(processes, "alive_below", lambda *_, **__: survivors)
     protections: Any = SimpleNamespace(namespaces=None)
-    operations = Operations(
-        EventLoop(), workdir=str(tmp_path), max_sessions=1, max_output=100, own_namespace=False,
-        protections=protections, secret=None, control=control,
-    )  # fmt: skip
+    options = ServerOptions(listen=[], workdir=str(tmp_path))
+    operations = Operations(EventLoop(), options, protections, lambda: None)
     said: list[Any] = []
     connection: Any = SimpleNamespace(
         in_flight={},
@@ -200,7 +204,7 @@ def test_no_evaluation_begins_beside_a_process_that_survives(tmp_path: Path) -> 
         answer=lambda _request, fields, _body: said.append(os.path.isdir(fields["folder"])),
     )
     operations.handle(connection, {"id": 1, "op": "begin_eval"}, b"")
-    control.survivors = lambda: 0
+    survivors.clear()
     operations.handle(connection, {"id": 2, "op": "begin_eval"}, b"")
     operations._places.remove()
     assert said == ["ProcessesSurvive", True]

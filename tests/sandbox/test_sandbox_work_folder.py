@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 from rollyard_sandbox.client import ExecClient
-from rollyard_sandbox.client.work_folder import MAX_ENTRIES, TreeEntry, WorkFolder, parse_tree
+from rollyard_sandbox.client.work_folder import TreeEntry, WorkFolder, parse_tree
 from rollyard_sandbox.errors import BadRequest, FileError, ProtocolError
+from rollyard_sandbox.frames import MAX_TREE
 from rollyard_testing.pace import patience
 
 
@@ -129,7 +130,7 @@ async def test_a_tree_is_bounded(work: Path, folder: WorkFolder) -> None:
     assert caught.value.reason == "TooManyEntries"
     assert await folder.tree(b"d/d/d")
     (work / "wide").mkdir()
-    for number in range(MAX_ENTRIES + 1):
+    for number in range(MAX_TREE + 1):
         os.mkdir(work / "wide" / str(number))
     with pytest.raises(FileError) as caught:
         await folder.tree(b"wide")
@@ -159,7 +160,7 @@ async def test_a_folder_that_may_not_be_read_is_named(work: Path, folder: WorkFo
         b"f 2 1 a\0",
         b"x 0 1 a\0",
         b"f 0 1\0",
-        b"\0" * (2 * MAX_ENTRIES + 3),
+        b"\0" * (2 * MAX_TREE + 3),
         b"f 0 1 " + b"a" * (9 << 20) + b"\0",
     ],
 )  # fmt: skip

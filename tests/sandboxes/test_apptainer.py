@@ -42,7 +42,7 @@ def alive(run_dir: Path, sandbox_id: str) -> list[int]:
     record = SandboxFolder(run_dir).load(sandbox_id)
     assert record is not None
     known = [record.root, record.monitor, *record.helpers]
-    return [process.pid for process in known if process is not None and process.ref().alive()]
+    return [process.pid for process in known if process is not None and process.alive()]
 
 
 def orphaned_helpers() -> set[int]:
@@ -199,7 +199,7 @@ async def test_killed_from_outside_leaves_nothing(
                 os.kill(process.pid, signal.SIGKILL)
     await apptainer.release(sandbox.handle)
     everybody = [record.monitor, record.root, *record.helpers]
-    assert [process.pid for process in everybody if process.ref().alive()] == []
+    assert [process.pid for process in everybody if process.alive()] == []
     assert instances.search(instances.instance_name(sandbox.handle.id)) == []
     assert listed(run_dir) == []
     assert kit.left_behind(run_dir) == {"folders": [], "mounts": [], "sockets": []}
@@ -282,7 +282,7 @@ async def test_instances_without_a_folder_are_ended(kit: Any, sif: Path, run_dir
     try:
         assert listed(run_dir) == []
         everybody = [record.monitor, record.root, *record.helpers]
-        assert [process for process in everybody if process and process.ref().alive()] == []
+        assert [process for process in everybody if process and process.alive()] == []
     finally:
         await kit.clean(second)
 

@@ -75,7 +75,7 @@ async def test_a_disk_that_is_full_in_the_middle_of_a_start_leaves_no_process(
     def saved(folder: SandboxFolder, record: SandboxRecord) -> None:
         """Fill the disk between the start of the exec server and the note of it."""
         if record.root is not None:
-            started.append(record.root.ref())
+            started.append(record.root)
             fill(small / "filler")
         save(folder, record)
 

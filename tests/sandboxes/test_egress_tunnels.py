@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 from rollyard_sandbox.client import ExecClient
-from rollyard_sandbox.client.tunnel import SandboxTunnel
+from rollyard_sandbox.client.wire import SandboxTunnel
 from rollyard_sandbox.errors import ConnectionLost, SandboxError, SandboxSabotaged
 from rollyard_sandbox.frames import encode
 from rollyard_sandbox.server.tunnels import MAX_TUNNELS

@@ -18,7 +18,8 @@ import pytest
 from rollyard_crds.lease import SandboxHandle
 from rollyard_pipeline.sandboxes import open_provider
 from rollyard_pipeline.sandboxes.errors import SandboxLost
-from rollyard_pipeline.sandboxes.host.records import Process, SandboxFolder
+from rollyard_pipeline.sandboxes.host.processes import ProcessRef
+from rollyard_pipeline.sandboxes.host.records import SandboxFolder
 from rollyard_pipeline.sandboxes.interface import SandboxRequest
 from rollyard_pipeline.sandboxes.provider import NodeProvider
 
@@ -130,7 +131,7 @@ async def test_an_exec_server_that_ends_by_itself_is_told_from_one_that_is_ended
     other = open_provider(provider.name, run_dir=run_dir, node=crashed.handle.node)
     assert [await one.own_end(crashed.handle) for one in (provider, other)] == ["SandboxCrashed", ""]
     # Where the worker has ended, too, both were probably ended from outside.
-    SandboxFolder(run_dir).save(replace(record, worker=Process(1, 0)))
+    SandboxFolder(run_dir).save(replace(record, worker=ProcessRef(1, 0)))
     assert await provider.own_end(crashed.handle) == ""
     SandboxFolder(run_dir).save(record)
     provider.drain()

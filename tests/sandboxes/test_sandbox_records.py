@@ -25,9 +25,9 @@ from rollyard_pipeline.sandboxes.host.processes import (
     process_ref,
     this_process,
 )
-from rollyard_pipeline.sandboxes.host.records import Death, Process, SandboxFolder, SandboxRecord
+from rollyard_pipeline.sandboxes.host.records import Death, SandboxFolder, SandboxRecord
 from rollyard_pipeline.sandboxes.interface import SandboxKey, SandboxRequest
-from rollyard_pipeline.sandboxes.starters.root_folders import disk_sizes
+from rollyard_pipeline.sandboxes.starters.root_folders import disk_size
 
 
 def record(folder: SandboxFolder, **changes: object) -> SandboxRecord:
@@ -35,7 +35,7 @@ def record(folder: SandboxFolder, **changes: object) -> SandboxRecord:
         "id": folder.new_id(),
         "provider": "process",
         "state": "warm",
-        "worker": Process.of(this_process()),
+        "worker": this_process(),
         "created": time.time(),
         "secret": folder.new_secret(),
     }
@@ -56,9 +56,9 @@ def test_records_are_private_and_survive_a_round_trip(folder: SandboxFolder) -> 
         first,
         state="claimed",
         owner="r-1",
-        root=Process(11, 1),
-        monitor=Process(12, 2),
-        helpers=(Process(13, 3), Process(14, 4)),
+        root=ProcessRef(11, 1),
+        monitor=ProcessRef(12, 2),
+        helpers=(ProcessRef(13, 3), ProcessRef(14, 4)),
         cgroups=("/sys/fs/cgroup/a", "/sys/fs/cgroup/b"),
         workdir="/elsewhere",
     )
@@ -96,8 +96,8 @@ async def test_sweep_removes_broken_dead_and_abandoned(run_dir: Path) -> None:
     provider = open_provider("process", run_dir=run_dir, node="n")
     await provider.start()
     folder = SandboxFolder(run_dir)
-    broken, dead, foreign = folder.new_id(), record(folder, root=Process(2**22 - 1, 1)), record(
-        folder, provider="other", root=Process(2**22 - 1, 1)
+    broken, dead, foreign = folder.new_id(), record(folder, root=ProcessRef(2**22 - 1, 1)), record(
+        folder, provider="other", root=ProcessRef(2**22 - 1, 1)
     )  # fmt: skip
     (folder.path / broken).mkdir()
     (folder.path / broken / "sandbox.json").write_text("{")
@@ -121,8 +121,8 @@ async def test_a_worker_knows_which_sandboxes_are_its_own_and_which_have_an_owne
     provider = open_provider("process", run_dir=run_dir, node="n")
     folder = SandboxFolder(run_dir)
     folder.prepare()
-    mine, alive = Process.of(this_process()), Process.of(this_process())
-    another = Process(2**22 - 1, 1)
+    mine, alive = this_process(), this_process()
+    another = ProcessRef(2**22 - 1, 1)
     made = {
         "claimed": record(folder, state="claimed", owner="r-1", worker=mine, root=alive),
         "another's": record(folder, state="claimed", owner="r-2", worker=another, root=alive),
@@ -253,5 +253,5 @@ def test_images_that_tasks_name_are_mapped(named: str, key: str) -> None:
 
 def test_disks_leave_memory_for_processes() -> None:
     key = SandboxKey(None, 1, 300 << 20, 1 << 30, 10)
-    assert disk_sizes(key) == (100 << 20, 100 << 20)
-    assert disk_sizes(SandboxKey(None, 1, 300 << 20, 10 << 20, 10))[0] == 10 << 20
+    assert disk_size(key) == 100 << 20
+    assert disk_size(SandboxKey(None, 1, 300 << 20, 10 << 20, 10)) == 10 << 20

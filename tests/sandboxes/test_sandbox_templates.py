@@ -27,7 +27,7 @@ from rollyard_pipeline.sandboxes.interface import Sandbox, SandboxRequest
 from rollyard_pipeline.sandboxes.provider import NodeProvider
 from rollyard_pipeline.sandboxes.starters.bubblewrap import FORK_FAILURES
 from rollyard_pipeline.sandboxes.starters.templates import MAX_TEMPLATES, Fork, Template, source_stamp
-from rollyard_sandbox.isolation.forked_sandbox import Forks
+from rollyard_sandbox.server.template import Forks
 from rollyard_testing.pace import patience
 
 # A bwrap that refuses every start without a pid namespace, which is how templates are started.
@@ -151,7 +151,7 @@ async def test_without_templates_bwrap_stays_as_the_monitor(
             record = SandboxFolder(run_dir).load(sandbox.handle.id)
             assert record is not None
             assert record.monitor is not None
-            assert record.monitor.ref() == parent(run_dir, sandbox)
+            assert record.monitor == parent(run_dir, sandbox)
     finally:
         await kit.clean(provider)
 
@@ -179,7 +179,7 @@ async def test_a_start_that_is_given_up_leaves_no_process(tmp_path: Path, how: s
 
 FORK = """
 import os, random
-from rollyard_sandbox.isolation.forked_sandbox import Forks
+from rollyard_sandbox.server.template import Forks
 os.register_at_fork(
     # Two processes write at the same time, so each line is one write.
     before=lambda: os.write(1, b"before\\n"),

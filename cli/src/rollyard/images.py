@@ -16,7 +16,7 @@ from rollyard_pipeline.errors import PipelineError
 from rollyard_pipeline.sandboxes.apptainer.image_cache import ImageCache
 from rollyard_pipeline.sandboxes.apptainer.images import Image, dockerfile_image
 from rollyard_pipeline.sandboxes.apptainer.program import find_program
-from rollyard_pipeline.sandboxes.dockerfiles.context import ContextProblem
+from rollyard_pipeline.sandboxes.dockerfiles.instructions import DockerfileProblem
 from rollyard_pipeline.sandboxes.dockerfiles.recipe import dockerfile_folders
 
 from rollyard.errors import CliError, InvalidInput
@@ -47,7 +47,7 @@ def needed_images(folder: Path, bases: Mapping[str, str], say: Say) -> list[Need
     problems: list[str] = []
     try:
         folders = dockerfile_folders(folder)
-    except ContextProblem as error:
+    except DockerfileProblem as error:
         raise InvalidInput(str(error)) from error
     if not folders:
         raise InvalidInput(f"{folder}: no Dockerfile, and no task folder that needs one")

@@ -21,13 +21,15 @@ __all__ = [
     "SandboxError",
     "SandboxSabotaged",
     "ServerFault",
-    "TokenRefused",
     "from_wire",
 ]
 
 
 class SandboxError(Exception):
-    """An error that the exec server or its client reports. `reason` is its stable name."""
+    """An error that the exec server or its client reports.
+
+    `reason` is its stable name, such as Unauthorized if the token is missing or wrong.
+    """
 
     reason = "SandboxError"
 
@@ -57,12 +59,6 @@ class BadRequest(SandboxError):
     """
 
     reason = "BadRequest"
-
-
-class TokenRefused(SandboxError):
-    """The token is missing or wrong."""
-
-    reason = "Unauthorized"
 
 
 class CommandTooLarge(SandboxError):
@@ -125,7 +121,6 @@ _CLASSES: Final[dict[str, type[SandboxError]]] = {
         ConnectionLost,
         ProtocolError,
         BadRequest,
-        TokenRefused,
         CommandTooLarge,
         LaunchError,
         IPythonUnavailable,

@@ -198,6 +198,23 @@ def _lifted(name: str, folder: int, top: int) -> str:
     return new
 
 
+def read_at_most(file: int, limit: int) -> bytes:
+    """Return the next bytes of a file up to its end, at most `limit`.
+
+    Args:
+        file: The file's descriptor.
+        limit: The number of bytes.
+
+    Raises:
+        OSError: It cannot be read, or a pipe has no data now.
+    """
+    parts = []
+    while limit > 0 and (part := os.read(file, min(limit, 1 << 20))):
+        parts.append(part)
+        limit -= len(part)
+    return b"".join(parts)
+
+
 def make_file(path: str | bytes, mode: int, data: bytes, parent: int | None = None) -> None:
     """Make a file where nothing is, with these permission bits and this content. No link is followed.
 

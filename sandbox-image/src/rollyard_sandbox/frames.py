@@ -19,6 +19,14 @@ if TYPE_CHECKING:
 PROTOCOL_VERSION: Final = 1
 MAX_HEADER: Final = 256 * 1024  # bytes
 MAX_BODY: Final = 64 * 1024 * 1024  # bytes
+MAX_TREE: Final = 50_000
+"""The number of entries in one listing of a work folder."""
+MAX_LISTING: Final = 8 << 20
+"""The bytes of one listing."""
+MAX_DIGESTED: Final = 32 << 20
+"""The bytes that one request for digests may cover."""
+TUNNEL_READY: Final = b"+"
+"""What the worker sends when it listens to its tunnel, and what the server sends when a program uses it."""
 
 _PREFIX: Final = Struct("!II")
 _dumps = json.JSONEncoder(separators=(",", ":")).encode

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Awaitable, Callable
 from typing import Final, TypeVar
 
 from rollyard_crds.claims import Claim, ClaimRequest, SandboxShape
@@ -34,7 +34,7 @@ from rollyard_pipeline.sandboxes.errors import (
     SandboxProviderError,
     SandboxStartFailed,
 )
-from rollyard_pipeline.sandboxes.interface import Sandbox, SandboxKey, SandboxRequest
+from rollyard_pipeline.sandboxes.interface import Sandbox, SandboxKey, SandboxProvider, SandboxRequest
 from rollyard_pipeline.sandboxes.starters.root_folders import WORKDIR
 
 log = logging.getLogger(__name__)
@@ -57,8 +57,13 @@ _COUNTERS: Final = ("/sys/fs/cgroup/memory.events", "/sys/fs/cgroup/memory/memor
 T = TypeVar("T")
 
 
-class ClaimProvider:
+class ClaimProvider(SandboxProvider):
     """A SandboxProvider over claims (see `interface.SandboxProvider`).
+
+    The driver prepares, keeps warm and removes the sandboxes, which do not end with a worker. The control
+    plane knows and bounds all claims, so heartbeats name none of them, and a claim lives as long as its
+    rollout needs it. The cluster's nodes fetch the images, and the cluster monitors its disks: it places pods
+    elsewhere or reports why they wait.
 
     Args:
         claims: The control plane's calls.
@@ -73,15 +78,6 @@ class ClaimProvider:
     def name(self) -> str:
         """Return the provider name that handles of claimed sandboxes carry."""
         return PROVIDER
-
-    async def start(self) -> None:
-        """Do nothing, because the driver prepares the sandboxes."""
-
-    def drain(self) -> None:
-        """Do nothing, because no pod ends with a worker."""
-
-    async def aclose(self) -> None:
-        """Do nothing: claimed sandboxes stay, and unclaimed ones belong to the driver."""
 
     async def acquire(self, request: SandboxRequest, owner: LeaseRef, *, for_eval: bool = False) -> Sandbox:
         """File a claim, wait until a driver has fulfilled it, and connect."""
@@ -137,41 +133,6 @@ class ClaimProvider:
             return
         except (ControlPlaneRefused, TimeoutError) as error:
             log.warning("claim %s is left to the control plane, which releases it: %s", claim_id, error)
-
-    async def sweep(self) -> list[str]:
-        """Return nothing: the control plane and the driver remove leftover sandboxes."""
-        return []
-
-    def claimed(self) -> list[str]:
-        """Return nothing: the control plane knows all claimed sandboxes, so heartbeats name none of them."""
-        return []
-
-    def in_use(self) -> list[str]:
-        """Return nothing: the control plane bounds the claims of all workers together."""
-        return []
-
-    def own(self) -> list[str]:
-        """Return nothing: no claimed pod ends with a worker."""
-        return []
-
-    async def renew(self, ids: Collection[str], seconds: float) -> None:
-        """Do nothing, because a claim lives as long as its rollout needs it."""
-
-    async def warm(self, request: SandboxRequest, count: int) -> None:
-        """Do nothing, because the driver keeps the job's sandboxes warm."""
-
-    @property
-    def fetches(self) -> bool:
-        """Return false, because the cluster's nodes fetch the images of their pods."""
-        return False
-
-    async def fetch(self, request: SandboxRequest) -> bool:
-        """Return true and do nothing; see `fetches`."""
-        return True
-
-    def trouble(self) -> str:
-        """Return "": the cluster monitors its disks, and places pods elsewhere or reports why they wait."""
-        return ""
 
     async def oom_killed(self, handle: SandboxHandle | str) -> bool:
         """Return whether the memory limit has ended a process inside, or the sandbox as a whole.
@@ -270,7 +231,6 @@ def shape_of_key(key: SandboxKey) -> SandboxShape:
         memory_bytes=key.memory_bytes,
         disk_bytes=key.disk_bytes,
         processes=key.processes,
-        network=key.network,
         folders=list(key.folders),
     )
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from types import TracebackType
-from typing import Literal, Protocol, Self
+from typing import Protocol, Self
 
 from rollyard_crds.fields.quantity import parse_quantity
 from rollyard_crds.lease import LeaseRef, SandboxHandle
@@ -31,17 +31,15 @@ class SandboxKey:
     Requests of the same key can share warm sandboxes.
     """
 
-    image: str | None
-    cpu: float
+    image: str | None = None
+    cpu: float = 1.0
     """The number of CPU cores."""
-    memory_bytes: int
+    memory_bytes: int = 1 << 30
     """All memory of the sandbox in bytes, including the files in its work folder and /tmp."""
-    disk_bytes: int
+    disk_bytes: int = 1 << 28
     """The size of the work folder in bytes, and also that of /tmp. Each is at most a third of the memory."""
-    processes: int
+    processes: int = 512
     """The number of processes and threads that may exist at once."""
-    network: Literal["none"] = "none"
-    """Every sandbox is started without a network (see `sandboxes.egress`)."""
     folders: tuple[str, ...] = ()
     """Empty folders directly below /, in which programs can write. Each may grow to `disk_bytes`."""
     build: BuildFolder | None = field(default=None, compare=False, repr=False)
@@ -49,34 +47,20 @@ class SandboxKey:
 
 
 @dataclass(frozen=True, slots=True)
-class SandboxRequest:
-    """The sandbox that one rollout needs. `env` and `files` are applied when it is handed out."""
+class SandboxRequest(SandboxKey):
+    """The sandbox that one rollout needs. `env` and `files` are applied when it is handed out.
 
-    image: str | None = None
+    Every sandbox is started without a network (see `sandboxes.egress`).
+    """
+
     env: Mapping[str, str] = field(default_factory=dict)
     files: Mapping[str, str] = field(default_factory=dict)
     """The text of each file by its path, which is absolute or relative to the work folder."""
-    cpu: float = 1.0
-    memory_bytes: int = 1 << 30
-    disk_bytes: int = 1 << 28
-    processes: int = 512
-    network: Literal["none"] = "none"
-    folders: tuple[str, ...] = ()
-    build: BuildFolder | None = field(default=None, repr=False)
 
     @property
     def key(self) -> SandboxKey:
         """Return the key of the warm pool for this request."""
-        return SandboxKey(
-            self.image,
-            self.cpu,
-            self.memory_bytes,
-            self.disk_bytes,
-            self.processes,
-            self.network,
-            self.folders,
-            self.build,
-        )
+        return SandboxKey(**{each.name: getattr(self, each.name) for each in fields(SandboxKey)})
 
     @classmethod
     def of(
@@ -142,35 +126,34 @@ class SandboxProvider(Protocol):
     """Starts, hands out, finds and removes the sandboxes of one node or of a cluster.
 
     Several worker processes may share one run folder, and each has its own provider. A claimed sandbox
-    outlives the worker that started it, and any other worker can attach to it.
+    outlives the worker that started it, and any other worker can attach to it. By default a provider does
+    nothing by itself, because somebody else keeps and removes its sandboxes.
     """
 
     @property
     def name(self) -> str:
         """Return the kind of the provider's sandboxes, which handles carry."""
-        ...
 
     @property
     def fetches(self) -> bool:
         """Return whether `fetch` saves time, because images come from elsewhere."""
-        ...
+        return False
 
     async def start(self) -> None:
         """Check that sandboxes can be started here, then sweep.
 
         Raises:
-            NodeUnusable: Sandboxes cannot be started. The
-                message says what to do.
+            NodeUnusable: Sandboxes cannot be started. The message says what to do.
         """
-        ...
+        return
 
     def drain(self) -> None:
         """Learn that this worker is to end. What ends it may end its sandboxes as well; see `own_end`."""
-        ...
+        return
 
     async def aclose(self) -> None:
         """Remove this provider's unclaimed sandboxes. Claimed ones stay."""
-        ...
+        return
 
     async def acquire(self, request: SandboxRequest, owner: LeaseRef, *, for_eval: bool = False) -> Sandbox:
         """Return a fresh sandbox for the rollout of the lease `owner`, a warm one if there is one.
@@ -182,7 +165,6 @@ class SandboxProvider(Protocol):
             ImageNotUsable, SandboxStartFailed, SandboxImpossible, SandboxLost, DiskFull, NodeDiskFull:
                 The sandbox could not be started or prepared.
         """
-        ...
 
     async def attach(self, handle: SandboxHandle) -> Sandbox:
         """Return a connection to a sandbox that any worker of this node has claimed.
@@ -190,38 +172,36 @@ class SandboxProvider(Protocol):
         Raises:
             SandboxLost: The sandbox is gone, is on another node, or does not answer.
         """
-        ...
 
     async def release(self, handle: SandboxHandle | str) -> None:
         """Kill everything inside and remove its folder and limits. A sandbox that is gone is no error."""
-        ...
 
     async def sweep(self) -> list[str]:
         """Remove dead sandboxes and the unclaimed ones of dead workers, and return their ids."""
-        ...
+        return []
 
     def claimed(self) -> list[str]:
         """Return the ids of the claimed sandboxes that this node maintains, whichever worker claimed them."""
-        ...
+        return []
 
     def in_use(self) -> list[str]:
         """Return the ids of `claimed` and of sandboxes acquired with `for_eval` by any worker of the node."""
-        ...
+        return []
 
     def own(self) -> list[str]:
         """Return the ids of the claimed sandboxes that this provider's process started."""
-        ...
+        return []
 
     async def renew(self, ids: Collection[str], seconds: float) -> None:
         """Let these sandboxes live for another `seconds`. Sandboxes that are gone are skipped."""
-        ...
+        return
 
     async def warm(self, request: SandboxRequest, count: int) -> None:
         """Keep `count` unclaimed sandboxes of this request's key ready. A count of 0 keeps none.
 
         A provider whose sandboxes start at once keeps none.
         """
-        ...
+        return
 
     async def fetch(self, request: SandboxRequest) -> bool:
         """Bring the image of a request to this node before a sandbox needs it; whether there was room for it.
@@ -229,18 +209,17 @@ class SandboxProvider(Protocol):
         Raises:
             ImageNotUsable, SandboxStartFailed, DiskFull: The image cannot be had, or not this time.
         """
-        ...
+        return True
 
     def trouble(self) -> str:
         """Return why no further sandbox can be started now (the disk is full), or "" if nothing is wrong.
 
         The method may test the disk and should be called in a thread.
         """
-        ...
+        return ""
 
     async def oom_killed(self, handle: SandboxHandle | str) -> bool:
         """Return whether the kernel has killed a process inside because memory ran out."""
-        ...
 
     async def own_end(self, handle: SandboxHandle | str) -> str:
         """Return why a lost sandbox has ended by itself: `SandboxOutOfMemory`, `SandboxCrashed` or "".
@@ -248,4 +227,3 @@ class SandboxProvider(Protocol):
         It is "" for a sandbox that was taken away: it was released, or went with its node, worker or lease.
         While the worker drains, a crash cannot be distinguished from that.
         """
-        ...

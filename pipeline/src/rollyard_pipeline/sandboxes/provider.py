@@ -35,7 +35,7 @@ from rollyard_pipeline.sandboxes.errors import (
 from rollyard_pipeline.sandboxes.host import cgroups
 from rollyard_pipeline.sandboxes.host.disk_room import DiskRefuses, DiskRoom, is_full
 from rollyard_pipeline.sandboxes.host.processes import ends, this_process
-from rollyard_pipeline.sandboxes.host.records import Death, Process, SandboxFolder, SandboxRecord
+from rollyard_pipeline.sandboxes.host.records import Death, SandboxFolder, SandboxRecord
 from rollyard_pipeline.sandboxes.host.threads import in_thread
 from rollyard_pipeline.sandboxes.interface import Sandbox, SandboxKey, SandboxProvider, SandboxRequest
 from rollyard_pipeline.sandboxes.starters.bare_process import WARNING, ProcessStarter
@@ -62,7 +62,7 @@ _NO_GROUPS: Final = (
 PROVIDERS: Final = ("bubblewrap", "apptainer", "process", PROVIDER)
 
 
-class NodeProvider:
+class NodeProvider(SandboxProvider):
     """A SandboxProvider over one kind of sandbox (see `interface.SandboxProvider`).
 
     Args:
@@ -90,7 +90,7 @@ class NodeProvider:
         self._starter = starter
         self._places = tuple(places)
         self._starts = asyncio.Semaphore(starts_at_once)
-        self._worker = Process.of(this_process())
+        self._worker = this_process()
         self._room = DiskRoom(folder.path)
         self._warm = WarmPool(self._start_warm, self._remove_warm)
         self._tasks: set[asyncio.Task[None]] = set()
@@ -114,8 +114,7 @@ class NodeProvider:
         """Do what `start` needs most of its time for, long before it. Nothing runs in the background yet.
 
         Raises:
-            NodeUnusable, SandboxStartFailed: Sandboxes cannot
-                be started.
+            NodeUnusable, SandboxStartFailed: Sandboxes cannot be started.
         """
         await in_thread(self._folder.prepare)
         await self._starter.probe()
@@ -287,7 +286,7 @@ class NodeProvider:
         """Return whether an exec server has ended by itself, or does within `seconds`. This blocks."""
         if record.root is None or record.owner is None or not self._is_leased(record.id):
             return False
-        if not ends(record.root.ref(), seconds) or not record.worker.ref().alive():
+        if not ends(record.root, seconds) or not record.worker.alive():
             return False
         if self._draining or not self._is_leased(record.id):
             return False
@@ -354,9 +353,9 @@ class NodeProvider:
                 record = replace(
                     record,
                     state="warm",
-                    root=Process.of(started.root),
-                    monitor=Process.of(started.monitor) if started.monitor else None,
-                    helpers=tuple(Process.of(helper) for helper in started.helpers),
+                    root=started.root,
+                    monitor=started.monitor,
+                    helpers=started.helpers,
                 )
                 if claimed is not None:
                     record = claimed(record)
@@ -374,11 +373,8 @@ class NodeProvider:
     def _make_folder(self, record: SandboxRecord, key: SandboxKey) -> None:
         """Make a sandbox's folder and control groups. This blocks."""
         self._folder.create(record)
-        self._make_groups(record.id, key)
-
-    def _make_groups(self, sandbox_id: str, key: SandboxKey) -> None:
         try:
-            cgroups.create(self._places, sandbox_id, limits_of(key))
+            cgroups.create(self._places, record.id, limits_of(key))
         except OSError as error:
             raise SandboxImpossible(
                 f"limits cpu={key.cpu:g}, memory={key.memory_bytes} bytes, processes={key.processes} "
@@ -451,7 +447,7 @@ class NodeProvider:
                 if record is not None:
                     if record.provider != self.name:
                         continue
-                    if record.alive() and (record.state == "claimed" or record.worker.ref().alive()):
+                    if record.alive() and (record.state == "claimed" or record.worker.alive()):
                         continue
                     groups = [Path(path) for path in record.cgroups]
                     if record.state == "claimed" and cgroups.oom_kills(groups) > 0:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter, deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 from rollyard_process.backoff import Backoff
 from rollyard_process.telemetry.scope import outside
@@ -42,7 +42,7 @@ class WarmPool:
     def __init__(
         self,
         start: Callable[[SandboxKey], Awaitable[WarmSandbox]],
-        remove: Callable[[WarmSandbox], Awaitable[None]],
+        remove: Callable[[WarmSandbox], Coroutine[Any, Any, None]],
     ) -> None:
         self._start = start
         self._remove = remove
@@ -123,7 +123,7 @@ class WarmPool:
         self._ready.clear()
         async with asyncio.TaskGroup() as group:
             for warm in left:
-                group.create_task(self._removed(warm))
+                group.create_task(self._remove(warm))
 
     def refill(self, key: SandboxKey) -> None:
         """Start the missing sandboxes of this key in the background."""
@@ -138,7 +138,7 @@ class WarmPool:
         ready = self._ready.setdefault(key, deque())
         while (missing := self._wanted.get(key, 0) - len(ready)) != 0:
             if missing < 0:
-                await self._removed(ready.popleft())
+                await self._remove(ready.popleft())
                 continue
             try:
                 async with asyncio.TaskGroup() as group:
@@ -169,6 +169,3 @@ class WarmPool:
                 # The start for which this caller waited has failed.
                 if not (future := waiting.pop()).done():
                     future.set_result(None)
-
-    async def _removed(self, warm: WarmSandbox) -> None:
-        await self._remove(warm)

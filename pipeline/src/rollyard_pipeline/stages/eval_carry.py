@@ -17,8 +17,9 @@ from typing import Final
 
 from rollyard_crds.fields.eval_carry import EvalCarry, carried_path
 from rollyard_sandbox.client import DirEntry, ExecClient
-from rollyard_sandbox.client.work_folder import DIGEST_SIZE, MAX_DIGESTED, TreeEntry, WorkFolder
+from rollyard_sandbox.client.work_folder import DIGEST_SIZE, TreeEntry, WorkFolder
 from rollyard_sandbox.errors import FileError
+from rollyard_sandbox.frames import MAX_DIGESTED
 
 from rollyard_pipeline.errors import CarryRefused, CarryUnusable
 from rollyard_pipeline.stages.inert_files import LeftBehind, read_by_itself

@@ -7,9 +7,8 @@ Example:
     await client.close()
 """
 
-from rollyard_sandbox.client.exec_client import ExecClient
+from rollyard_sandbox.client.exec_client import ExecClient, RunningCommand
 from rollyard_sandbox.client.results import DirEntry, EvalPlace, ExecResult, FileContent, ServerInfo
-from rollyard_sandbox.client.running_command import RunningCommand
 from rollyard_sandbox.client.work_folder import TreeEntry, WorkFolder
 
 __all__ = [

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable
 from hmac import compare_digest
 from typing import Any, Final
 
@@ -17,11 +17,9 @@ from rollyard_sandbox.client.results import (
     ServerInfo,
     variables_of,
 )
-from rollyard_sandbox.client.running_command import RunningCommand
-from rollyard_sandbox.client.tunnel import SandboxTunnel
-from rollyard_sandbox.client.wire import Wire
+from rollyard_sandbox.client.wire import SandboxTunnel, Wire
 from rollyard_sandbox.client.work_folder import WorkFolder
-from rollyard_sandbox.errors import BadRequest, ConnectionLost, SandboxSabotaged
+from rollyard_sandbox.errors import BadRequest, ConnectionLost, SandboxError, SandboxSabotaged
 from rollyard_sandbox.frames import PROTOCOL_VERSION
 
 _KERNEL_START: Final = 60.0  # The seconds that the first cell may wait for its kernel.
@@ -73,7 +71,7 @@ class ExecClient:
             BadRequest: The address is neither, or `lease` is not above 0 and up to a week.
             ProtocolError: The server speaks another version of the protocol.
             ConnectionLost: No server answers there within `timeout` seconds.
-            TokenRefused: The token is missing or wrong.
+            SandboxError: The token is missing or wrong (reason Unauthorized).
             SandboxSabotaged: The process that answers does not know the secret.
         """
         loop = asyncio.get_running_loop()
@@ -137,28 +135,26 @@ class ExecClient:
             LaunchError: No shell could be started.
             ConnectionLost: The server is gone or does not answer.
         """
-        header = {"op": "bash", "session": session, "timeout": timeout, "max_output": max_output}
-        return _result(*await self._wire.request(header, _encoded(command), limit=timeout + _LIMIT_MARGIN))
+        return await self._execute("bash", _encoded(command), timeout, max_output, session=session)
 
     async def start(
         self, command: str, *, session: str = "main", timeout: float = 30.0, max_output: int = 65536
     ) -> RunningCommand:
         """Start `command` like `bash`, but return at once. Input can be sent, and output read as it comes."""
         running = RunningCommand(self, session)
-        header = {
-            "op": "bash",
-            "session": session,
-            "timeout": timeout,
-            "max_output": max_output,
-            "stream": True,
-        }
-        running.attach(
-            self._spawn(
-                self._wire.request(
-                    header, _encoded(command), limit=timeout + _LIMIT_MARGIN, listener=running.listen
-                )
-            )
+        result = self._execute(
+            "bash",
+            _encoded(command),
+            timeout,
+            max_output,
+            listener=running.listen,
+            session=session,
+            stream=True,
         )
+        task = asyncio.get_running_loop().create_task(result)
+        self._running.add(task)
+        task.add_done_callback(self._running.discard)
+        running.attach(task)
         await asyncio.sleep(0)  # This puts the request on the wire before any input that follows.
         return running
 
@@ -204,16 +200,8 @@ class ExecClient:
         Raises:
             LaunchError: The program cannot be started.
         """
-        header = {
-            "op": "run",
-            "argv": argv,
-            "env": env or {},
-            "cwd": cwd,
-            "timeout": timeout,
-            "max_output": max_output,
-            "clean_env": clean_env,
-        }
-        return _result(*await self._wire.request(header, stdin, limit=timeout + _LIMIT_MARGIN))
+        fields: dict[str, Any] = {"argv": argv, "env": env or {}, "cwd": cwd, "clean_env": clean_env}
+        return await self._execute("run", stdin, timeout, max_output, **fields)
 
     async def ipython(self, code: str, *, timeout: float = 60.0, max_output: int = 65536) -> ExecResult:
         """Run a cell in the sandbox's IPython kernel, which starts at the first cell.
@@ -226,10 +214,7 @@ class ExecClient:
             IPythonUnavailable: ipykernel is not importable in the sandbox, or the kernel does not start.
             BadRequest: Another cell is running (reason SessionBusy).
         """
-        header = {"op": "ipython", "timeout": timeout, "max_output": max_output}
-        return _result(
-            *await self._wire.request(header, _encoded(code), limit=timeout + _KERNEL_START + _LIMIT_MARGIN)
-        )
+        return await self._execute("ipython", _encoded(code), timeout, max_output, margin=_KERNEL_START)
 
     # The methods below read and write files.
 
@@ -399,14 +384,81 @@ class ExecClient:
         if self._running:
             await asyncio.wait(self._running)
 
-    def _spawn(self, answer: Coroutine[Any, Any, tuple[dict[str, Any], bytes]]) -> asyncio.Task[ExecResult]:
-        async def result() -> ExecResult:
-            return _result(*await answer)
+    async def _execute(
+        self,
+        operation: str,
+        body: bytes,
+        timeout: float,
+        max_output: int,
+        *,
+        margin: float = 0.0,
+        listener: Callable[[bytes], None] | None = None,
+        **fields: Any,
+    ) -> ExecResult:
+        """Run a command, a program or a cell, which may take `margin` seconds longer than the others."""
+        header = {"op": operation, "timeout": timeout, "max_output": max_output, **fields}
+        limit = timeout + margin + _LIMIT_MARGIN
+        return _result(*await self._wire.request(header, body, limit=limit, listener=listener))
 
-        task = asyncio.get_running_loop().create_task(result())
-        self._running.add(task)
-        task.add_done_callback(self._running.discard)
-        return task
+
+class RunningCommand:
+    """A command that has been started, and accepts input and interrupts."""
+
+    def __init__(self, client: ExecClient, session: str) -> None:
+        self._client = client
+        self._session = session
+        self._output = bytearray()
+        self._changed = asyncio.Event()
+        self._task: asyncio.Task[ExecResult] | None = None
+
+    def output_so_far(self) -> bytes:
+        """Return what the command has printed until now, at most its first `max_output` bytes."""
+        return bytes(self._output)
+
+    async def wait_for_output(self, expected: bytes, *, timeout: float = 30.0) -> bytes:
+        """Wait until `expected` has been printed, and return the output so far.
+
+        Raises:
+            TimeoutError: It was not printed within `timeout` seconds.
+            SandboxError: The command ended without it (reason OutputNotFound), or the sandbox was lost.
+        """
+        assert self._task is not None
+        async with asyncio.timeout(timeout):
+            while expected not in self._output:
+                if self._task.done():
+                    self._task.result()
+                    raise SandboxError(f"the command ended without {expected!r}", reason="OutputNotFound")
+                self._changed.clear()
+                await self._changed.wait()
+        return bytes(self._output)
+
+    async def send_input(self, data: bytes) -> None:
+        """Type `data` on the command's terminal. A line needs its newline."""
+        await self._client.send_input(data, session=self._session)
+
+    async def interrupt(self) -> None:
+        """Send SIGINT to the terminal's foreground, like Ctrl-C."""
+        await self._client.interrupt(session=self._session)
+
+    async def result(self) -> ExecResult:
+        """Wait for the command's end, and return its result. Cancelling this wait cancels the command."""
+        assert self._task is not None
+        return await self._task
+
+    def listen(self, data: bytes) -> None:
+        """Store output that the server has sent."""
+        self._output += data
+        self._changed.set()
+
+    def attach(self, task: asyncio.Task[ExecResult]) -> None:
+        """Store the task that waits for the command's result."""
+        self._task = task
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[ExecResult]) -> None:
+        self._changed.set()
+        if not task.cancelled():
+            task.exception()  # This marks it as retrieved. A caller that awaits `result` still gets it.
 
 
 def _check_proof(secret: bytes | None, purpose: str, challenge: str, answer: dict[str, Any]) -> None:

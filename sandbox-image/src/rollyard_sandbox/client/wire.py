@@ -1,17 +1,42 @@
-"""The client's end of a connection to the exec server, which sends frames and matches answers to requests."""
+"""The client's end of a connection to the exec server, which sends frames and matches answers to requests.
+
+A connection can become a tunnel: one connection of a program in the sandbox to its loopback port.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import socket
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Final, cast
 
-from rollyard_sandbox.client.tunnel import SandboxTunnel, tunnel_over
 from rollyard_sandbox.errors import ConnectionLost, ProtocolError, SandboxError, from_wire
-from rollyard_sandbox.frames import FrameReader, encode
+from rollyard_sandbox.frames import TUNNEL_READY, FrameReader, encode
 
 ANSWER_LIMIT: Final = 30.0  # The limit in seconds for a request that has no time limit of its own.
+_BUFFER: Final = 64 * 1024  # bytes
+
+
+@dataclass(frozen=True, slots=True)
+class SandboxTunnel:
+    """A tunnel that waits for a program or is used by one."""
+
+    port: int
+    """The port on 127.0.0.1 inside the sandbox."""
+    reader: asyncio.StreamReader
+    writer: asyncio.StreamWriter
+
+    async def used(self) -> bool:
+        """Wait until a program has connected. The result is False if the server has closed the tunnel."""
+        try:
+            return await self.reader.readexactly(len(TUNNEL_READY)) == TUNNEL_READY
+        except (asyncio.IncompleteReadError, OSError):
+            return False
+
+    def close(self) -> None:
+        """Close the connection at once."""
+        self.writer.transport.abort()
 
 
 class Wire(asyncio.Protocol):
@@ -80,14 +105,24 @@ class Wire(asyncio.Protocol):
             self.closed.set_result(None)
 
     async def into_tunnel(self, port: int) -> SandboxTunnel:
-        """Let the connection be a tunnel, for which its server waits. No frame can be sent any more."""
+        """Let the connection be a tunnel, for which its server waits. No frame can be sent any more.
+
+        The server sends nothing before it has received `TUNNEL_READY`, so no byte is lost between the
+        protocols.
+        """
         if self.lost is not None or self._transport is None:
             raise self.lost or ConnectionLost("not connected")
         transport, self._transport = self._transport, None
         self.lost = ConnectionLost("the connection has become a tunnel")
         if not self.closed.done():
             self.closed.set_result(None)
-        return tunnel_over(self._loop, transport, port)
+        reader = asyncio.StreamReader(limit=_BUFFER, loop=self._loop)
+        protocol = asyncio.StreamReaderProtocol(reader, loop=self._loop)
+        transport.set_protocol(protocol)
+        protocol.connection_made(transport)
+        writer = asyncio.StreamWriter(transport, protocol, reader, self._loop)
+        writer.write(TUNNEL_READY)
+        return SandboxTunnel(port, reader, writer)
 
     @property
     def unanswered(self) -> int:

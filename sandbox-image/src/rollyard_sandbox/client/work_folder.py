@@ -9,12 +9,9 @@ from typing import Any, Final
 
 from rollyard_sandbox.client.wire import Wire
 from rollyard_sandbox.errors import ProtocolError
+from rollyard_sandbox.frames import MAX_LISTING, MAX_TREE
 
-MAX_ENTRIES: Final = 50_000
-MAX_LISTING: Final = 8 << 20  # bytes
 DIGEST_SIZE: Final = 32
-MAX_DIGESTED: Final = 32 << 20
-"""The number of bytes that one request for digests may cover."""
 _KINDS: Final = {b"f": "file", b"d": "folder", b"l": "link", b"o": "other", b"u": "unreadable"}
 
 
@@ -134,7 +131,7 @@ def parse_tree(body: bytes, top: bytes = b"") -> dict[bytes, TreeEntry]:
     Raises:
         ProtocolError: The listing is too long, or a record is malformed or leads out of `top`.
     """
-    if len(body) > MAX_LISTING + 16_384 or body.count(b"\0") > 2 * MAX_ENTRIES + 2:
+    if len(body) > MAX_LISTING + 16_384 or body.count(b"\0") > 2 * MAX_TREE + 2:
         raise ProtocolError("the listing is longer than a listing may be")
     entries: dict[bytes, TreeEntry] = {}
     records = iter(body.split(b"\0")[:-1])

@@ -25,16 +25,15 @@ from enum import Enum
 from time import monotonic
 
 from rollyard_sandbox.errors import BadRequest, LaunchError, SandboxError
-from rollyard_sandbox.execution.capture import Capture
-from rollyard_sandbox.execution.commands import Command, Outcome
+from rollyard_sandbox.execution.commands import Capture, Command, Outcome
 from rollyard_sandbox.execution.event_loop import READ, WRITE
-from rollyard_sandbox.execution.interrupts import (
-    INTERRUPT_GRACE,
-    Interrupt,
-    Stragglers,
-    kill_foreground_job,
+from rollyard_sandbox.execution.processes import (
+    exit_code,
+    forked_by,
+    kill_session,
+    send_signal,
+    with_descendants,
 )
-from rollyard_sandbox.execution.processes import send_signal, session_members
 from rollyard_sandbox.execution.shell import Report, Shell, parse_report
 
 TYPE_CHECKING = False
@@ -46,6 +45,10 @@ if TYPE_CHECKING:
     from rollyard_sandbox.isolation.protections import Protections
 
 START_LIMIT: Final = 10.0  # The seconds that bash has to report for the first time, and after an interrupt.
+INTERRUPT_GRACE: Final = 1.0  # The seconds between SIGINT and SIGKILL.
+_REPEATS: Final = 2
+_MOST_REPEATS: Final = 20  # The limit of further repeats while a program may have missed the signal.
+_REPEAT_AFTER: Final = 0.1  # seconds
 KILL_GRACE: Final = 0.5  # The seconds between killing the foreground and killing the shell.
 REAP_GRACE: Final = 2.0  # The seconds that a killed shell has to end.
 IDLE_OUTPUT: Final = 64 * 1024  # The bytes that are kept of what background jobs print between commands.
@@ -54,6 +57,129 @@ _AT_INTERRUPT: Final = b"\n"  # Bash prints this when it acts on a SIGINT at its
 _INPUT_BACKLOG: Final = 1024 * 1024  # bytes of unread input
 _READ: Final = 65536
 _DRAIN_LIMIT: Final = 256 * 1024  # bytes that are read after a report; a terminal buffers less
+
+
+def signal_foreground(shell: Shell, number: int) -> None:
+    """Signal the process group in the foreground of the shell's terminal, if there is one."""
+    try:
+        shell.unstick()
+        group = shell.foreground()
+        if group:
+            os.killpg(group, number)
+    except OSError:
+        return  # It ended meanwhile and is about to be reaped.
+
+
+def kill_foreground_job(shell: Shell) -> bool:
+    """Kill the job in the terminal's foreground.
+
+    Returns:
+        False if the foreground is the shell itself, or empty.
+    """
+    if shell.foreground() in (0, shell.pid):
+        return False
+    signal_foreground(shell, signal.SIGKILL)
+    return True
+
+
+class Interrupt:
+    """A SIGINT for a command, which is sent again when the foreground changes.
+
+    It is repeated because bash forgets a SIGINT that comes while it starts a job. So does the job itself
+    until it has become its program, because until then it has bash's handlers. Moreover, the second program
+    of a pipeline may be started after the first one has received the signal.
+
+    Args:
+        is_wanted: Returns whether the command in question still runs in this shell.
+        spare_shell: Whether to signal jobs only, and to look for them as long as `is_wanted` returns True.
+    """
+
+    def __init__(
+        self, loop: EventLoop, shell: Shell, is_wanted: Callable[[], bool], *, spare_shell: bool = False
+    ) -> None:
+        self._loop = loop
+        self._shell = shell
+        self._is_wanted = is_wanted
+        self._spare_shell = spare_shell
+        self._looks_left = _REPEATS
+        self._signalled = 0  # The process group that was signalled last.
+        self._groups: set[int] = set()  # The process groups of the jobs that were signalled.
+        self._got: set[int] = set()  # The programs of these jobs that received the signal.
+        self._begun: set[int] = set()  # The processes that were still copies of the shell at that time.
+
+    def send(self) -> None:
+        """Signal now, and look again every tenth of a second until all programs of the job are signalled."""
+        if not self._is_wanted():
+            return
+        group = self._shell.foreground()
+        in_shell = group in (0, self._shell.pid)
+        unsettled = True
+        if not (in_shell and self._spare_shell):
+            unsettled = self._look(group, in_shell)
+        self._signalled = group
+        looks_left = self._looks_left > 0 or (unsettled and self._looks_left > -_MOST_REPEATS)
+        if looks_left or self._spare_shell:
+            self._looks_left -= 1
+            self._loop.call_later(_REPEAT_AFTER, self.send)
+
+    def _look(self, group: int, in_shell: bool) -> bool:
+        """Signal the processes that need it now, and return whether one may still have missed the signal."""
+        shell = self._shell
+        first = group != self._signalled
+        # A shell that is about to start a job is signalled before it does so, if that is still possible.
+        copies, programs = ({}, {}) if first and in_shell else forked_by(shell.pid)
+        if first:
+            self._signal(group, in_shell, copies, programs)
+        else:
+            self._reach_late(copies, programs)
+        # The shell may forget a SIGINT that only it has received before the job exists. A job that is gone
+        # may have been the first program of a pipeline.
+        return bool(self._begun) or in_shell or group not in programs.values()
+
+    def _signal(self, group: int, in_shell: bool, copies: dict[int, int], programs: dict[int, int]) -> None:
+        shell = self._shell
+        signal_foreground(shell, signal.SIGINT)
+        copies = {**copies, **forked_by(shell.pid)[0]}  # The shell may still be forking.
+        begun = {pid: of for pid, of in copies.items() if in_shell or of == group}
+        self._begun.update(begun)
+        self._got.update(pid for pid, of in programs.items() if of == group)
+        # A job's group has the pid of its first process, which may not have joined the group yet.
+        self._groups.update({group, *begun, *begun.values()} - {0, shell.pid})
+
+    def _reach_late(self, copies: dict[int, int], programs: dict[int, int]) -> None:
+        """Signal the processes that have become programs, or have joined a job, since its SIGINT."""
+        late = self._begun.difference(copies)
+        late.update(pid for pid, of in programs.items() if of in self._groups and pid not in self._got)
+        # The processes that they have started since have not received the signal either.
+        send_signal(with_descendants(late), signal.SIGINT)
+        self._got |= late
+        self._begun &= copies.keys()
+
+
+class Stragglers:
+    """The jobs that an interrupted command left in the foreground; they are ended by SIGINT, then SIGKILL.
+
+    If bash (5.2) receives a SIGINT between its fork of a job and its wait for it, it returns to its prompt,
+    and the job survives. At the next builtin, which is that of its report, bash still believes that it is
+    starting a pipeline and waits for the job. It has then reported the end of the command, but it accepts no
+    other command.
+
+    Args:
+        is_wanted: Returns True as long as the shell has not shown that it is idle.
+    """
+
+    def __init__(self, loop: EventLoop, shell: Shell, is_wanted: Callable[[], bool]) -> None:
+        self._loop = loop
+        self._shell = shell
+        self._is_wanted = is_wanted
+        Interrupt(loop, shell, is_wanted, spare_shell=True).send()
+        loop.call_later(INTERRUPT_GRACE, self._kill)
+
+    def _kill(self) -> None:
+        if not self._is_wanted():
+            return
+        kill_foreground_job(self._shell)
+        self._loop.call_later(_REPEAT_AFTER, self._kill)
 
 
 class _State(Enum):
@@ -144,15 +270,8 @@ class BashSession:
         """Return the shell's pid, or None if there is no shell now."""
         return self._shell.pid if self._shell else None
 
-    def execute(
-        self,
-        command: bytes,
-        timeout: float,
-        max_output: int,
-        on_output: Callable[[bytes], None] | None,
-        done: Callable[[Outcome | SandboxError], None],
-    ) -> Command:
-        """Run `command`, and call `done` once, at the latest a few seconds after `timeout` seconds.
+    def execute(self, command: Command) -> None:
+        """Run `command`, whose `done` is called once, at the latest a few seconds after its timeout.
 
         While a cancelled command is being stopped, the one that follows it waits.
 
@@ -160,14 +279,12 @@ class BashSession:
             BadRequest: Another command is running (reason SessionBusy).
             LaunchError: No shell could be started.
         """
-        running = Command(command, timeout, max_output, on_output, done)
         if self._command is None and self._queued is None:
-            self._begin(running)
+            self._begin(command)
         elif self._command is not None and self._command.cancelled and self._queued is None:
-            self._queued = running
+            self._queued = command
         else:
             raise BadRequest(f"session {self.name!r} is running another command", reason="SessionBusy")
-        return running
 
     def send_input(self, data: bytes) -> None:
         """Type `data` on the terminal of the running command.
@@ -251,15 +368,14 @@ class BashSession:
         self._lost_state = True
         self._input.clear()
         if status is None:
-            members = session_members(shell.pid)
-            send_signal((p.pid for p in members), signal.SIGKILL)
+            kill_session(shell.pid)
             send_signal((shell.pid,), signal.SIGKILL)
             self._loop.forget_child(shell.pid)  # The loop reaps it without calling back.
         self._loop.unwatch(shell.channel.fileno())
         self._loop.unwatch(shell.master)
         shell.close()
         if self._command is not None:
-            self._finish(None if status is None else _exit_code(status))
+            self._finish(None if status is None else exit_code(status))
 
     def _note_directory(self) -> None:
         """Remember the shell's working directory, as far as it is known. The next shell starts in it."""
@@ -534,8 +650,7 @@ class BashSession:
         if running is None or shell is None:
             return
         self._note_directory()
-        members = session_members(shell.pid)
-        send_signal((p.pid for p in members), signal.SIGKILL)
+        kill_session(shell.pid)
         running.timer = self._loop.call_later(REAP_GRACE, self._discard)
 
     # The methods below read and write the terminal.
@@ -599,9 +714,3 @@ class BashSession:
             written = 0  # The program does not read now. The rest is written when it does.
         del self._input[:written]
         self._loop.change(shell.master, READ | WRITE if self._input else READ)
-
-
-def _exit_code(status: int) -> int:
-    """Return a wait status as shells show it: 128 + the signal's number if a signal ended the process."""
-    code = os.waitstatus_to_exitcode(status)
-    return code if code >= 0 else 128 - code

@@ -1,10 +1,9 @@
-"""The data of a running command, and of the way in which it ended."""
+"""The data of a running command, its bounded output, and the way in which it ended."""
 
 from __future__ import annotations
 
+from collections import deque
 from time import monotonic
-
-from rollyard_sandbox.execution.capture import Capture
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -14,19 +13,51 @@ if TYPE_CHECKING:
     from rollyard_sandbox.execution.event_loop import Timer
 
 
+class Capture:
+    """A capture that keeps at most `limit` of the added bytes: half from the head, half from the tail."""
+
+    __slots__ = ("_head", "_head_room", "_tail", "_tail_limit", "_tail_size", "total")
+
+    def __init__(self, limit: int) -> None:
+        self._head = bytearray()
+        self._head_room = limit - limit // 2
+        self._tail: deque[bytes] = deque()
+        self._tail_limit = limit // 2
+        self._tail_size = 0
+        self.total = 0
+
+    def add(self, data: bytes) -> None:
+        """Add bytes in order."""
+        self.total += len(data)
+        if self._head_room:
+            part = data[: self._head_room]
+            self._head += part
+            self._head_room -= len(part)
+            data = data[len(part) :]
+            if not data:
+                return
+        tail = self._tail
+        tail.append(data)
+        self._tail_size += len(data)
+        while tail and self._tail_size - len(tail[0]) >= self._tail_limit:
+            self._tail_size -= len(tail.popleft())
+
+    def finish(self) -> tuple[bytes, int]:
+        """Return the bytes that were kept, and the number of bytes left out.
+
+        If bytes were left out, a line in the middle says so.
+        """
+        tail = b"".join(self._tail)
+        if len(tail) > self._tail_limit:
+            tail = tail[len(tail) - self._tail_limit :]
+        omitted = self.total - len(self._head) - len(tail)
+        if not omitted:
+            return bytes(self._head) + tail, 0
+        return b"%b\n[... %d bytes omitted ...]\n%b" % (bytes(self._head), omitted, tail), omitted
+
+
 class Outcome:
     """The outcome of a command. Its fields are those of `client.results.ExecResult`."""
-
-    __slots__ = (
-        "cwd",
-        "exit_code",
-        "killed",
-        "output",
-        "seconds",
-        "shell_restarted",
-        "timed_out",
-        "truncated_bytes",
-    )
 
     def __init__(self) -> None:
         self.exit_code: int | None = None
@@ -40,20 +71,15 @@ class Outcome:
 
 
 class Command:
-    """The command that a session is running."""
+    """A command of a session.
 
-    __slots__ = (
-        "cancelled",
-        "capture",
-        "command",
-        "done",
-        "number",
-        "on_output",
-        "outcome",
-        "started",
-        "timeout",
-        "timer",
-    )
+    Args:
+        command: The text for bash.
+        timeout: The seconds after which it is interrupted.
+        max_output: The bytes of output that are kept.
+        on_output: Called with output as it comes.
+        done: Called once, with the outcome or the reason why the command could not run.
+    """
 
     def __init__(
         self,

@@ -15,7 +15,7 @@ import struct
 import sys
 from time import monotonic
 
-from rollyard_sandbox.isolation.system_calls import libc
+from rollyard_sandbox.isolation.system_calls import last_error, libc
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -70,8 +70,7 @@ class OutsideSignals:
         signal.pthread_sigmask(signal.SIG_BLOCK, blocked)
         self.fd: int = libc().signalfd(-1, ctypes.byref(mask), _NONBLOCK | _CLOEXEC)
         if self.fd < 0:
-            number = ctypes.get_errno()
-            raise OSError(number, f"signalfd: {os.strerror(number)}")
+            raise last_error("signalfd")
 
     def read(self) -> set[int]:
         """Return the signals that came from outside since the last call, and drop those of commands."""

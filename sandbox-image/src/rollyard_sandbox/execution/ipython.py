@@ -17,10 +17,9 @@ from time import monotonic
 
 from rollyard_sandbox import folders
 from rollyard_sandbox.errors import BadRequest, IPythonUnavailable, SandboxError
-from rollyard_sandbox.execution.capture import Capture
-from rollyard_sandbox.execution.commands import Outcome
+from rollyard_sandbox.execution.commands import Capture, Outcome
 from rollyard_sandbox.execution.launching import launch
-from rollyard_sandbox.execution.processes import prefer_for_oom, send_signal, session_members
+from rollyard_sandbox.execution.processes import exit_code, kill_session, prefer_for_oom, send_signal
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -53,8 +52,6 @@ _PORTS: Final = ("shell_port", "iopub_port", "stdin_port", "control_port", "hb_p
 
 class Cell:
     """One cell: its code and its outcome."""
-
-    __slots__ = ("capture", "code", "done", "outcome", "result", "timeout")
 
     def __init__(
         self,
@@ -133,10 +130,10 @@ class Kernel:
     def kill(self) -> None:
         """Kill the kernel and what it started."""
         if self.alive:
-            send_signal((p.pid for p in session_members(self.pid)), signal.SIGKILL)
+            kill_session(self.pid)
 
     def _ended(self, status: int) -> None:
-        self.status = os.waitstatus_to_exitcode(status)
+        self.status = exit_code(status)
         os.eventfd_write(self.wake, 1)
         self._cells.put(None)
 
@@ -173,7 +170,7 @@ class Kernel:
                 except Exception:
                     # A bug of ours, which must not leave the cell without an end.
                     sys.excepthook(*sys.exc_info())
-                    send_signal((p.pid for p in session_members(self.pid)), signal.SIGKILL)
+                    kill_session(self.pid)
                     cell.outcome.killed = cell.outcome.shell_restarted = True
             self._loop.call_from_thread(partial(_deliver, cell, refusal))
         if wire is not None:
@@ -200,7 +197,7 @@ class Kernel:
             now = monotonic()
             if interrupted and now >= deadline:
                 outcome.killed = True
-                send_signal((p.pid for p in session_members(self.pid)), signal.SIGKILL)
+                kill_session(self.pid)
                 deadline = now + _INTERRUPT_GRACE  # The kernel's end wakes this thread.
             elif not interrupted and (now >= deadline or self.stop_requested):
                 interrupted = True
@@ -210,7 +207,7 @@ class Kernel:
         else:
             wire.receive_until(0.0, cell.capture)
         if outcome.exit_code is None and self.status is not None:
-            outcome.exit_code = self.status if self.status >= 0 else 128 - self.status
+            outcome.exit_code = self.status
             outcome.shell_restarted = True
         cell.result = wire.result
         outcome.seconds = monotonic() - started

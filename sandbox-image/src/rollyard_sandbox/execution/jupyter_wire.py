@@ -13,7 +13,7 @@ from jupyter_client.session import Session
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from rollyard_sandbox.execution.capture import Capture
+    from rollyard_sandbox.execution.commands import Capture
 
 _ANSI: Final = re.compile(r"\x1b\[[0-9;]*m")
 _PROBE_INTERVAL: Final = 0.1  # seconds

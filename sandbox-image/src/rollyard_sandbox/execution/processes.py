@@ -6,14 +6,13 @@ import os
 import signal
 from time import monotonic, sleep
 
-from rollyard_sandbox.isolation.syscalls import call
+from rollyard_sandbox.isolation.system_calls import SET_CHILD_SUBREAPER, call
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
     from typing import Final
 
-_PR_SET_CHILD_SUBREAPER: Final = 36  # linux/prctl.h
 _LONG_PAUSE: Final = 0.01  # seconds
 _STAT_BYTES: Final = 4096  # A line of /proc/PID/stat has at most some hundred.
 _OOM_SCORE: Final = 500  # With this score children die of a full memory limit before the server does.
@@ -35,7 +34,7 @@ class ProcessStat:
 
 def become_subreaper() -> None:
     """Make this process the new parent of all orphans below it, however often they fork and detach."""
-    call("prctl", _PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    call("prctl", SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def snapshot() -> dict[int, ProcessStat]:
@@ -173,6 +172,17 @@ def send_signal(pids: Iterable[int], number: int) -> None:
             os.kill(pid, number)
         except (ProcessLookupError, PermissionError):
             continue
+
+
+def kill_session(leader: int) -> None:
+    """Kill the processes of session `leader` and everything below it, including the leader."""
+    send_signal((p.pid for p in session_members(leader)), signal.SIGKILL)
+
+
+def exit_code(status: int) -> int:
+    """Return a wait status as shells show it: 128 + the signal's number if a signal ended the process."""
+    code = os.waitstatus_to_exitcode(status)
+    return code if code >= 0 else 128 - code
 
 
 def prefer_for_oom(pid: int) -> None:

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import errno
 import os
-import signal
 from time import monotonic
 
 from rollyard_sandbox.errors import BadRequest, LaunchError, SandboxError
-from rollyard_sandbox.execution.capture import Capture
-from rollyard_sandbox.execution.commands import Outcome
+from rollyard_sandbox.execution.commands import Capture, Outcome
 from rollyard_sandbox.execution.event_loop import WRITE
 from rollyard_sandbox.execution.launching import launch, refused
-from rollyard_sandbox.execution.processes import prefer_for_oom, send_signal, session_members
+from rollyard_sandbox.execution.processes import exit_code, kill_session, prefer_for_oom
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -101,8 +99,7 @@ class RunningProgram:
             return
         self._outcome.killed = True
         # The members are found before their parent is gone, to include what it started in other sessions.
-        members = session_members(self.pid)
-        send_signal((p.pid for p in members), signal.SIGKILL)
+        kill_session(self.pid)
         self._timer.cancel()
         self._timer = self._loop.call_later(_REAP_GRACE, lambda: self._finish(None))
 
@@ -140,15 +137,14 @@ class RunningProgram:
         return len(data)
 
     def _ended(self, status: int) -> None:
-        code = os.waitstatus_to_exitcode(status)
         total = 0
         while total < _DRAIN_LIMIT:
             count = self._read()
             if not count:
                 break
             total += count
-        send_signal((p.pid for p in session_members(self.pid)), signal.SIGKILL)
-        self._finish(code if code >= 0 else 128 - code)
+        kill_session(self.pid)
+        self._finish(exit_code(status))
 
     def _finish(self, exit_code: int | None) -> None:
         done, self._done = self._done, None

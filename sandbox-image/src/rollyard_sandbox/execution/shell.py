@@ -97,8 +97,6 @@ class Report:
     `leaving` is True when the shell exits; `cwd` is then its working directory.
     """
 
-    __slots__ = ("cwd", "leaving", "number", "status")
-
     def __init__(self, status: int, number: str, leaving: bool, cwd: str) -> None:
         self.status = status
         self.number = number

@@ -16,33 +16,46 @@ import os
 import select
 import signal
 import socket
+import struct
 from array import array
 from contextlib import contextmanager
 from functools import cache
 
-from rollyard_sandbox.isolation import small_program
-from rollyard_sandbox.isolation.syscalls import (
+from rollyard_sandbox.isolation.system_calls import (
+    NEWNS,
+    NEWPID,
+    NEWUSER,
+    NUMBERS,
+    SET_DUMPABLE,
+    SET_NAME,
+    SET_PDEATHSIG,
+    Calls,
     call,
     capability_sets,
     dropped_rights,
+    last_error,
+    libc,
     limit_rights,
+    map_users,
     mount_memory,
     mount_proc,
     mount_terminals,
     proc_mounts,
     set_in_proc,
+    starter,
     unmount,
 )
-from rollyard_sandbox.isolation.system_calls import Calls, libc, starter
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from typing import Final, NoReturn
 
-_VM, _NEWNS, _NEWUSER, _NEWPID = 0x100, 0x20000, 0x10000000, 0x20000000
+    SmallCall = tuple[str, tuple[int | bytes | None, ...]]
+    """The name of a system call and its arguments. Bytes are passed by their address."""
+
+_VM: Final = 0x100
 _STACK_BYTES: Final = 16 * 1024  # This is ample for a function that calls nothing.
-_SET_PDEATHSIG, _SET_DUMPABLE, _SET_NAME = 1, 4, 15
 _CAP_AMBIENT, _RAISE, _SYS_ADMIN = 47, 2, 21  # PR_CAP_AMBIENT, PR_CAP_AMBIENT_RAISE, CAP_SYS_ADMIN
 _EMPTY_PATH: Final = 0x1000  # AT_EMPTY_PATH
 _STANDARD: Final = 64  # A number above those that programs use.
@@ -55,6 +68,73 @@ ROOT_KEEPS: Final = frozenset({0, 1, 3, 4, 5, 6, 7, 8, 10, 18, 31})
 # who starts other sandboxes, too.
 _MOST_OF_USERS: Final = (("user_namespaces", "0"), ("inotify_instances", "16"), ("inotify_watches", "8192"))
 _SERVER_KEEPS: Final = frozenset({18, 21})  # sys_chroot, sys_admin
+_PAGE: Final = 4096
+_CODE_AT, _CALLS_AT = 0x400000, 0x401000  # The addresses of the two pages.
+_WORDS: Final = 8  # Each call has its number, six arguments, and the exit status if it fails.
+_HEADER: Final = struct.Struct("<4s5B7xHHIQQQIHHHHHH")
+_SEGMENT: Final = struct.Struct("<IIQQQQQQ")
+_EXECUTABLE, _X86_64, _LOAD, _READ, _WRITE, _EXECUTE = 2, 62, 1, 4, 2, 1
+
+_CODE: Final = bytes.fromhex(
+    "48bb 0010400000000000"  # mov $_CALLS_AT, %rbx
+    "488b03 488b7b08 488b7310 488b5318 4c8b5320 4c8b4328 4c8b4b30"  # next: number and arguments
+    "0f05 4885c0 7910"  # syscall; test %rax, %rax; jns done
+    "488b7b38 4885ff 7407"  # mov 56(%rbx), %rdi; test %rdi, %rdi; jz done
+    "b8e7000000 0f05"  # exit_group with this status
+    "4883c340 ebc8"  # done: add $64, %rbx; jmp next
+)
+
+
+def small_program(calls: Sequence[SmallCall]) -> bytes:
+    """Return a program of two pages that makes a list of system calls and then waits for ever.
+
+    The first process of a pid namespace has little to do and lives as long as the namespace. As a fork of the
+    server it would keep a copy of all of the server's pages. The program is an ELF file in memory for x86_64:
+    its first page is a loop over the calls, and its second page holds them with what they point to.
+
+    If a call fails, the program exits with the place of the call in the list, counted from 1.
+
+    Raises:
+        ValueError: The calls need more than a page.
+    """
+    table = len(calls) + 1
+    data = bytearray()
+    words: list[int] = []
+    for number, (name, arguments) in enumerate([*calls, ("pause", ())], 1):
+        row = [NUMBERS[name]]
+        for argument in arguments:
+            if isinstance(argument, bytes):
+                row.append(_CALLS_AT + table * _WORDS * 8 + len(data))
+                data += argument + b"\0"
+            else:
+                row.append(argument or 0)
+        words += [*row, *[0] * (_WORDS - 1 - len(row)), number]
+    second = struct.pack(f"<{len(words)}Q", *words) + data
+    if len(second) > _PAGE:
+        raise ValueError(f"the calls need {len(second)} bytes, and there is room for {_PAGE}")
+    entry = _HEADER.size + 2 * _SEGMENT.size
+    identity = (b"\x7fELF", 2, 1, 1, 0, 0, _EXECUTABLE, _X86_64, 1)
+    segments = (_HEADER.size, _SEGMENT.size, 2)
+    header = _HEADER.pack(*identity, _CODE_AT + entry, _HEADER.size, 0, 0, *segments, 0, 0, 0)
+    first = header
+    first += _SEGMENT.pack(_LOAD, _READ | _EXECUTE, 0, _CODE_AT, _CODE_AT, _PAGE, _PAGE, _PAGE)
+    first += _SEGMENT.pack(_LOAD, _READ | _WRITE, _PAGE, _CALLS_AT, _CALLS_AT, _PAGE, _PAGE, _PAGE)
+    return (first + _CODE).ljust(_PAGE, b"\0") + second.ljust(_PAGE, b"\0")
+
+
+def _in_memory(content: bytes) -> int:
+    """Return a descriptor of the program, which no other program inherits.
+
+    Raises:
+        OSError: The kernel has no files in memory.
+    """
+    descriptor = os.memfd_create("init")
+    try:
+        os.write(descriptor, content)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
 
 
 class NamespaceOptions:
@@ -67,8 +147,6 @@ class NamespaceOptions:
         eval_folder: An existing folder over which the place of an evaluation is mounted.
         eval_bytes: The size of that place in bytes.
     """
-
-    __slots__ = ("eval_bytes", "eval_folder", "hidden", "uid")
 
     def __init__(self, *, uid: int | None, hidden: Sequence[str], eval_folder: str, eval_bytes: int) -> None:
         self.uid = uid
@@ -94,18 +172,18 @@ def first_program(hidden: tuple[str, ...]) -> bytes:
         (source.encode(), target.encode(), kind.encode() or None, flags, options.encode() or None)
         for source, target, kind, flags, options in proc_mounts(hidden)
     ]
-    return small_program.program(
+    return small_program(
         [
-            ("prctl", (_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)),
-            ("prctl", (_SET_NAME, b"init", 0, 0, 0)),
+            ("prctl", (SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)),
+            ("prctl", (SET_NAME, b"init", 0, 0, 0)),
             ("setsid", ()),
             ("chdir", (b"/",)),
-            ("unshare", (_NEWNS,)),
+            ("unshare", (NEWNS,)),
             *(("mount", arguments) for arguments in mounts),
             ("capset", (bytes(header), bytes(data))),
             ("write", (_CHANNEL, _READY, 1)),
             ("recvfrom", (_CHANNEL, b" ", 1, 0, 0, 0)),
-            ("prctl", (_SET_DUMPABLE, 0, 0, 0, 0)),
+            ("prctl", (SET_DUMPABLE, 0, 0, 0, 0)),
             ("close_range", (0, 0xFFFFFFFF, 0)),
         ]
     )
@@ -141,21 +219,21 @@ class CommandNamespaces:
         if not self.alive():
             self._close()
             self._open()
-        self._join(self._pids, _NEWPID)
+        self._join(self._pids, NEWPID)
         try:
             yield
         finally:
-            self._join(self._own_pids, _NEWPID)
+            self._join(self._own_pids, NEWPID)
 
     def add_to(self, calls: Calls, cwd: str) -> None:
         """Add the calls by which a new process enters the other namespaces and drops its rights.
 
         A command that is root of an image keeps `ROOT_KEEPS`.
         """
-        calls.add("setns", self._mounts, _NEWNS)
+        calls.add("setns", self._mounts, NEWNS)
         calls.add("chdir", calls.text(cwd))
         if self._users is not None:
-            calls.add("setns", self._users, _NEWUSER)
+            calls.add("setns", self._users, NEWUSER)
         calls.include(dropped_rights(ROOT_KEEPS if self._users is None else frozenset()))
 
     def alive(self) -> bool:
@@ -205,34 +283,27 @@ class CommandNamespaces:
         clone = libc().clone
         clone.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p)
         waits = ctypes.cast(libc().pause, ctypes.c_void_p)
-        child = clone(waits, top, _NEWUSER | _VM | signal.SIGCHLD, None)
+        child = clone(waits, top, NEWUSER | _VM | signal.SIGCHLD, None)
         if child < 0:
-            number = ctypes.get_errno()
-            raise OSError(number, f"no user namespace inside of the sandbox's: {os.strerror(number)}")
+            raise last_error("no user namespace inside of the sandbox's")
         try:
-            maps = (
-                ("setgroups", "deny"),
-                ("uid_map", f"{uid} {os.geteuid()} 1"),
-                ("gid_map", f"{uid} {os.getegid()} 1"),
-            )
-            for name, text in maps:
-                set_in_proc(f"{child}/{name}", text)
+            map_users(child, os.geteuid(), os.getegid(), uid)
             return os.open(f"/proc/{child}/ns/user", os.O_RDONLY | os.O_CLOEXEC)
         finally:
             os.kill(child, signal.SIGKILL)
             os.waitpid(child, 0)  # The stack must exist until then.
 
     def _open(self) -> None:
-        call("unshare", _NEWPID)
+        call("unshare", NEWPID)
         try:
             if not (starter().borrows and self._start_first()):
                 # A namespace whose first process has ended gets no other one.
-                self._join(self._own_pids, _NEWPID)
-                call("unshare", _NEWPID)
+                self._join(self._own_pids, NEWPID)
+                call("unshare", NEWPID)
                 self._fork_first()
             self._pids = os.open("/proc/self/ns/pid_for_children", os.O_RDONLY | os.O_CLOEXEC)
         finally:
-            self._join(self._own_pids, _NEWPID)
+            self._join(self._own_pids, NEWPID)
 
     def _start_first(self) -> bool:
         """Start the first process as a small program, and return whether it does what it should.
@@ -245,7 +316,7 @@ class CommandNamespaces:
             try:
                 high = fcntl.fcntl(theirs.fileno(), fcntl.F_DUPFD_CLOEXEC, _STANDARD)
                 opened.append(high)
-                opened.append(small_program.in_memory(first_program(tuple(self._options.hidden))))
+                opened.append(_in_memory(first_program(tuple(self._options.hidden))))
                 calls = Calls()
                 calls.ignore_signal(signal.SIGCHLD)  # With this the kernel reaps at once.
                 calls.add("dup3", high, _CHANNEL, 0)
@@ -306,16 +377,16 @@ class CommandNamespaces:
     def _be_first(self, server: socket.socket) -> NoReturn:
         """Be the first process: make the mounts, then reap until the server, which alone can, kills it."""
         try:
-            call("prctl", _SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-            call("prctl", _SET_DUMPABLE, 0, 0, 0, 0)
-            call("prctl", _SET_NAME, b"init", 0, 0, 0)
+            call("prctl", SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+            call("prctl", SET_DUMPABLE, 0, 0, 0, 0)
+            call("prctl", SET_NAME, b"init", 0, 0, 0)
             signal.set_wakeup_fd(-1)
             for number in (signal.SIGTERM, signal.SIGINT):
                 signal.signal(number, signal.SIG_DFL)
             signal.signal(signal.SIGCHLD, signal.SIG_IGN)
             os.setsid()
             os.chdir("/")
-            call("unshare", _NEWNS)
+            call("unshare", NEWNS)
             mount_proc(self._options.hidden)
             mounts = os.open("/proc/self/ns/mnt", os.O_RDONLY)
             socket.send_fds(server, [_READY], [mounts])

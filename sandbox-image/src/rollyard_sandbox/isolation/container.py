@@ -13,27 +13,31 @@ import signal
 import sys
 
 from rollyard_sandbox.isolation.protections import FAILED, NOT_CONFINED
-from rollyard_sandbox.isolation.syscalls import (
+from rollyard_sandbox.isolation.system_calls import (
     BIND,
+    NEWIPC,
+    NEWNS,
+    NEWPID,
+    NEWUSER,
+    NEWUTS,
     NODEV,
     NOEXEC,
     NOSUID,
     PRIVATE,
     REC,
+    SET_NO_NEW_PRIVS,
+    SET_PDEATHSIG,
     call,
+    map_users,
     mount,
     mount_memory,
     mount_read_only,
-    set_in_proc,
 )
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from typing import NoReturn
-
-_NEWNS, _NEWUTS, _NEWIPC, _NEWUSER, _NEWPID = 0x20000, 0x4000000, 0x8000000, 0x10000000, 0x20000000
-_SET_PDEATHSIG, _SET_NO_NEW_PRIVS = 1, 38
 
 
 class Confinement:
@@ -47,8 +51,6 @@ class Confinement:
         read_only: The mount points to which no program may write. Their submounts stay as they are.
         hostname: The name that `hostname` prints.
     """
-
-    __slots__ = ("aliases", "hostname", "read_only", "sizes", "uid")
 
     def __init__(
         self,
@@ -82,11 +84,11 @@ def confine(confinement: Confinement) -> None:
         child = os.fork()
         if child:
             _keep(child)
-        call("prctl", _SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        call("prctl", SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         os.setsid()
         _mounts(confinement)
         call("sethostname", confinement.hostname.encode(), len(confinement.hostname))
-        call("prctl", _SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+        call("prctl", SET_NO_NEW_PRIVS, 1, 0, 0, 0)
     except OSError as error:
         print(f"{NOT_CONFINED}: {error}", file=sys.stderr, flush=True)
         _end_container()
@@ -111,14 +113,12 @@ def clean_environment(fixed: Mapping[str, str], prefixes: Sequence[str], librari
 
 def _namespaces(uid: int | None) -> None:
     user, group = os.geteuid(), os.getegid()
-    own = _NEWNS | _NEWPID | _NEWIPC | _NEWUTS
+    own = NEWNS | NEWPID | NEWIPC | NEWUTS
     if uid is None:
         call("unshare", own)
         return
-    call("unshare", own | _NEWUSER)
-    maps = (("setgroups", "deny"), ("uid_map", f"{uid} {user} 1"), ("gid_map", f"{uid} {group} 1"))
-    for name, text in maps:
-        set_in_proc(f"self/{name}", text)
+    call("unshare", own | NEWUSER)
+    map_users("self", user, group, uid)
 
 
 def _keep(child: int) -> NoReturn:

@@ -30,8 +30,6 @@ _TERMINATION_LOG: Final = "/dev/termination-log"
 class ForbiddenAddress:
     """An address that must not be reachable, as IP address and port, because a sandbox resolves no names."""
 
-    __slots__ = ("address", "family", "text")
-
     def __init__(self, text: str) -> None:
         host, separator, port = text.rpartition(":")
         host = host.strip("[]")

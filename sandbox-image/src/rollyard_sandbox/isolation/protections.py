@@ -9,13 +9,12 @@ share control groups with nothing but the server, they run at the lowest priorit
 
 from __future__ import annotations
 
-import ctypes
 import os
 import resource
 from contextlib import contextmanager
 
 from rollyard_sandbox.isolation.seccomp import CallFilter
-from rollyard_sandbox.isolation.system_calls import libc, starter
+from rollyard_sandbox.isolation.system_calls import SET_DUMPABLE, last_error, libc, starter
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -29,7 +28,6 @@ FAILED: Final = 78  # The exit status when the kernel refuses a protection (EX_C
 NOT_CONFINED: Final = "NotConfined"
 """The first word of the message on standard error in this case, and the `filename` of the error of a command
 that could not enter the protections."""
-_SET_DUMPABLE: Final = 4  # linux/prctl.h
 _LOWEST: Final = 19  # setpriority(2)
 # The kernel counts these for all sandboxes of one user of the machine together. Message queues are therefore
 # refused. As many descriptors may be in flight on sockets as a process may have open: a worker that may have
@@ -76,8 +74,8 @@ class Protections:
 
             self.namespaces = CommandNamespaces(namespaces)
         # A program that the server executes is an ordinary process again (prctl(2), PR_SET_DUMPABLE).
-        if libc().prctl(_SET_DUMPABLE, 0, 0, 0, 0) != 0:
-            raise OSError(ctypes.get_errno(), "prctl(PR_SET_DUMPABLE) failed")
+        if libc().prctl(SET_DUMPABLE, 0, 0, 0, 0) != 0:
+            raise last_error("prctl(PR_SET_DUMPABLE)")
         self._filter = CallFilter() if filter_calls else None
         self._yielding = yielding
 

@@ -16,7 +16,7 @@ import struct
 from array import array
 from functools import cache
 
-from rollyard_sandbox.isolation.system_calls import libc
+from rollyard_sandbox.isolation.system_calls import SET_NO_NEW_PRIVS, libc
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from rollyard_sandbox.isolation.system_calls import Calls
 
-_SET_NO_NEW_PRIVS, _GET_SECCOMP, _SET_SECCOMP = 38, 21, 22
+_GET_SECCOMP, _SET_SECCOMP = 21, 22
 _MODE_FILTER: Final = 2
 _ALLOW, _ERRNO, _KILL_PROCESS = 0x7FFF0000, 0x00050000, 0x80000000
 # These instructions of classic BPF load a word of the call's data, compare it, and return.
@@ -186,6 +186,6 @@ class CallFilter:
         From then on the calls are refused in that process and in those below it. In addition, no program
         gains rights by being executed (no_new_privs).
         """
-        calls.add("prctl", _SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+        calls.add("prctl", SET_NO_NEW_PRIVS, 1, 0, 0, 0)
         if self._code:
             calls.add("prctl", _SET_SECCOMP, _MODE_FILTER, self._program, 0, 0)

@@ -8,14 +8,18 @@ import sys
 from rollyard_sandbox import proof
 from rollyard_sandbox.isolation import network
 from rollyard_sandbox.server.exec_server import serve
-from rollyard_sandbox.server.options import MAX_OUTPUT, MAX_SESSIONS, ServerOptions
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from argparse import Namespace
+from rollyard_sandbox.server.options import ServerOptions
 
 
-def _parse(arguments: list[str] | None) -> Namespace:
+class _Arguments(ServerOptions):
+    """The options, which argparse fills, and what some of them are made of."""
+
+    token_file: str | None
+    secret_fd: int | None
+    isolation_check: list[str]
+
+
+def _parse(arguments: list[str] | None) -> _Arguments:
     import argparse  # This takes 3 ms, which a sandbox that calls `serve` itself does not spend.
 
     parser = argparse.ArgumentParser(prog="rollyard_sandbox.server", description="Exec server of a sandbox.")
@@ -28,7 +32,7 @@ def _parse(arguments: list[str] | None) -> Namespace:
         help="unix:/path, tcp://host:port (host *: every address; port 0: any free one) or fd:N (a bound "
         "socket); may be repeated",
     )
-    add("--workdir", default="/", help="where sessions start")
+    add("--workdir", help="where sessions start")
     add(
         "--lease", type=float, metavar="SECONDS", help="kill everything and exit when not renewed for so long"
     )
@@ -45,15 +49,13 @@ def _parse(arguments: list[str] | None) -> Namespace:
     add(
         "--isolation-seconds",
         type=float,
-        default=network.DEFAULT_SECONDS,
         metavar="SECONDS",
         help="how long to wait for that",
     )
-    add("--max-sessions", type=int, default=MAX_SESSIONS)
+    add("--max-sessions", type=int)
     add(
         "--max-output",
         type=int,
-        default=MAX_OUTPUT,
         metavar="BYTES",
         help="upper bound of a request's max_output",
     )
@@ -80,7 +82,7 @@ def _parse(arguments: list[str] | None) -> Namespace:
         help="accept TCP connections that come from this machine itself, where the server does not listen on "
         "a loopback address only",
     )
-    options = parser.parse_args(arguments)
+    options = parser.parse_args(arguments, _Arguments(listen=[]))
     if not os.path.isdir(options.workdir):
         parser.error(f"--workdir: {options.workdir} is not a directory")
     if options.lease is not None and options.lease <= 0:
@@ -95,7 +97,7 @@ def _parse(arguments: list[str] | None) -> Namespace:
     if not 0 <= options.isolation_seconds <= 3600:
         parser.error("--isolation-seconds: must be between 0 and 3600 seconds")
     try:
-        options.isolation_check = tuple(network.ForbiddenAddress(text) for text in options.isolation_check)
+        options.isolation_checks = tuple(network.ForbiddenAddress(text) for text in options.isolation_check)
     except ValueError as error:
         parser.error(f"--isolation-check: {error}")
     return options
@@ -104,40 +106,21 @@ def _parse(arguments: list[str] | None) -> Namespace:
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line, and return the exit status."""
     options = _parse(arguments)
-    token = None
+    options.yielding = options.own_pid_namespace  # A container has control groups of its own.
     if options.token_file is not None:
         try:
             with open(options.token_file, encoding="utf-8") as file:
-                token = file.read().strip()
+                options.token = file.read().strip()
         except OSError as error:
             print(f"--token-file: {error}", file=sys.stderr)
             return 2
-        if not token:
+        if not options.token:
             print(f"--token-file: {options.token_file} is empty", file=sys.stderr)
             return 2
-    secret = None
     if options.secret_fd is not None:
         try:
-            secret = proof.read_secret(options.secret_fd)
+            options.secret = proof.read_secret(options.secret_fd)
         except (OSError, ValueError) as error:
             print(f"--secret-fd: {error}", file=sys.stderr)
             return 2
-    return serve(
-        ServerOptions(
-            listen=options.listen,
-            workdir=options.workdir,
-            lease=options.lease,
-            token=token,
-            token_sha256=options.token_sha256,
-            isolation_checks=options.isolation_check,
-            isolation_seconds=options.isolation_seconds,
-            max_sessions=options.max_sessions,
-            max_output=options.max_output,
-            ready_fd=options.ready_fd,
-            own_pid_namespace=options.own_pid_namespace,
-            # A container has control groups of its own.
-            yielding=options.own_pid_namespace,
-            secret=secret,
-            allow_loopback=options.allow_loopback,
-        )
-    )
+    return serve(options)

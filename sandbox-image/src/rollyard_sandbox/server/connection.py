@@ -21,8 +21,6 @@ _MAX_UNSENT_EVENTS: Final = 1024 * 1024  # bytes; above it output events are lef
 _BODY_BEFORE_HELLO: Final = 4096  # bytes
 HELLO_LIMIT: Final = 5.0  # seconds
 
-Handler = "Callable[[Connection, int, dict[str, Any], bytes], None]"
-
 
 class Connection:
     """One client's connection. `in_flight` maps each unanswered request to the function that cancels it."""

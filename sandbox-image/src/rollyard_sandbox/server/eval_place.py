@@ -36,8 +36,6 @@ _LOOK_SECONDS: Final = 2.0  # The time allowed for adding up what the sandbox's 
 class PrivatePlace:
     """The folders of an evaluation; the fields are those of `client.results.EvalPlace`."""
 
-    __slots__ = ("folder", "home", "reward_file", "tmp")
-
     def __init__(self, folder: str) -> None:
         self.folder = folder
         self.home = f"{folder}/home"
@@ -57,8 +55,6 @@ class PrivatePlace:
 
 class Candidate:
     """A folder in which a place may be made, with its state when the server started."""
-
-    __slots__ = ("mode", "path", "usable")
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -165,8 +161,8 @@ class EvalPlaces:
         if error.errno in _CHANGED:
             try:
                 mode = stat.S_IMODE(os.stat(path).st_mode)
-            except OSError as gone:
-                return f"{path} could be written to at the start, and now cannot be seen ({gone.strerror})"
+            except OSError as unseen:
+                return f"{path} could be written to at the start, and now cannot be seen ({unseen.strerror})"
             return f"{path} had mode {candidate.mode:04o} at the start, now {mode:04o} ({error.strerror})"
         if error.errno in _FULL:
             return self._filled(path)

@@ -11,10 +11,9 @@ import os
 import signal
 import socket
 import sys
-from time import monotonic, sleep
 
 from rollyard_sandbox import proof
-from rollyard_sandbox.errors import ConnectionLost, TokenRefused
+from rollyard_sandbox.errors import ConnectionLost, SandboxError
 from rollyard_sandbox.execution import processes
 from rollyard_sandbox.execution.event_loop import EventLoop
 from rollyard_sandbox.isolation import network
@@ -32,8 +31,6 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any, Final
 
-    from rollyard_sandbox.execution.event_loop import Timer
-
 LEASE_ENDED: Final = 75  # The exit status when the lease was not renewed (EX_TEMPFAIL).
 _MAX_CONNECTIONS: Final = 64  # The limit of connections that have greeted.
 _MAX_STRANGERS: Final = 32  # The limit of connections that have not greeted yet.
@@ -45,31 +42,16 @@ class ExecServer:
 
     def __init__(self, options: ServerOptions, protections: Protections) -> None:
         self._loop = EventLoop()
-        self._protections = protections
+        self._options = options
         self._token = options.token
         self._token_sha256 = options.token_sha256
         self._derived_token: str | None = None
-        self._allow_loopback = options.allow_loopback
         self._strangers: dict[Connection, None] = {}
         self._connections: set[Connection] = set()
         self._listeners: list[socket.socket] = []
         self._unix_paths: list[str] = []
-        self._own_namespace: bool = options.own_pid_namespace or os.getpid() == 1
-        self._lease_timer: Timer | None = None
-        self._lease_end: float | None = None
         self._status = 0
-        self._operations = Operations(
-            self._loop,
-            workdir=os.path.abspath(options.workdir),
-            max_sessions=options.max_sessions,
-            max_output=options.max_output,
-            own_namespace=self._own_namespace,
-            protections=protections,
-            secret=options.secret,
-            control=self,
-        )
-        if options.lease is not None:
-            self.renew(options.lease)
+        self._operations = Operations(self._loop, options, protections, self._lease_ended)
 
     def listen(self, address: str) -> str:
         """Start to accept connections, and return the address for clients, with a TCP port 0 resolved."""
@@ -100,21 +82,21 @@ class ExecServer:
         listener.listen(128)
         self._listeners.append(listener)
         guarded = listener.family != socket.AF_UNIX and not (
-            self._allow_loopback or _is_loopback(listener.getsockname()[0])
+            self._options.allow_loopback or _is_loopback(listener.getsockname()[0])
         )
         self._loop.watch(listener.fileno(), lambda events: self._accept_all(listener, guarded))
         return address
 
     def run(self) -> int:
         """Serve until shutdown, SIGTERM or the end of the lease, and return the exit status."""
-        self._loop.install_signals({signal.SIGTERM: self.shutdown, signal.SIGINT: self.shutdown})
+        self._loop.install_signals({signal.SIGTERM: self._loop.stop, signal.SIGINT: self._loop.stop})
         self._loop.reap()
         self._loop.run()
         for connection in [*self._connections, *self._strangers]:
             connection.close()
         for listener in self._listeners:
             listener.close()
-        self.kill_all()
+        self._operations.kill_all()
         self._operations.close()
         for path in self._unix_paths:
             try:
@@ -122,36 +104,6 @@ class ExecServer:
             except OSError:
                 continue  # Its folder has been removed already.
         return self._status
-
-    # These methods are called by the operations.
-
-    def renew(self, seconds: float) -> None:
-        """Set the lease to end in `seconds` from now."""
-        if self._lease_timer is not None:
-            self._lease_timer.cancel()
-        self._lease_end = monotonic() + seconds
-        self._lease_timer = self._loop.call_later(seconds, self._lease_ended)
-
-    def lease_left(self) -> float | None:
-        """Return the seconds until the lease ends, or None if there is no lease."""
-        return None if self._lease_end is None else max(0.0, self._lease_end - monotonic())
-
-    def kill_all(self) -> int:
-        """Kill every process of the sandbox except this one, and return how many there were."""
-        # The first process of the commands' namespaces is killed, too. The next command starts another one.
-        namespaces = self._protections.namespaces
-        first = namespaces is not None and namespaces.alive()
-        pausing = namespaces.wait if namespaces is not None and first else sleep
-        count = processes.kill_everything(self._loop.reap, own_namespace=self._own_namespace, pausing=pausing)
-        return count - first
-
-    def survivors(self) -> int:
-        """Return how many processes of the sandbox still exist."""
-        return len(processes.alive_below(processes.snapshot(), own_namespace=self._own_namespace))
-
-    def shutdown(self) -> None:
-        """End the server after the current round of events."""
-        self._loop.stop()
 
     def _lease_ended(self) -> None:
         for connection in list(self._connections):
@@ -195,7 +147,9 @@ class ExecServer:
             if not self._authorized(header):
                 connection.refuse(
                     request if isinstance(request, int) else 0,
-                    TokenRefused("the first request must be hello with the server's token"),
+                    SandboxError(
+                        "the first request must be hello with the server's token", reason="Unauthorized"
+                    ),
                 )
                 connection.close_when_sent()
                 return

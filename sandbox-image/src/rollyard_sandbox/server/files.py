@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import os
 import stat
+from contextlib import suppress
 
 from rollyard_sandbox import folders
-from rollyard_sandbox.errors import BadRequest, FileError, file_error
+from rollyard_sandbox.errors import FileError, file_error
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -37,20 +38,13 @@ def read(path: str, offset: int, max_bytes: int) -> tuple[bytes, int, int]:
                 raise FileError(f"{path}: is a directory", reason="IsADirectory")
             if offset:
                 os.lseek(fd, offset, os.SEEK_SET)
-            parts, remaining = [], max_bytes
-            while remaining > 0:
-                part = os.read(fd, min(remaining, 1 << 20))
-                if not part:
-                    break
-                parts.append(part)
-                remaining -= len(part)
+            data = folders.read_at_most(fd, max_bytes)
         finally:
             os.close(fd)
     except BlockingIOError:
         raise FileError(f"{path}: has no data now", reason="WouldBlock") from None
     except OSError as error:
         raise file_error(error, path) from None
-    data = b"".join(parts)
     return data, max(info.st_size, offset + len(data)), stat.S_IMODE(info.st_mode)
 
 
@@ -69,25 +63,17 @@ def write(path: str, data: bytes, mode: int) -> None:
         parent = os.path.dirname(target)
         folders.make(parent)
         temporary = os.path.join(parent, f".{os.urandom(8).hex()}.part")
-        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
-            try:
-                view = memoryview(data)
-                while view:
-                    view = view[os.write(fd, view) :]
-                os.fchmod(fd, mode)
-            finally:
-                os.close(fd)
+            folders.make_file(temporary, mode, data)
             os.rename(temporary, target)
         except OSError:
-            os.unlink(temporary)
+            with suppress(FileNotFoundError):
+                os.unlink(temporary)
             raise
     except FileExistsError:
         raise FileError(f"{path}: a parent is not a directory", reason="NotADirectory") from None
     except OSError as error:
         raise file_error(error, path) from None
-    except ValueError as error:
-        raise BadRequest(f"path: {error}") from None
 
 
 def entries(path: str) -> list[list[Any]]:
@@ -119,8 +105,6 @@ def entries(path: str) -> list[list[Any]]:
             os.close(folder)
     except OSError as error:
         raise file_error(error, path) from None
-    except ValueError as error:
-        raise BadRequest(f"path: {error}") from None
     rows.sort(key=lambda row: row[0])
     return rows
 
@@ -135,8 +119,6 @@ def remove(path: str) -> None:
         folders.remove(path, seconds=_REMOVAL_SECONDS)
     except OSError as error:
         raise file_error(error, path) from None
-    except ValueError as error:
-        raise BadRequest(f"path: {error}") from None
 
 
 def _opened(path: str, flags: int) -> int:

@@ -351,11 +351,7 @@ def _read(path: str, *, follow: bool = False) -> tuple[int, bytes] | None:
             info = os.fstat(file)
             if not stat.S_ISREG(info.st_mode):
                 return None
-            parts, remaining = [], _MAX_FILE + 1
-            while remaining > 0 and (part := os.read(file, remaining)):
-                parts.append(part)
-                remaining -= len(part)
-            return stat.S_IMODE(info.st_mode), b"".join(parts)
+            return stat.S_IMODE(info.st_mode), folders.read_at_most(file, _MAX_FILE + 1)
         finally:
             os.close(file)
     except OSError:

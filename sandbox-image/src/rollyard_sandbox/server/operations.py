@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from time import monotonic, sleep
 
 from rollyard_sandbox.errors import (
     BadRequest,
@@ -14,10 +15,11 @@ from rollyard_sandbox.errors import (
     SandboxError,
     ServerFault,
 )
+from rollyard_sandbox.execution import processes
 from rollyard_sandbox.execution.bash_session import BashSession
-from rollyard_sandbox.execution.commands import Outcome
+from rollyard_sandbox.execution.commands import Command, Outcome
 from rollyard_sandbox.frames import MAX_BODY, PROTOCOL_VERSION
-from rollyard_sandbox.isolation.syscalls import remove_segments
+from rollyard_sandbox.isolation.system_calls import remove_segments
 from rollyard_sandbox.proof import answer
 from rollyard_sandbox.server import files
 from rollyard_sandbox.server.eval_place import EvalPlaces
@@ -27,22 +29,14 @@ from rollyard_sandbox.server.tunnels import Tunnels
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from typing import Any, Final, Protocol
+    from typing import Any, Final
 
-    from rollyard_sandbox.execution.event_loop import EventLoop
+    from rollyard_sandbox.execution.event_loop import EventLoop, Timer
     from rollyard_sandbox.execution.ipython import IPython
     from rollyard_sandbox.execution.programs import RunningProgram
     from rollyard_sandbox.isolation.protections import Protections
     from rollyard_sandbox.server.connection import Connection
-
-    class Control(Protocol):
-        """The methods of the server that operations call."""
-
-        def renew(self, seconds: float) -> None: ...
-        def lease_left(self) -> float | None: ...
-        def kill_all(self) -> int: ...
-        def survivors(self) -> int: ...
-        def shutdown(self) -> None: ...
+    from rollyard_sandbox.server.options import ServerOptions
 
 
 _MAX_COMMAND: Final = 32 * 1024 * 1024  # bytes
@@ -59,28 +53,27 @@ _PAGERS: Final = {
 
 
 class Operations:
-    """The operations on the sessions, the programs, the files and the IPython kernel of one sandbox."""
+    """The operations on the sessions, the programs, the files and the IPython kernel of one sandbox.
+
+    Args:
+        lease_ended: Called when the lease was not renewed in time.
+    """
 
     def __init__(
         self,
         loop: EventLoop,
-        *,
-        workdir: str,
-        max_sessions: int,
-        max_output: int,
-        own_namespace: bool,
+        options: ServerOptions,
         protections: Protections,
-        secret: bytes | None,
-        control: Control,
+        lease_ended: Callable[[], None],
     ) -> None:
         self._loop = loop
-        self._workdir = workdir
+        self._options = options
         self._protections = protections
-        self._own_namespace = own_namespace
-        self._secret = secret
-        self._max_sessions = max_sessions
-        self._max_output = max_output
-        self._control = control
+        self._lease_ended = lease_ended
+        self._lease: Timer | None = None
+        self._workdir = workdir = os.path.abspath(options.workdir)
+        self._own_namespace = own_namespace = options.own_pid_namespace or os.getpid() == 1
+        self._secret = options.secret
         self._sessions: dict[str, BashSession] = {}
         self._programs: set[RunningProgram] = set()
         self._ipython: IPython | None = None
@@ -109,6 +102,8 @@ class Operations:
             "tunnel": self._tunnel,
             "shutdown": self._shutdown,
         }
+        if options.lease is not None:
+            self._set_lease(options.lease)
 
     def prove_token(self, key: bytes) -> None:
         """Let the server prove from now on that it knows `key`, unless it has a secret beside its token."""
@@ -151,6 +146,20 @@ class Operations:
         if self._ipython is not None:
             self._ipython.close()
 
+    def _set_lease(self, seconds: float) -> None:
+        if self._lease is not None:
+            self._lease.cancel()
+        self._lease = self._loop.call_later(seconds, self._lease_ended)
+
+    def kill_all(self) -> int:
+        """Kill every process of the sandbox except this one, and return how many there were."""
+        # The first process of the commands' namespaces is killed, too. The next command starts another one.
+        namespaces = self._protections.namespaces
+        first = namespaces is not None and namespaces.alive()
+        pausing = namespaces.wait if namespaces is not None and first else sleep
+        count = processes.kill_everything(self._loop.reap, own_namespace=self._own_namespace, pausing=pausing)
+        return count - first
+
     # The requests below concern the server itself.
 
     def _hello(self, connection: Connection, request: int, header: dict[str, Any], body: bytes) -> None:
@@ -160,7 +169,7 @@ class Operations:
                 f"{str(header.get('version'))[:20]}: use the sandbox image of the same version"
             )
         if "lease" in header:
-            self._control.renew(_seconds_field(header, "lease"))
+            self._set_lease(_seconds_field(header, "lease"))
         connection.greet(MAX_BODY)
         fields = {"version": PROTOCOL_VERSION, "pid": os.getpid()}
         connection.answer(request, fields | self._proof("hello", header))
@@ -176,13 +185,13 @@ class Operations:
                 "sessions": sorted(self._sessions),
                 "python": f"{sys.executable} {sys.version.split()[0]}",
                 "ipython": all(find_spec(name) is not None for name in ("ipykernel", "jupyter_client")),
-                "lease": self._control.lease_left(),
+                "lease": None if self._lease is None else max(0.0, self._lease.when - monotonic()),
                 "workdir": self._workdir,
             },
         )
 
     def _renew(self, connection: Connection, request: int, header: dict[str, Any], body: bytes) -> None:
-        self._control.renew(_seconds_field(header, "seconds"))
+        self._set_lease(_seconds_field(header, "seconds"))
         connection.answer(request, {})
 
     def _set_env(self, connection: Connection, request: int, header: dict[str, Any], body: bytes) -> None:
@@ -201,7 +210,7 @@ class Operations:
 
     def _shutdown(self, connection: Connection, request: int, header: dict[str, Any], body: bytes) -> None:
         connection.answer(request, {})
-        self._control.shutdown()
+        self._loop.stop()
 
     def _kill_all(self, connection: Connection, request: int, header: dict[str, Any], body: bytes) -> None:
         connection.answer(request, {"count": self._end_everything()})
@@ -230,22 +239,17 @@ class Operations:
     def _begin_eval(self, connection: Connection, request: int, header: dict[str, Any], body: bytes) -> None:
         self._tunnels.close(for_good=header.get("network") is not True)
         self._end_everything()
-        if survivors := self._control.survivors():
+        alive = processes.alive_below(processes.snapshot(), own_namespace=self._own_namespace)
+        if alive:
             raise SandboxError(
-                f"{survivors} processes of the sandbox survive SIGKILL", reason="ProcessesSurvive"
+                f"{len(alive)} processes of the sandbox survive SIGKILL", reason="ProcessesSurvive"
             )
         if self._own_namespace:
             remove_segments()
         place, sabotage = self._places.make(), self._places.sabotage()
         if not sabotage:  # Otherwise there will be no evaluation.
             self._git_settings.put_back()
-        fields = {
-            "folder": place.folder,
-            "home": place.home,
-            "tmp": place.tmp,
-            "reward_file": place.reward_file,
-            "sabotage": sabotage,
-        }
+        fields = {**vars(place), "sabotage": sabotage}
         environment = b"\0".join(b"%b=%b" % pair for pair in os.environb.items())
         connection.answer(request, fields | self._proof(f"begin_eval {place.folder}", header), environment)
 
@@ -262,7 +266,7 @@ class Operations:
             program.expect_kill()
         if self._ipython is not None:
             self._ipython.expect_kill()
-        count = self._control.kill_all()  # This also reaps, which ends the commands and programs.
+        count = self.kill_all()  # This also reaps, which ends the commands and programs.
         for session in self._sessions.values():
             session.kill()
         self._sessions.clear()
@@ -278,9 +282,10 @@ class Operations:
         if session is None:
             if not 0 < len(name) <= 200:
                 raise BadRequest("session: a name of 1 to 200 characters is needed")
-            if len(self._sessions) >= self._max_sessions:
+            if len(self._sessions) >= self._options.max_sessions:
                 raise BadRequest(
-                    f"{self._max_sessions} sessions are open; close one first", reason="TooManySessions"
+                    f"{self._options.max_sessions} sessions are open; close one first",
+                    reason="TooManySessions",
                 )
             environment = {**os.environ, **_PAGERS, "PS1": "", "PS2": ""}
             session = BashSession(self._loop, name, self._workdir, environment, self._protections)
@@ -311,9 +316,10 @@ class Operations:
                     remaining -= len(data)
 
         session = self._session(header)
-        command = session.execute(
+        command = Command(
             body, timeout, max_output, on_output, lambda outcome: _reply(connection, request, outcome)
         )
+        session.execute(command)
         connection.in_flight[request] = lambda: session.cancel(command)
 
     def _input(self, connection: Connection, request: int, header: dict[str, Any], body: bytes) -> None:
@@ -412,33 +418,25 @@ class Operations:
         """
         from rollyard_sandbox.server import work_folder
 
-        action = header.get("action")
-        workdir = "/" if header.get("anywhere") is True else self._workdir
-        if action == "tree":
-            path = header.get("path")
-            answer = work_folder.tree(workdir, work_folder.name(path) if path else b"")
-        elif action == "digests":
-            answer = work_folder.digests(workdir, _body_list(body))
-        elif action == "read":
-            offset, most = (
-                _whole_field(header, "offset", 0, 1 << 62),
-                _whole_field(header, "max_bytes", 0, MAX_BODY),
-            )
-            answer = work_folder.read(workdir, work_folder.name(header.get("path")), offset, most)
-        else:
-            answer = b""
-            if action == "put":
-                work_folder.put(
-                    workdir,
-                    work_folder.name(header.get("path")),
-                    body,
-                    _whole_field(header, "mode", 0, 0o777),
-                )
-            elif action == "make":
-                work_folder.make(workdir, _body_list(body))
-            elif action == "remove":
-                work_folder.remove(workdir, _body_list(body))
-            else:
+        folder = "/" if header.get("anywhere") is True else self._workdir
+        path, answer = header.get("path"), b""
+        match header.get("action"):
+            case "tree":
+                answer = work_folder.tree(folder, work_folder.name(path) if path else b"")
+            case "digests":
+                answer = work_folder.digests(folder, _body_list(body))
+            case "read":
+                offset = _whole_field(header, "offset", 0, 1 << 62)
+                most = _whole_field(header, "max_bytes", 0, MAX_BODY)
+                answer = work_folder.read(folder, work_folder.name(path), offset, most)
+            case "put":
+                mode = _whole_field(header, "mode", 0, 0o777)
+                work_folder.put(folder, work_folder.name(path), body, mode)
+            case "make":
+                work_folder.make(folder, _body_list(body))
+            case "remove":
+                work_folder.remove(folder, _body_list(body))
+            case action:
                 raise BadRequest(f"action: {action!r} is unknown")
         connection.answer(request, {}, answer)
 
@@ -453,7 +451,7 @@ class Operations:
         return os.path.join(self._workdir, path)
 
     def _limit(self, header: dict[str, Any]) -> int:
-        return min(_whole_field(header, "max_output", 0, 1 << 62), self._max_output)
+        return min(_whole_field(header, "max_output", 0, 1 << 62), self._options.max_output)
 
 
 def _reply(connection: Connection, request: int, outcome: Outcome | SandboxError, result: str = "") -> None:

@@ -42,25 +42,6 @@ class ServerOptions:
             limited by a control group, in which they compete with nothing but the server.
     """
 
-    __slots__ = (
-        "allow_loopback",
-        "filter_calls",
-        "isolation_checks",
-        "isolation_seconds",
-        "lease",
-        "listen",
-        "max_output",
-        "max_sessions",
-        "namespaces",
-        "own_pid_namespace",
-        "ready_fd",
-        "secret",
-        "token",
-        "token_sha256",
-        "workdir",
-        "yielding",
-    )
-
     def __init__(
         self,
         *,

@@ -13,6 +13,7 @@ import socket
 from collections import deque
 
 from rollyard_sandbox.execution.event_loop import READ, WRITE
+from rollyard_sandbox.frames import TUNNEL_READY
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -23,8 +24,6 @@ if TYPE_CHECKING:
 
 MAX_TUNNELS: Final = 128
 """The number of tunnels, waiting and in use, that one server holds."""
-READY: Final = b"+"
-"""What the worker sends when it listens to its tunnel, and what the server sends when a program uses it."""
 _BACKLOG: Final = 64
 _LINGER_SECONDS: Final = 30.0
 _NEXT_SECONDS: Final = 2.0
@@ -79,7 +78,7 @@ class Tunnels:
         return port
 
     def add(self, sock: socket.socket) -> None:
-        """Take over a worker's connection, on which it sends `READY` before the tunnel is used."""
+        """Take over a worker's connection, on which it sends `TUNNEL_READY` before the tunnel is used."""
         sock.setblocking(False)
         self._lent = True
         if self._last is not None:
@@ -105,14 +104,14 @@ class Tunnels:
             pair.close()
 
     def _from_worker(self, sock: socket.socket) -> None:
-        """Handle what comes on a tunnel that no program uses: `READY`, or the worker's end."""
+        """Handle what comes on a tunnel that no program uses: `TUNNEL_READY`, or the worker's end."""
         try:
             data = sock.recv(2)
         except BlockingIOError:
             return
         except OSError:
             data = b""
-        if data == READY and sock in self._new:
+        if data == TUNNEL_READY and sock in self._new:
             self._new.discard(sock)
             self._waiting.append(sock)
             self._resume()
@@ -190,7 +189,7 @@ class _Pair:
         self.lent = True
         """Whether the worker has not ended its part."""
         outward, inward = _Direction(program, tunnel), _Direction(tunnel, program)
-        outward.data += READY
+        outward.data += TUNNEL_READY
         self._directions = (outward, inward)
         self._timer: Timer | None = None
         self._watched: dict[socket.socket, int] = {program: 0, tunnel: 0}

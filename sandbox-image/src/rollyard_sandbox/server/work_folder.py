@@ -9,21 +9,19 @@ from __future__ import annotations
 import errno
 import os
 import stat
+from contextlib import contextmanager
 
 from rollyard_sandbox import folders
 from rollyard_sandbox.errors import BadRequest, FileError, file_error
+from rollyard_sandbox.frames import MAX_DIGESTED, MAX_LISTING, MAX_TREE
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
     from typing import Any, Final
 
-MAX_ENTRIES: Final = 50_000  # The limit of one listing.
-MAX_LISTING: Final = 8 * 1024 * 1024  # bytes
-MAX_DIGESTED: Final = 32 * 1024 * 1024  # bytes for one request
 MAX_DEPTH: Final = 64
 _MAX_PATH: Final = 4000  # bytes; with this limit the absolute path stays within PATH_MAX
-_CHUNK: Final = 1 << 20
 
 FILE, FOLDER, LINK, OTHER, UNREADABLE = b"f", b"d", b"l", b"o", b"u"
 """The kinds of records in a listing; `u` is a folder that may not be listed."""
@@ -40,24 +38,19 @@ def tree(workdir: str, path: bytes) -> bytes:
 
     Raises:
         FileError: The reason is FileNotFound, SymlinkLoop, NotADirectory, …, or TooManyEntries beyond
-            MAX_ENTRIES, MAX_LISTING, MAX_DEPTH, or a path of more than 4000 bytes.
+            MAX_TREE, MAX_LISTING, MAX_DEPTH, or a path of more than 4000 bytes.
     """
     listing = _Listing()
-    try:
-        if path:
-            parent, name = _parent(workdir, path, _seen)
-            try:
-                listing.add(parent, name, path, 0)
-            finally:
-                os.close(parent)
-        else:
+    if path:
+        with _entered(workdir, path, _seen) as (parent, last):
+            listing.add(parent, last, path, 0)
+    else:
+        with _refused(path):
             folder = _seen(workdir)
             try:
                 listing.fill(folder, b"", 0)
             finally:
                 os.close(folder)
-    except OSError as error:
-        raise file_error(error, _shown(path)) from None
     return bytes(listing.records)
 
 
@@ -97,7 +90,7 @@ class _Listing:
         with os.scandir(folder) as iterator:
             for entry in iterator:
                 names.append(os.fsencode(entry.name))
-                if len(names) + self._count > MAX_ENTRIES:
+                if len(names) + self._count > MAX_TREE:
                     raise _too_many(prefix)
         for name in sorted(names):
             try:
@@ -113,7 +106,7 @@ class _Listing:
         self.records += b"%s %d %d %s\0" % (kind, executable, size, path)
         for text in more:
             self.records += text + b"\0"
-        if self._count > MAX_ENTRIES or len(self.records) > MAX_LISTING or len(path) > _MAX_PATH:
+        if self._count > MAX_TREE or len(self.records) > MAX_LISTING or len(path) > _MAX_PATH:
             raise _too_many(path)
 
 
@@ -123,22 +116,17 @@ def read(workdir: str, path: bytes, offset: int, max_bytes: int) -> bytes:
     Raises:
         FileError: The file is missing, is a link or no regular file (reason NotAFile), or may not be read.
     """
-    try:
-        file = _open_file(workdir, path)
+    with _entered(workdir, path, _seen) as (parent, last):
+        # The kind is checked first, because opening a FIFO or a device may have an effect of its own.
+        if not stat.S_ISREG(os.stat(last, dir_fd=parent, follow_symlinks=False).st_mode):
+            raise FileError(f"{_shown(path)}: is no regular file", reason="NotAFile")
+        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        file = os.open(last, flags, dir_fd=parent)
         try:
-            parts, remaining = [], max_bytes
-            while remaining > 0:
-                part = os.pread(file, min(remaining, _CHUNK), offset)
-                if not part:
-                    break
-                parts.append(part)
-                offset += len(part)
-                remaining -= len(part)
+            os.lseek(file, offset, os.SEEK_SET)
+            return folders.read_at_most(file, max_bytes)
         finally:
             os.close(file)
-    except OSError as error:
-        raise file_error(error, _shown(path)) from None
-    return b"".join(parts)
 
 
 def digests(workdir: str, ranges: list[Any]) -> bytes:
@@ -177,15 +165,9 @@ def put(workdir: str, path: bytes, data: bytes, mode: int) -> None:
     Raises:
         FileError: The disk is full, the file system is read-only, …
     """
-    try:
-        parent, last = _parent(workdir, path, _made)
-        try:
-            _clear(parent, last)
-            folders.make_file(last, mode, data, parent)
-        finally:
-            os.close(parent)
-    except OSError as error:
-        raise file_error(error, _shown(path)) from None
+    with _entered(workdir, path, _made) as (parent, last):
+        _clear(parent, last)
+        folders.make_file(last, mode, data, parent)
 
 
 def make(workdir: str, paths: list[Any]) -> None:
@@ -196,15 +178,8 @@ def make(workdir: str, paths: list[Any]) -> None:
         FileError: The disk is full, the file system is read-only, …
     """
     for text in paths:
-        path = name(text)
-        try:
-            parent, last = _parent(workdir, path, _made)
-            try:
-                os.close(_made(last, parent))
-            finally:
-                os.close(parent)
-        except OSError as error:
-            raise file_error(error, _shown(path)) from None
+        with _entered(workdir, name(text), _made) as (parent, last):
+            os.close(_made(last, parent))
 
 
 def remove(workdir: str, paths: list[Any]) -> None:
@@ -215,19 +190,12 @@ def remove(workdir: str, paths: list[Any]) -> None:
         FileError: The file system is read-only, …
     """
     for text in paths:
-        path = name(text)
         try:
-            parent, last = _parent(workdir, path, folders.opened)
-        except (FileNotFoundError, NotADirectoryError):
-            continue
-        except OSError as error:
-            raise file_error(error, _shown(path)) from None
-        try:
-            _clear(parent, last)
-        except OSError as error:
-            raise file_error(error, _shown(path)) from None
-        finally:
-            os.close(parent)
+            with _entered(workdir, name(text), folders.opened) as (parent, last):
+                _clear(parent, last)
+        except FileError as error:
+            if error.reason not in ("FileNotFound", "NotADirectory"):  # Otherwise a folder above is missing.
+                raise
 
 
 def name(text: Any) -> bytes:
@@ -247,33 +215,38 @@ def name(text: Any) -> bytes:
     return path
 
 
-def _open_file(workdir: str, path: bytes) -> int:
-    parent, last = _parent(workdir, path, _seen)
+@contextmanager
+def _refused(path: bytes) -> Iterator[None]:
+    """Return a context in which an OSError becomes the FileError of `path`."""
     try:
-        # The kind is checked first, because opening a FIFO or a device may have an effect of its own.
-        if not stat.S_ISREG(os.stat(last, dir_fd=parent, follow_symlinks=False).st_mode):
-            raise FileError(f"{_shown(path)}: is no regular file", reason="NotAFile")
-        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-        return os.open(last, flags, dir_fd=parent)
-    finally:
-        os.close(parent)
+        yield
+    except OSError as error:
+        raise file_error(error, _shown(path)) from None
 
 
-def _parent(workdir: str, path: bytes, enter: Callable[[str | bytes, int | None], int]) -> tuple[int, bytes]:
-    """Return a descriptor of the folder that holds `path`, and the last part of the path.
+@contextmanager
+def _entered(
+    workdir: str, path: bytes, enter: Callable[[str | bytes, int | None], int]
+) -> Iterator[tuple[int, bytes]]:
+    """Return a context with a descriptor of the folder that holds `path`, and the last part of the path.
 
     Args:
         enter: Opens a folder by its name in an open folder: `_seen`, `folders.opened` or `_made`.
+
+    Raises:
+        FileError: A folder cannot be opened, or the context raised an OSError.
     """
     *above, last = path.split(b"/")
-    folder = enter(workdir, None)
-    for part in above:
+    with _refused(path):
+        folder = enter(workdir, None)
         try:
-            inner = enter(part, folder)
+            for part in above:
+                inner = enter(part, folder)
+                os.close(folder)
+                folder = inner
+            yield folder, last
         finally:
             os.close(folder)
-        folder = inner
-    return folder, last
 
 
 def _seen(name: str | bytes, parent: int | None = None) -> int:
@@ -302,7 +275,7 @@ def _clear(parent: int, last: str | bytes) -> None:
 
 def _too_many(path: bytes) -> FileError:
     return FileError(
-        f"{_shown(path)}: more than {MAX_ENTRIES} entries, {MAX_LISTING} bytes of names, "
+        f"{_shown(path)}: more than {MAX_TREE} entries, {MAX_LISTING} bytes of names, "
         f"{MAX_DEPTH} folders in each other or {_MAX_PATH} bytes of a path",
         reason="TooManyEntries",
     )

@@ -14,7 +14,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 from rollyard_crds.rolloutjob import SandboxSpec
-from rollyard_pipeline.sandboxes.egress.addresses import Address, why_refused
+from rollyard_pipeline.sandboxes.egress.destinations import Address, why_refused
 from rollyard_pipeline.sandboxes.egress.egress import Egress
 from rollyard_pipeline.sandboxes.egress.limits import EgressLimits
 

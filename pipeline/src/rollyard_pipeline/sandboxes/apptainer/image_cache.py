@@ -115,8 +115,7 @@ class ImageCache:
         if image.recipe is not None and unpacked:
             # It is unpacked from the SIF file, so that no command of a Dockerfile runs twice.
             await self.ready(image, program, unpacked=False)
-        key = await in_thread(image.key)
-        target = self.folder / f"{key}{'.dir' if unpacked else '.sif'}"
+        target = await self._target(image, unpacked=unpacked)
         async with self._builds.setdefault(target, asyncio.Lock()):
             if not _used(target):
                 with self._disk():
@@ -140,8 +139,7 @@ class ImageCache:
             ImageNotUsable, SandboxStartFailed, DiskFull: See `ready`.
         """
         if image.path is None or image.kind == "archive" or unpacked:
-            key = await in_thread(image.key)
-            target = self.folder / f"{key}{'.dir' if unpacked else '.sif'}"
+            target = await self._target(image, unpacked=unpacked)
             if not target.exists() and not await in_thread(self._make_room, target):
                 return False
         await self.ready(image, program, unpacked=unpacked)
@@ -153,8 +151,10 @@ class ImageCache:
         Raises:
             ImageNotUsable: Its archive or file cannot be read.
         """
-        key = await in_thread(image.key)
-        return (self.folder / f"{key}.sif").exists()
+        return (await self._target(image, unpacked=False)).exists()
+
+    async def _target(self, image: Image, *, unpacked: bool) -> Path:
+        return self.folder / f"{await in_thread(image.key)}{'.dir' if unpacked else '.sif'}"
 
     async def _build(self, image: Image, program: ContainerProgram, target: Path) -> None:
         recipe = image.recipe if target.suffix == ".sif" else None
@@ -186,10 +186,8 @@ class ImageCache:
             notes = {"image": image.text, "host": socket.gethostname(), "seconds": time.monotonic() - began}
             (work / "notes").write_text(json.dumps(notes))
             (work / "notes").rename(target.with_suffix(".json"))
-            if target.suffix == ".dir":
-                with contextlib.suppress(FileExistsError):
-                    built.rename(target)
-            else:
+            # Another process may have been faster, which does not matter: a file is replaced, a folder stays.
+            with contextlib.suppress(FileExistsError):
                 built.rename(target)
             await in_thread(_remove, self._layers(target))
         except ImageNotUsable:

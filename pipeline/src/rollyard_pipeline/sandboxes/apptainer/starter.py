@@ -40,7 +40,7 @@ from rollyard_pipeline.sandboxes.errors import (
     SandboxStartFailed,
 )
 from rollyard_pipeline.sandboxes.host.cgroups import CgroupPlace
-from rollyard_pipeline.sandboxes.host.processes import ProcessRef, Reaper, ends
+from rollyard_pipeline.sandboxes.host.processes import ProcessRef, ends
 from rollyard_pipeline.sandboxes.host.records import SOCKET_NAME, SandboxFolder, SandboxRecord
 from rollyard_pipeline.sandboxes.host.threads import in_thread
 from rollyard_pipeline.sandboxes.interface import BuildFolder, SandboxKey
@@ -48,12 +48,13 @@ from rollyard_pipeline.sandboxes.starters.base import (
     SANDBOX_ENV,
     START_SECONDS,
     StartedSandbox,
+    Starter,
     inside,
     server_code,
 )
 from rollyard_pipeline.sandboxes.starters.bubblewrap import userns_advice
 from rollyard_pipeline.sandboxes.starters.launch import LOG_FD, READY_FD, SandboxLaunch, start
-from rollyard_pipeline.sandboxes.starters.root_folders import SHM_BYTES, WORKDIR, disk_sizes
+from rollyard_pipeline.sandboxes.starters.root_folders import WORKDIR, disk_size, memory_folders
 from rollyard_pipeline.sandboxes.starters.runtime import (
     EVAL_FOLDER,
     INSIDE,
@@ -106,12 +107,11 @@ class ApptainerOptions:
     """Whether programs inside are root of the image and may change all of it."""
 
 
-class ApptainerStarter:
+class ApptainerStarter(Starter):
     """Starts an instance whose start script is the exec server."""
 
     name = "apptainer"
     fetches = True
-    starts_ahead = True
 
     def __init__(
         self,
@@ -121,8 +121,8 @@ class ApptainerStarter:
         images: AllowedImages | None = None,
     ) -> None:
         self._allowed = images or AllowedImages([ANY])
+        super().__init__(places)
         self._folder = folder
-        self._places = places
         self._options = options
         self._own = folder.run_dir / "apptainer"
         self._cache = ImageCache(
@@ -134,11 +134,6 @@ class ApptainerStarter:
         self._runtime: Runtime | None = None
         self._unpacked = False
         self._layered = True
-        self._reaper = Reaper()
-
-    def workdir(self, folder: Path) -> str:
-        """Return the work folder, which has the same path in every sandbox."""
-        return WORKDIR
 
     async def probe(self) -> None:
         """Find the program and check what this node lets it do.
@@ -204,9 +199,6 @@ class ApptainerStarter:
                 log.warning("instance %s has no folder any more: ended", instances.instance_name(sandbox_id))
                 self._clear(instances.instance_name(sandbox_id))
 
-    async def stand_ready(self) -> None:
-        """Do nothing, because every instance is started alone."""
-
     def check(self, key: SandboxKey) -> None:
         """Raise ImageNotUsable if no sandbox can ever be started from the key's image.
 
@@ -267,7 +259,7 @@ class ApptainerStarter:
             end=lambda child: self._clear(name, [child.pid]),
         )
         try:
-            started = await start(launch, self._reaper, _START_SECONDS)
+            started = await start(launch, self.reaper, _START_SECONDS)
             instance = await self._filed(name, started.child)
         except SandboxStartFailed as error:
             await in_thread(self._clear, name)
@@ -322,7 +314,7 @@ class ApptainerStarter:
             *runtime.argv,
             *server_code(
                 key,
-                self._places,
+                self.places,
                 WORKDIR,
                 runtime.path,
                 before=self._confine(key),
@@ -337,7 +329,7 @@ class ApptainerStarter:
         """
         if self._program is None or not self._program.takes_config:
             return []
-        megabytes = max(_LAYER_MB, disk_sizes(key)[0] >> 20)
+        megabytes = max(_LAYER_MB, disk_size(key) >> 20)
         text = _CONFIG.format(megabytes=megabytes)
         return ["--config", str(self._write(f"layer-{megabytes}.conf", text, 0o600))]
 
@@ -353,13 +345,6 @@ class ApptainerStarter:
 
     def _confine(self, key: SandboxKey) -> list[str]:
         """Return the lines of Python code that run inside, before the exec server."""
-        work, tmp = disk_sizes(key)
-        sizes = {
-            WORKDIR: (work, 0o755),
-            "/tmp": (tmp, 0o1777),
-            "/dev/shm": (min(SHM_BYTES, key.memory_bytes // 8), 0o1777),
-            **dict.fromkeys(key.folders, (work, 0o755)),
-        }
         uid = None if self._options.fakeroot else SANDBOX_UID
         fixed = {name: value for name, value in SANDBOX_ENV.items() if name != "PATH"}
         if self._options.fakeroot:
@@ -368,8 +353,8 @@ class ApptainerStarter:
             "import os",
             f"os.dup2({LOG_FD}, 1); os.dup2({LOG_FD}, 2); os.closerange({READY_FD + 1}, 65536)",
             "from rollyard_sandbox.isolation.container import Confinement, clean_environment, confine",
-            f"confine(Confinement(uid={uid!r}, sizes={sizes!r}, aliases={{'/var/tmp': '/tmp'}}, "
-            f"read_only=('/dev', '/sys'), hostname='sandbox'))",
+            f"confine(Confinement(uid={uid!r}, sizes={memory_folders(key)!r}, "
+            "aliases={'/var/tmp': '/tmp'}, read_only=('/dev', '/sys'), hostname='sandbox'))",
             f"if not any(os.access(path, os.X_OK) for path in {_BASHES!r}): "
             f"sys.exit('{NO_BASH}: looked for ' + ', '.join({_BASHES!r}))",
             f"clean_environment({fixed!r}, {_ADDED!r}, {_LIBRARIES!r})",
@@ -381,10 +366,7 @@ class ApptainerStarter:
         if record.root is None:
             ended = instances.end_by_name(name, seconds)
         else:
-            keeper = record.monitor.ref() if record.monitor is not None else None
-            ended = instances.end(
-                record.root.ref(), keeper, [helper.ref() for helper in record.helpers], seconds
-            )
+            ended = instances.end(record.root, record.monitor, record.helpers, seconds)
         instances.forget(self._own, name)
         return ended
 
@@ -394,10 +376,6 @@ class ApptainerStarter:
             instances.end(instance.root, instance.keeper, instance.helpers, 10.0)
         instances.end_by_name(name, 10.0, sessions)
         instances.forget(self._own, name)
-
-    def close(self) -> None:
-        """Stop watching the processes that were started."""
-        self._reaper.close()
 
     def _explained(self, error: SandboxStartFailed, key: SandboxKey) -> Exception:
         text = str(error)

@@ -15,18 +15,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Final, Protocol
 
-from rollyard_pipeline.errors import WorkerError
+from rollyard_pipeline.sandboxes.dockerfiles.instructions import DockerfileProblem
 
 MAX_FILES: Final = 50_000
 MAX_BYTES: Final = 8 << 30
 """The largest size of all files of a folder together, in bytes."""
 _PIECE: Final = 1 << 20
-
-
-class ContextProblem(WorkerError, ValueError):
-    """A file that cannot be copied. The message names it."""
-
-    reason = "CopyImpossible"
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,14 +41,14 @@ class BuildContext(Protocol):
         """Return its files by path; of folders, only what is in them.
 
         Raises:
-            ContextProblem: The folder cannot be read, or holds too much.
+            DockerfileProblem: The folder cannot be read, or holds too much.
         """
 
     def read(self, path: str) -> Iterator[bytes]:
         """Yield the content of a file, piece by piece.
 
         Raises:
-            ContextProblem: The file cannot be read, or is no regular file any more.
+            DockerfileProblem: The file cannot be read, or is no regular file any more.
         """
 
 
@@ -99,12 +93,12 @@ class FolderContext:
                         files[path] = _listed(path, info)
                         room -= info.st_size
                         if len(files) > MAX_FILES or room < 0:
-                            raise ContextProblem(
+                            raise _problem(
                                 f"{path}: with this file, the folder holds more than {MAX_FILES} files "
                                 f"or {MAX_BYTES} bytes"
                             )
         except OSError as error:
-            raise ContextProblem(f"{error.filename or self._folder}: {error.strerror}") from error
+            raise _problem(f"{error.filename or self._folder}: {error.strerror}") from error
         return files
 
     def read(self, path: str) -> Iterator[bytes]:
@@ -114,7 +108,7 @@ class FolderContext:
                 while piece := file.read(_PIECE):
                     yield piece
         except OSError as error:
-            raise ContextProblem(f"{path}: {error.strerror}") from error
+            raise _problem(f"{path}: {error.strerror}") from error
 
     @contextmanager
     def _opened(self) -> Iterator[int]:
@@ -136,7 +130,7 @@ class FolderContext:
                 flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
                 with open(os.open(name, flags, dir_fd=descriptors[-1]), "rb") as file:
                     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-                        raise ContextProblem(f"{path}: is no regular file")
+                        raise _problem(f"{path}: is no regular file")
                     yield file
             finally:
                 for descriptor in descriptors[1:]:
@@ -178,7 +172,7 @@ class Copy:
         """Write the files below a new folder, with the modes 0755 and 0644.
 
         Raises:
-            ContextProblem: A file cannot be read.
+            DockerfileProblem: A file cannot be read.
             OSError: A file cannot be written.
         """
         folder.mkdir(parents=True)
@@ -197,6 +191,10 @@ class Copy:
             target.chmod(0o755 if file.executable else 0o644)
 
 
+def _problem(text: str) -> DockerfileProblem:
+    return DockerfileProblem(text, "CopyImpossible")
+
+
 def copied(files: Mapping[str, ContextFile], source: str) -> tuple[dict[str, ContextFile], bool]:
     """Return what a source of COPY names, by its path below the target, and whether it is a folder.
 
@@ -207,7 +205,7 @@ def copied(files: Mapping[str, ContextFile], source: str) -> tuple[dict[str, Con
         source: A path below the folder, without `..` and without a slash at an end; "" for all.
 
     Raises:
-        ContextProblem: There is no such file, or one of them cannot be copied.
+        DockerfileProblem: There is no such file, or one of them cannot be copied.
     """
     if source in files:
         chosen, folder = {source.rpartition("/")[2]: files[source]}, False
@@ -215,8 +213,8 @@ def copied(files: Mapping[str, ContextFile], source: str) -> tuple[dict[str, Con
         top = f"{source}/" if source else ""
         chosen, folder = {p[len(top) :]: file for p, file in files.items() if p.startswith(top)}, True
     if not chosen:
-        raise ContextProblem(f"{source or '.'}: no such file beside the Dockerfile, or an empty folder")
+        raise _problem(f"{source or '.'}: no such file beside the Dockerfile, or an empty folder")
     for file in chosen.values():
         if file.problem:
-            raise ContextProblem(f"{file.path}: {file.problem}")
+            raise _problem(f"{file.path}: {file.problem}")
     return chosen, folder

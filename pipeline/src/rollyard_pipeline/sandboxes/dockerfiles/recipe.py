@@ -12,8 +12,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Final
 
-from rollyard_pipeline.sandboxes.dockerfiles.context import BuildContext, ContextProblem, Copy, FolderContext
-from rollyard_pipeline.sandboxes.dockerfiles.instructions import MAX_BYTES
+from rollyard_pipeline.sandboxes.dockerfiles.context import BuildContext, Copy, FolderContext
+from rollyard_pipeline.sandboxes.dockerfiles.instructions import MAX_BYTES, DockerfileProblem
 from rollyard_pipeline.sandboxes.dockerfiles.translation import STAGING, Translation, translate
 from rollyard_pipeline.sandboxes.errors import DockerfileRefused
 
@@ -39,8 +39,6 @@ class Recipe:
     context: BuildContext
     notes: tuple[str, ...]
     """What has no effect in a sandbox, for people."""
-    workdir: str | None
-    """The image's own working folder, or None if the Dockerfile has no WORKDIR."""
     digest: str
     """A digest of the body and of the files. The base is not part of it."""
 
@@ -62,7 +60,7 @@ class Recipe:
         try:
             for number, copy in enumerate(self.copies):
                 copy.write(self.context, folder / "context" / str(number))
-        except ContextProblem as error:
+        except DockerfileProblem as error:
             raise DockerfileRefused(f"Dockerfile: COPY: {error}", 1) from error
         path = folder / "definition"
         path.write_text(self.definition("localimage", str(base)))
@@ -86,7 +84,7 @@ def make_recipe(text: str, context: BuildContext) -> Recipe:
     try:
         for copy in translation.copies:
             digest.update(copy.digest(context).encode())
-    except ContextProblem as error:
+    except DockerfileProblem as error:
         raise DockerfileRefused(f"Dockerfile: COPY: {error}", 1) from error
     return Recipe(
         translation.base,
@@ -94,7 +92,6 @@ def make_recipe(text: str, context: BuildContext) -> Recipe:
         tuple(translation.copies),
         context,
         tuple(translation.notes),
-        translation.workdir,
         digest.hexdigest(),
     )
 
@@ -170,7 +167,7 @@ class DockerfileFolder:
                 if len(data) > MAX_BYTES:
                     break
             text = data.decode()
-        except ContextProblem as error:
+        except DockerfileProblem as error:
             raise DockerfileRefused(str(error), 1) from error
         except UnicodeDecodeError as error:
             raise DockerfileRefused("Dockerfile: is no UTF-8 text", 1) from error
@@ -184,14 +181,14 @@ def dockerfile_folders(top: Path) -> list[DockerfileFolder]:
     the task's `task.toml` names no image, and `tests` where a separate verifier has no image.
 
     Raises:
-        ContextProblem: A folder cannot be read, or there are too many.
+        DockerfileProblem: A folder cannot be read, or there are too many.
     """
     if (top / DOCKERFILE).is_file():
         return [DockerfileFolder(top.resolve().name, top)]
     folders: list[DockerfileFolder] = []
     for count, folder in enumerate(_task_folders(top)):
         if count >= MAX_FOLDERS:
-            raise ContextProblem(f"{top}: holds more than {MAX_FOLDERS} task folders")
+            raise DockerfileProblem(f"{top}: holds more than {MAX_FOLDERS} task folders", "CopyImpossible")
         name = top.resolve().name if folder == top else folder.relative_to(top).as_posix()
         folders += [
             DockerfileFolder(f"{name}/{part}", folder / part)
@@ -206,7 +203,9 @@ def _without_image(folder: Path) -> list[str]:
     try:
         document = tomllib.loads((folder / "task.toml").read_text())
     except (OSError, ValueError) as error:
-        raise ContextProblem(f"{folder / 'task.toml'}: cannot be read: {error}") from error
+        raise DockerfileProblem(
+            f"{folder / 'task.toml'}: cannot be read: {error}", "CopyImpossible"
+        ) from error
     environment, verifier = _table(document, "environment"), _table(document, "verifier")
     separate = verifier.get("environment_mode") == "separate"
     parts = [] if environment.get("docker_image") else ["environment"]
@@ -228,7 +227,7 @@ def _task_folders(folder: Path) -> Iterator[Path]:
         with os.scandir(folder) as entries:
             names = sorted(entry.name for entry in entries if entry.is_dir(follow_symlinks=False))
     except OSError as error:
-        raise ContextProblem(f"{folder}: {error.strerror}") from error
+        raise DockerfileProblem(f"{folder}: {error.strerror}", "CopyImpossible") from error
     for name in names:
         if not name.startswith("."):
             yield from _task_folders(folder / name)

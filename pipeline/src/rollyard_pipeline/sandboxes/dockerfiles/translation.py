@@ -17,22 +17,19 @@ from typing import Final
 from rollyard_pipeline.sandboxes.dockerfiles.context import (
     BuildContext,
     ContextFile,
-    ContextProblem,
     Copy,
     copied,
 )
 from rollyard_pipeline.sandboxes.dockerfiles.instructions import (
-    Instruction,
-    check_instruction,
-    read_dockerfile,
-)
-from rollyard_pipeline.sandboxes.dockerfiles.words import (
+    DockerfileProblem,
     ImageVariable,
+    Instruction,
     Value,
-    WordProblem,
+    check_instruction,
     expand,
     literal,
     quoted,
+    read_dockerfile,
     split_words,
 )
 from rollyard_pipeline.sandboxes.errors import DockerfileRefused
@@ -122,7 +119,7 @@ class _Translator:
                     if each.keyword in ("SHELL", "ONBUILD"):
                         raise each.refused("is not translated; spython would run it as a command")
                     raise each.refused("is no instruction of a Dockerfile")
-            except (WordProblem, ContextProblem) as error:
+            except DockerfileProblem as error:
                 raise each.refused(str(error)) from error
         if not self._translation.base:
             raise DockerfileRefused("Dockerfile: has no FROM", 1)
@@ -141,7 +138,7 @@ class _Translator:
         """Return a variable's value for instructions that need it now. ENV comes before ARG."""
         value = self._variables.get(name, self._arguments.get(name))
         if value is None:
-            raise WordProblem(f"${name} has no value in the Dockerfile; only the image could know it")
+            raise DockerfileProblem(f"${name} has no value in the Dockerfile; only the image could know it")
         return value
 
     def _from(self, each: Instruction) -> None:
@@ -155,7 +152,7 @@ class _Translator:
 
         def lookup(name: str) -> Value:
             if name not in self._globals:
-                raise WordProblem(f"${name} has no value: no ARG before it gives one")
+                raise DockerfileProblem(f"${name} has no value: no ARG before it gives one")
             return self._globals[name]
 
         base = literal(expand(words[0], lookup))
@@ -203,7 +200,7 @@ class _Translator:
             if known is not None and not any(isinstance(part, ImageVariable) for part in known):
                 return known
             if name in set_here:
-                raise WordProblem(f"${name} is set on the same line; write another ENV for it")
+                raise DockerfileProblem(f"${name} is set on the same line; write another ENV for it")
             return (ImageVariable(name),)
 
         for name, value in pairs:

@@ -11,18 +11,19 @@ from typing import Final
 from rollyard_crds.fields.allowed_hosts import HostRule
 from rollyard_crds.rolloutjob import SandboxSpec
 from rollyard_sandbox.client import ExecClient
-from rollyard_sandbox.client.tunnel import SandboxTunnel
+from rollyard_sandbox.client.wire import SandboxTunnel
 from rollyard_sandbox.errors import SandboxError as ExecError
 
-from rollyard_pipeline.sandboxes.egress.addresses import Address, why_refused
 from rollyard_pipeline.sandboxes.egress.destinations import (
+    Address,
     Destinations,
     Infrastructure,
     Resolve,
     SystemResolver,
+    why_refused,
 )
 from rollyard_pipeline.sandboxes.egress.limits import ConnectionPace, EgressLimits, Meter
-from rollyard_pipeline.sandboxes.egress.proxy import EgressProxy
+from rollyard_pipeline.sandboxes.egress.proxy import EgressProxy, Stream
 from rollyard_pipeline.sandboxes.errors import SandboxImpossible
 from rollyard_pipeline.sandboxes.interface import Sandbox
 
@@ -61,7 +62,8 @@ class Egress:
         resolve: Resolve | None = None,
         check: Callable[[Address], str] = why_refused,
     ) -> None:
-        self._limits = limits or EgressLimits()
+        self.limits = limits or EgressLimits()
+        """The bounds of each sandbox."""
         self._resolver = SystemResolver()
         self._resolve = resolve
         self._check = check
@@ -129,12 +131,7 @@ class Egress:
     ) -> EgressProxy:
         """Return a proxy for one sandbox."""
         destinations = Destinations(resolve, self.infrastructure, self._check, pins)
-        return EgressProxy(rules, destinations, Meter(name, self._limits), self._limits)
-
-    @property
-    def limits(self) -> EgressLimits:
-        """The bounds of each sandbox."""
-        return self._limits
+        return EgressProxy(rules, destinations, Meter(name, self.limits), self.limits)
 
     def begin(self, own: int) -> bool:
         """Count a connection that begins. The result is False if the worker serves too many.
@@ -142,7 +139,7 @@ class Egress:
         Args:
             own: The number of connections of the same sandbox that are served.
         """
-        if own >= self._limits.reserved and self._served >= self._limits.worker_connections:
+        if own >= self.limits.reserved and self._served >= self.limits.worker_connections:
             return False
         self._served += 1
         return True
@@ -170,7 +167,9 @@ class _Lending:
         """Keep tunnels ready until the exec server takes no more, or the task is cancelled."""
         failures = 0
         async with asyncio.TaskGroup() as group:
-            await self._begin(group, first)
+            await self._places.acquire()
+            await self._waiting.acquire()
+            group.create_task(self._serve(first))
             while failures < _TRIES:
                 await self._places.acquire()
                 await self._waiting.acquire()
@@ -189,11 +188,6 @@ class _Lending:
                 failures = 0
                 group.create_task(self._serve(tunnel))
 
-    async def _begin(self, group: asyncio.TaskGroup, first: SandboxTunnel) -> None:
-        await self._places.acquire()
-        await self._waiting.acquire()
-        group.create_task(self._serve(first))
-
     async def _serve(self, tunnel: SandboxTunnel) -> None:
         try:
             try:
@@ -203,7 +197,7 @@ class _Lending:
             if used and self._egress.begin(self._served):
                 self._served += 1
                 try:
-                    await self._proxy.serve(tunnel.reader, tunnel.writer)
+                    await self._proxy.serve(Stream(tunnel.reader, tunnel.writer))
                     await _flushed(tunnel)
                 finally:
                     self._served -= 1

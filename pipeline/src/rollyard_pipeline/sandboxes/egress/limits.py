@@ -15,6 +15,7 @@ log = logging.getLogger(__name__)
 
 MAX_NOTES: Final = 20
 """The number of refusals of one sandbox that are logged in one stage."""
+SPENT: Final = "the sandbox has moved as many bytes as it may in one stage"
 _SHOWN: Final = 300
 
 
@@ -44,10 +45,25 @@ class EgressLimits:
     """The number of connections of one worker at which sandboxes get no more than the reserved ones."""
 
 
-class Spent(WorkerError):
-    """A sandbox has used up the bytes that it may move."""
+class EgressRefused(WorkerError):
+    """What a program of the sandbox asked for is refused. The message may be shown to the policy.
 
-    reason = "NetworkSpent"
+    The reason is `RequestRefused` (the proxy takes no such request), `NotTls` (the bytes are no ClientHello
+    that is taken), `DestinationRefused` (the destination is not allowed), `HostUnresolved` (the host has no
+    address at present) or `NetworkSpent` (the sandbox has used up the bytes that it may move).
+
+    Args:
+        status: The status of the proxy's answer.
+        detail: The text for the log, by default the message. Nothing is logged if it is empty.
+    """
+
+    def __init__(
+        self, message: str, reason: str = "RequestRefused", status: int = 400, *, detail: str | None = None
+    ) -> None:
+        super().__init__(message)
+        self.reason = reason
+        self.status = status
+        self.detail = message if detail is None else detail
 
 
 class ConnectionPace:
@@ -87,11 +103,11 @@ class Meter:
         """Count bytes that are about to be moved.
 
         Raises:
-            Spent: They are more than the sandbox may still move.
+            EgressRefused: They are more than the sandbox may still move.
         """
         self._left -= size
         if self._left < 0:
-            raise Spent("the sandbox has moved as many bytes as it may in one stage")
+            raise EgressRefused(SPENT, "NetworkSpent", 503)
 
     def note(self, text: str) -> None:
         """Log a refusal once, and at most `MAX_NOTES` of them in all."""

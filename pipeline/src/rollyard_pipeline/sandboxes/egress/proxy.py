@@ -11,14 +11,13 @@ import asyncio
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 from urllib.parse import urlsplit
 
 from rollyard_crds.fields.allowed_hosts import HostRule, host_name
 
-from rollyard_pipeline.errors import WorkerError
-from rollyard_pipeline.sandboxes.egress.destinations import DestinationRefused, Destinations, Unresolved
-from rollyard_pipeline.sandboxes.egress.limits import EgressLimits, Meter, Spent
+from rollyard_pipeline.sandboxes.egress.destinations import Destinations
+from rollyard_pipeline.sandboxes.egress.limits import SPENT, EgressLimits, EgressRefused, Meter
 
 _CHUNK: Final = 64 * 1024
 _ESTABLISHED: Final = b"HTTP/1.1 200 Connection established\r\n\r\n"
@@ -59,6 +58,13 @@ _OF_THIS_CONNECTION: Final = frozenset(
 )
 
 
+class Stream(NamedTuple):
+    """Both directions of one connection."""
+
+    reader: asyncio.StreamReader
+    writer: asyncio.StreamWriter
+
+
 class EgressProxy:
     """Serves the connections of one sandbox.
 
@@ -75,51 +81,48 @@ class EgressProxy:
         self._meter = meter
         self._limits = limits
 
-    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def serve(self, program: Stream) -> None:
         """Serve one connection to its end. It does not raise what either end of it causes."""
         try:
             async with asyncio.timeout(self._limits.connection_seconds):
-                await self._serve(reader, writer)
-        except* (OSError, EOFError, TimeoutError, Spent) as errors:
-            if errors.subgroup(Spent) is not None:
+                await self._serve(program)
+        except* (OSError, EOFError, TimeoutError, EgressRefused) as errors:
+            if errors.subgroup(EgressRefused) is not None:
                 self._meter.note(f"the limit of {self._limits.total_bytes} bytes is reached")
 
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _serve(self, program: Stream) -> None:
         try:
             async with asyncio.timeout(self._limits.head_seconds):
-                request = parse_head(await _head(reader))
-        except BadHead as error:
-            self._meter.note(str(error))
-            await _answer(writer, error.status, str(error))
+                request = parse_head(await _head(program.reader))
+        except EgressRefused as error:
+            self._meter.note(error.detail)
+            await _answer(program.writer, error.status, str(error))
             return
         where = f"{request.shown}:{request.port}"
         if self._meter.spent:
-            await _answer(writer, 503, "the sandbox has moved as many bytes as it may in one stage")
+            await _answer(program.writer, 503, SPENT)
             return
         try:
             addresses = await self._destinations.addresses(request.host, request.port, self._rules)
-            server, outside = await self._connected([str(address) for address in addresses], request.port)
-        except DestinationRefused as error:
-            self._meter.note(error.detail if where in error.detail else f"{where}: {error.detail}")
-            await _answer(writer, 403, str(error))
-            return
-        except Unresolved as error:
-            await _answer(writer, 502, str(error))
+            server = await self._connected([str(address) for address in addresses], request.port)
+        except EgressRefused as error:
+            if error.detail:
+                self._meter.note(error.detail if where in error.detail else f"{where}: {error.detail}")
+            await _answer(program.writer, error.status, str(error))
             return
         except OSError:
-            await _answer(writer, 502, f"{where} cannot be reached")
+            await _answer(program.writer, 502, f"{where} cannot be reached")
             return
         try:
-            if request.connects:
-                await self._tunnel(request, reader, writer, server, outside)
-            else:
-                await self._forward(request, reader, writer, server, outside)
+            first = await self._greeted(request, program) if request.connects else request.forwarded
+            if first:
+                self._meter.count(len(first))
+                server.writer.write(first)
+                await self._both(program, server, None if request.connects else request.length)
         finally:
-            outside.transport.abort()
+            server.writer.transport.abort()
 
-    async def _connected(
-        self, addresses: Sequence[str], port: int
-    ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    async def _connected(self, addresses: Sequence[str], port: int) -> Stream:
         """Connect to the first address that answers. Nothing is resolved here.
 
         Raises:
@@ -129,59 +132,31 @@ class EgressProxy:
         async with asyncio.timeout(self._limits.connect_seconds):
             for address in addresses:
                 try:
-                    return await asyncio.open_connection(address, port, limit=_CHUNK)
+                    return Stream(*await asyncio.open_connection(address, port, limit=_CHUNK))
                 except OSError as error:
                     problem = error
         raise problem
 
-    async def _tunnel(
-        self,
-        request: RequestHead,
-        reader: asyncio.StreamReader,
-        writer: asyncio.StreamWriter,
-        server: asyncio.StreamReader,
-        outside: asyncio.StreamWriter,
-    ) -> None:
-        writer.write(_ESTABLISHED)
-        await writer.drain()
+    async def _greeted(self, request: RequestHead, program: Stream) -> bytes:
+        """Answer CONNECT, and return the ClientHello that follows. It is empty if that is not taken."""
+        program.writer.write(_ESTABLISHED)
+        await program.writer.drain()
         try:
             async with asyncio.timeout(self._limits.head_seconds):
-                hello = await _hello(reader, request)
-        except NotTls as error:
+                return await _hello(program.reader, request)
+        except EgressRefused as error:
             self._meter.note(f"{request.shown}:{request.port}: {error}")
-            return
-        self._meter.count(len(hello))
-        outside.write(hello)
-        await self._both(reader, writer, server, outside, None)
+            return b""
 
-    async def _forward(
-        self,
-        request: RequestHead,
-        reader: asyncio.StreamReader,
-        writer: asyncio.StreamWriter,
-        server: asyncio.StreamReader,
-        outside: asyncio.StreamWriter,
-    ) -> None:
-        self._meter.count(len(request.forwarded))
-        outside.write(request.forwarded)
-        await self._both(reader, writer, server, outside, request.length)
-
-    async def _both(
-        self,
-        reader: asyncio.StreamReader,
-        writer: asyncio.StreamWriter,
-        server: asyncio.StreamReader,
-        outside: asyncio.StreamWriter,
-        length: int | None,
-    ) -> None:
+    async def _both(self, program: Stream, server: Stream, length: int | None) -> None:
         """Move bytes in both directions until both have ended.
 
         Args:
             length: The number of bytes that the program may send. With None it is not limited.
         """
         async with asyncio.timeout(self._limits.idle_seconds) as idle, asyncio.TaskGroup() as group:
-            upload = group.create_task(self._move(reader, outside, idle, length))
-            await self._move(server, writer, idle, None)
+            upload = group.create_task(self._move(program.reader, server.writer, idle, length))
+            await self._move(server.reader, program.writer, idle, None)
             if length is not None:
                 upload.cancel()  # The answer is complete. The program's next request needs a connection.
 
@@ -216,14 +191,14 @@ async def _head(reader: asyncio.StreamReader) -> bytes:
 
     Raises:
         EOFError, OSError: The connection ends before that.
-        BadHead: The head is too long.
+        EgressRefused: The head is too long.
     """
     try:
         head = await reader.readuntil(b"\r\n\r\n")
     except asyncio.LimitOverrunError:
         head = b" " * (MAX_HEAD + 1)
     if len(head) > MAX_HEAD:
-        raise BadHead(f"the head of the request has more than {MAX_HEAD} bytes", 431)
+        raise EgressRefused(f"the head of the request has more than {MAX_HEAD} bytes", status=431)
     return head
 
 
@@ -231,7 +206,7 @@ async def _hello(reader: asyncio.StreamReader, request: RequestHead) -> bytes:
     """Read the ClientHello, and check that it names the host of the request.
 
     Raises:
-        NotTls: It does not, or there is none.
+        EgressRefused: It does not, or there is none.
         EOFError, OSError: The connection ends before that.
     """
     data = b""
@@ -241,7 +216,7 @@ async def _hello(reader: asyncio.StreamReader, request: RequestHead) -> bytes:
             raise EOFError
         data += more
     if name.lower().removesuffix(".") != request.host:
-        raise NotTls(f"CONNECT is followed by TLS to another name, {name[:100]!r}")
+        raise _not_tls(f"CONNECT is followed by TLS to another name, {name[:100]!r}")
     return data
 
 
@@ -255,16 +230,6 @@ async def _answer(writer: asyncio.StreamWriter, status: int, text: str) -> None:
     await writer.drain()
 
 
-class NotTls(WorkerError):
-    """The bytes are no ClientHello that is taken. The message says why."""
-
-    reason = "NotTls"
-
-
-class _HelloCut(WorkerError):
-    """A field ends before its length."""
-
-
 class _HelloFields:
     __slots__ = ("_at", "_data")
 
@@ -274,7 +239,7 @@ class _HelloFields:
 
     def take(self, count: int) -> bytes:
         if self._at + count > len(self._data):
-            raise _HelloCut
+            raise _not_tls("the ClientHello is malformed")
         piece = self._data[self._at : self._at + count]
         self._at += count
         return piece
@@ -290,37 +255,41 @@ class _HelloFields:
         return self._at < len(self._data)
 
 
+def _not_tls(text: str) -> EgressRefused:
+    return EgressRefused(text, "NotTls")
+
+
 def server_name(data: bytes) -> str | None:
     """Return the server name of the ClientHello with which `data` begins, or None if more bytes are needed.
 
     See RFC 8446 section 4.1.2, and RFC 6066 section 3.
 
     Raises:
-        NotTls: The bytes are no ClientHello, or one that is too long, that names no server, or that hides
-            the name (encrypted client hello).
+        EgressRefused: The bytes are no ClientHello, or one that is too long, that names no server, or that
+            hides the name (encrypted client hello).
     """
     message, rest = bytearray(), memoryview(data)
     for _ in range(_MAX_RECORDS):
         if len(rest) and rest[0] != _HANDSHAKE:
-            raise NotTls("the connection does not begin with TLS")
+            raise _not_tls("the connection does not begin with TLS")
         if len(rest) < 5:
             return None
         length = int.from_bytes(rest[3:5])
         if rest[1] != 3 or not 0 < length <= _MAX_RECORD:
-            raise NotTls("the connection does not begin with TLS")
+            raise _not_tls("the connection does not begin with TLS")
         message += rest[5 : 5 + length]
         if message and message[0] != _CLIENT_HELLO:
-            raise NotTls("the connection does not begin with a ClientHello")
+            raise _not_tls("the connection does not begin with a ClientHello")
         if len(message) >= 4:
             size = 4 + int.from_bytes(message[1:4])
             if size > MAX_HELLO:
-                raise NotTls(f"the ClientHello has more than {MAX_HELLO} bytes")
+                raise _not_tls(f"the ClientHello has more than {MAX_HELLO} bytes")
             if len(message) >= size:
                 return _name_in(bytes(message[4:size]))
         if len(rest) < 5 + length:
             return None
         rest = rest[5 + length :]
-    raise NotTls(f"the ClientHello is in more than {_MAX_RECORDS} records")
+    raise _not_tls(f"the ClientHello is in more than {_MAX_RECORDS} records")
 
 
 def _name_in(body: bytes) -> str:
@@ -335,28 +304,18 @@ def _name_in(body: bytes) -> str:
         while extensions.left:
             kind, content = extensions.number(2), extensions.block(2)
             if kind == _ENCRYPTED_HELLO:
-                raise NotTls("the ClientHello hides its server name (encrypted client hello)")
+                raise _not_tls("the ClientHello hides its server name (encrypted client hello)")
             if kind == _SERVER_NAME:
                 contents.append(content)
         if len(contents) != 1:
-            raise NotTls("the ClientHello names no server, or more than one")
+            raise _not_tls("the ClientHello names no server, or more than one")
         names = _HelloFields(_HelloFields(contents[0]).block(2))
         kind, name = names.number(1), names.block(2)
         if kind != 0 or names.left:
-            raise NotTls("the ClientHello names no server, or more than one")
+            raise _not_tls("the ClientHello names no server, or more than one")
         return name.decode("ascii")
-    except (_HelloCut, UnicodeDecodeError):
-        raise NotTls("the ClientHello is malformed") from None
-
-
-class BadHead(WorkerError):
-    """The request is none that the proxy takes; `status` is the status of the answer."""
-
-    reason = "RequestRefused"
-
-    def __init__(self, message: str, status: int = 400) -> None:
-        super().__init__(message)
-        self.status = status
+    except UnicodeDecodeError:
+        raise _not_tls("the ClientHello is malformed") from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -385,25 +344,25 @@ def parse_head(data: bytes) -> RequestHead:
     It is CONNECT, or a request with an absolute URL (RFC 9112).
 
     Raises:
-        BadHead: It is malformed, could be read in several ways, or is of a kind that is not taken.
+        EgressRefused: It is malformed, could be read in several ways, or is of a kind that is not taken.
     """
     first, *lines = data.decode("latin-1").removesuffix("\r\n\r\n").split("\r\n")
     request_line = _LINE.fullmatch(first)
     if request_line is None:
-        raise BadHead("the request line is malformed")
+        raise EgressRefused("the request line is malformed")
     if len(lines) > _MAX_FIELDS:
-        raise BadHead(f"the request has more than {_MAX_FIELDS} fields", 431)
+        raise EgressRefused(f"the request has more than {_MAX_FIELDS} fields", status=431)
     fields = []
     for line in lines:
         field = _FIELD.fullmatch(line)
         if field is None:
-            raise BadHead("a field of the request is malformed")
+            raise EgressRefused("a field of the request is malformed")
         fields.append((field[1], field[2].strip(" \t")))
     method, target = request_line[1], request_line[2]
     if method == "CONNECT":
         authority = _AUTHORITY.fullmatch(target)
         if authority is None:
-            raise BadHead("CONNECT needs HOST:PORT")
+            raise EgressRefused("CONNECT needs HOST:PORT")
         return RequestHead(host_name(authority[1]), authority[1], _port(authority[2]), b"")
     return _forwarded(method, target, fields)
 
@@ -411,21 +370,22 @@ def parse_head(data: bytes) -> RequestHead:
 def _forwarded(method: str, target: str, fields: list[tuple[str, str]]) -> RequestHead:
     scheme, separator, _ = target.partition("://")
     if not separator or scheme.lower() != "http":
-        raise BadHead("this is a proxy: it takes CONNECT HOST:PORT, and requests for http:// URLs")
+        raise EgressRefused("this is a proxy: it takes CONNECT HOST:PORT, and requests for http:// URLs")
     try:
         parts = urlsplit(target)
         shown = parts.hostname or ""
         port = _port(str(parts.port)) if parts.port is not None else 80
     except ValueError as error:
-        raise BadHead("the URL is malformed") from error
+        raise EgressRefused("the URL is malformed") from error
     if "@" in parts.netloc or "#" in target or "\\" in target or not shown:
-        raise BadHead("the URL must have a host, and neither credentials nor a fragment")
+        raise EgressRefused("the URL must have a host, and neither credentials nor a fragment")
     named = {name.lower() for name, _ in fields}
     if "transfer-encoding" in named:
-        raise BadHead("a request through the proxy needs Content-Length in the place of chunks", 411)
+        words = "a request through the proxy needs Content-Length in the place of chunks"
+        raise EgressRefused(words, status=411)
     lengths = [value for name, value in fields if name.lower() == "content-length"]
     if len(lengths) > 1 or not all(re.fullmatch("[0-9]{1,15}", value) for value in lengths):
-        raise BadHead("Content-Length is malformed")
+        raise EgressRefused("Content-Length is malformed")
     dropped = _OF_THIS_CONNECTION | {
         token.strip().lower()
         for name, value in fields
@@ -452,5 +412,5 @@ def _forwarded(method: str, target: str, fields: list[tuple[str, str]]) -> Reque
 def _port(text: str) -> int:
     port = int(text)
     if not 0 < port < 65_536:
-        raise BadHead("a port is a number from 1 to 65535")
+        raise EgressRefused("a port is a number from 1 to 65535")
     return port

@@ -46,49 +46,23 @@ _STATES: Final = ("starting", "warm", "claimed")
 
 
 @dataclass(frozen=True, slots=True)
-class Process:
-    """A ProcessRef in the form in which it is stored on disk."""
-
-    pid: int
-    started: int
-
-    def ref(self) -> ProcessRef:
-        """Return the reference that can report whether the process lives."""
-        return ProcessRef(self.pid, self.started)
-
-    @classmethod
-    def of(cls, ref: ProcessRef) -> Process:
-        """Return the stored form of a reference."""
-        return cls(ref.pid, ref.started)
-
-    @classmethod
-    def from_json(cls, document: Any) -> Process:
-        """Return the process that a JSON document describes.
-
-        Raises:
-            KeyError, TypeError, ValueError: The document does not describe a process.
-        """
-        return cls(int(document["pid"]), int(document["started"]))
-
-
-@dataclass(frozen=True, slots=True)
 class SandboxRecord:
     """The record of one sandbox, with which any process of the node can use or remove it."""
 
     id: str
     provider: str
     state: Literal["starting", "warm", "claimed"]
-    worker: Process
+    worker: ProcessRef
     """The worker that started the sandbox."""
     created: float
     """The time of creation as Unix time in seconds."""
     owner: str | None = None
     """The rollout that claimed the sandbox or, in state `warm`, the rollout whose Eval uses it alone."""
-    root: Process | None = None
+    root: ProcessRef | None = None
     """The process whose end kills everything inside."""
-    monitor: Process | None = None
+    monitor: ProcessRef | None = None
     """The outer process that maintains it (bubblewrap's, Apptainer's), which ends by itself after `root`."""
-    helpers: tuple[Process, ...] = ()
+    helpers: tuple[ProcessRef, ...] = ()
     """Further processes outside, which end after `monitor`."""
     cgroups: tuple[str, ...] = ()
     workdir: str = "/work"
@@ -99,8 +73,8 @@ class SandboxRecord:
     def alive(self) -> bool:
         """Return whether its processes run. A starting sandbox is alive as long as its worker."""
         if self.root is None:
-            return self.worker.ref().alive()
-        return self.root.ref().alive()
+            return self.worker.alive()
+        return self.root.alive()
 
     @classmethod
     def from_json(cls, text: bytes) -> SandboxRecord:
@@ -113,10 +87,10 @@ class SandboxRecord:
             document = orjson.loads(text)
             fields = {
                 **document,
-                "worker": Process.from_json(document["worker"]),
-                "root": _process(document["root"]),
-                "monitor": _process(document["monitor"]),
-                "helpers": tuple(Process.from_json(each) for each in document["helpers"]),
+                "worker": _process(document["worker"]),
+                "root": document["root"] and _process(document["root"]),
+                "monitor": document["monitor"] and _process(document["monitor"]),
+                "helpers": tuple(_process(each) for each in document["helpers"]),
                 "cgroups": tuple(map(str, document["cgroups"])),
                 "env": dict(document["env"]),
             }
@@ -130,8 +104,8 @@ class SandboxRecord:
             raise ValueError(f"no record of a sandbox: {error}") from error
 
 
-def _process(document: Any) -> Process | None:
-    return None if document is None else Process.from_json(document)
+def _process(document: Any) -> ProcessRef:
+    return ProcessRef(int(document["pid"]), int(document["started"]))
 
 
 class SandboxFolder:

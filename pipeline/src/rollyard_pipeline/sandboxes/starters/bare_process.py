@@ -9,11 +9,10 @@ from pathlib import Path
 from typing import Final
 
 from rollyard_pipeline.sandboxes.errors import ImageNotUsable
-from rollyard_pipeline.sandboxes.host.cgroups import CgroupPlace
-from rollyard_pipeline.sandboxes.host.processes import Reaper, kill_tree
+from rollyard_pipeline.sandboxes.host.processes import kill_tree
 from rollyard_pipeline.sandboxes.host.records import SOCKET_NAME, SandboxRecord
 from rollyard_pipeline.sandboxes.interface import SandboxKey
-from rollyard_pipeline.sandboxes.starters.base import START_SECONDS, StartedSandbox, server_code
+from rollyard_pipeline.sandboxes.starters.base import START_SECONDS, StartedSandbox, Starter, server_code
 from rollyard_pipeline.sandboxes.starters.launch import SandboxLaunch, start
 
 WARNING: Final = (
@@ -22,26 +21,14 @@ WARNING: Final = (
 )
 
 
-class ProcessStarter:
+class ProcessStarter(Starter):
     """Starts the exec server as an ordinary process with a private work folder."""
 
     name = "process"
-    fetches = False
-    starts_ahead = True
-
-    def __init__(self, places: Sequence[CgroupPlace]) -> None:
-        self._places = places
-        self._reaper = Reaper()
 
     def workdir(self, folder: Path) -> str:
         """Return the work folder, which lies on this machine inside the sandbox's own folder."""
         return str(folder / "work")
-
-    async def probe(self) -> None:
-        """Do nothing, because bare processes run everywhere."""
-
-    async def stand_ready(self) -> None:
-        """Do nothing, because every start is the same."""
 
     def check(self, key: SandboxKey) -> None:
         """Raise ImageNotUsable for every image and every folder, because bare processes have none."""
@@ -55,13 +42,6 @@ class ProcessStarter:
                 f"sandbox.folders {', '.join(key.folders)}: bare processes have none of their own; use "
                 "--sandbox bubblewrap"
             )
-
-    async def fetch(self, key: SandboxKey) -> bool:
-        """Return true: bare processes have no image."""
-        return True
-
-    async def prepare(self, key: SandboxKey) -> None:
-        """Do nothing, because there is nothing to prepare."""
 
     async def start(
         self, key: SandboxKey, folder: Path, cgroups: Sequence[Path], secret: bytes
@@ -80,19 +60,15 @@ class ProcessStarter:
         # Parts of this worker's path may come from PYTHONPATH and .pth files, which -I and -S ignore.
         path = [entry for entry in sys.path if entry]
         launch = SandboxLaunch(
-            argv=[sys.executable, *server_code(key, self._places, str(work), path, inside=None)],
+            argv=[sys.executable, *server_code(key, self.places, str(work), path, inside=None)],
             env=env,
             socket_path=folder / SOCKET_NAME,
             secret=secret,
             cgroups=cgroups,
         )
-        started = await start(launch, self._reaper, START_SECONDS)
+        started = await start(launch, self.reaper, START_SECONDS)
         return StartedSandbox(started.child, None)
 
     def kill(self, record: SandboxRecord, seconds: float) -> bool:
         """Kill the server with all of its descendants, and return whether they are gone."""
-        return record.root is None or kill_tree(record.root.ref(), seconds)
-
-    def close(self) -> None:
-        """Stop watching the processes that were started."""
-        self._reaper.close()
+        return record.root is None or kill_tree(record.root, seconds)

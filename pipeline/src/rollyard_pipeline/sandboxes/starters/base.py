@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, Protocol
+from typing import ClassVar, Final
 
 from rollyard_pipeline.sandboxes.host.cgroups import CgroupLimits, CgroupPlace, enforced
-from rollyard_pipeline.sandboxes.host.processes import ProcessRef
+from rollyard_pipeline.sandboxes.host.processes import ProcessRef, Reaper
 from rollyard_pipeline.sandboxes.host.records import SandboxRecord
 from rollyard_pipeline.sandboxes.interface import SandboxKey
 from rollyard_pipeline.sandboxes.starters.launch import LISTEN_FD, READY_FD, SECRET_FD
@@ -42,18 +43,23 @@ class StartedSandbox:
     """Outer processes that serve it, such as those of its file systems. They end after `monitor`."""
 
 
-class Starter(Protocol):
-    """The starter of one kind of sandbox."""
+class Starter(ABC):
+    """The starter of one kind of sandbox. By default it needs no preparation."""
 
-    name: str
-    fetches: bool
+    name: ClassVar[str]
+    fetches: ClassVar[bool] = False
     """Whether images come from elsewhere and may take long to come."""
-    starts_ahead: bool
+    starts_ahead = True
     """Whether a start takes long enough that jobs gain from sandboxes which are started in advance."""
+
+    def __init__(self, places: Sequence[CgroupPlace]) -> None:
+        self.places = places
+        self.reaper = Reaper()
+        """Reaps the processes that are started here."""
 
     def workdir(self, folder: Path) -> str:
         """Return the work folder as programs inside see it, for a sandbox whose own folder is `folder`."""
-        ...
+        return WORKDIR
 
     async def probe(self) -> None:
         """Check that this machine can run such sandboxes.
@@ -61,34 +67,35 @@ class Starter(Protocol):
         Raises:
             SandboxProviderError: This machine cannot run them. The message says what to do.
         """
-        ...
+        return
 
     async def stand_ready(self) -> None:
         """Prepare what most sandboxes of this machine are started from. It is called after `probe`."""
-        ...
+        return
 
+    @abstractmethod
     def check(self, key: SandboxKey) -> None:
         """Check that a sandbox of this key can be started here.
 
         Raises:
             ImageNotUsable: It can never be started here.
         """
-        ...
 
     async def prepare(self, key: SandboxKey) -> None:
         """Prepare what may take minutes and is shared by many starts, such as an image.
 
         It raises the same exceptions as `start`.
         """
-        ...
+        return
 
     async def fetch(self, key: SandboxKey) -> bool:
         """Bring the image of a key to this machine ahead of its first sandbox; whether there was room for it.
 
         It raises the same exceptions as `start`.
         """
-        ...
+        return True
 
+    @abstractmethod
     async def start(
         self, key: SandboxKey, folder: Path, cgroups: Sequence[Path], secret: bytes
     ) -> StartedSandbox:
@@ -96,15 +103,14 @@ class Starter(Protocol):
 
         Its server proves to clients that it knows `secret`, which is visible to nothing else inside.
         """
-        ...
 
+    @abstractmethod
     def kill(self, record: SandboxRecord, seconds: float) -> bool:
         """Kill all processes of a sandbox and return whether they are gone. This blocks."""
-        ...
 
     def close(self) -> None:
         """Release what the starter holds. Running sandboxes are left running."""
-        ...
+        self.reaper.close()
 
 
 def command_namespaces(key: SandboxKey, uid: int | None) -> dict[str, object]:

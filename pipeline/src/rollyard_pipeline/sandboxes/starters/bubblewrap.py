@@ -14,7 +14,7 @@ from typing import Final
 
 from rollyard_pipeline.sandboxes.errors import ImageNotUsable, NodeUnusable, SandboxStartFailed
 from rollyard_pipeline.sandboxes.host.cgroups import CgroupPlace
-from rollyard_pipeline.sandboxes.host.processes import Reaper, kill_and_wait
+from rollyard_pipeline.sandboxes.host.processes import kill_and_wait
 from rollyard_pipeline.sandboxes.host.programs import run_program
 from rollyard_pipeline.sandboxes.host.records import SOCKET_NAME, SandboxFolder, SandboxRecord
 from rollyard_pipeline.sandboxes.interface import SandboxKey
@@ -23,6 +23,7 @@ from rollyard_pipeline.sandboxes.starters.base import (
     SANDBOX_ENV,
     START_SECONDS,
     StartedSandbox,
+    Starter,
     command_namespaces,
     inside,
     resource_limits,
@@ -148,7 +149,7 @@ async def _run(*argv: str) -> tuple[int, str]:
     return await run_program(argv, seconds=10, env=os.environ, cwd=Path())
 
 
-class BubblewrapStarter:
+class BubblewrapStarter(Starter):
     """Starts the exec server in a view of the file system that bwrap makes.
 
     Args:
@@ -160,7 +161,6 @@ class BubblewrapStarter:
     """
 
     name = "bubblewrap"
-    fetches = False
 
     def __init__(
         self,
@@ -170,19 +170,14 @@ class BubblewrapStarter:
         *,
         templates: bool = True,
     ) -> None:
+        super().__init__(places)
         self._folder = folder
-        self._places = places
         self._bwrap = bwrap or shutil.which("bwrap") or "bwrap"
         self._runtime: Runtime | None = None
-        self._reaper = Reaper()
         self._templates = Templates(self._start_template) if templates else None
         # A fork takes about 10 ms. Those that nobody takes in the end would cost more than they save.
         self.starts_ahead = not templates
         self._failures = 0
-
-    def workdir(self, folder: Path) -> str:
-        """Return the work folder, which has the same path in every sandbox."""
-        return WORKDIR
 
     async def probe(self) -> None:
         """Check that bwrap works here, and prepare the Python that is mounted into sandboxes."""
@@ -202,13 +197,6 @@ class BubblewrapStarter:
         """Raise ImageNotUsable if the key's image is not a root folder that can be used."""
         if key.image is not None:
             check_image(key.image, private=[self._folder.run_dir])
-
-    async def fetch(self, key: SandboxKey) -> bool:
-        """Return true: a root folder is there, or it is not."""
-        return True
-
-    async def prepare(self, key: SandboxKey) -> None:
-        """Do nothing, because a root folder needs no preparation."""
 
     async def start(
         self, key: SandboxKey, folder: Path, cgroups: Sequence[Path], secret: bytes
@@ -243,11 +231,11 @@ class BubblewrapStarter:
     ) -> StartedSandbox:
         options = {
             "sizes": memory_folders(key),
-            "limits": numbered(resource_limits(key, self._places)),
+            "limits": numbered(resource_limits(key, self.places)),
             "workdir": WORKDIR,
             "lease": LEASE_SECONDS,
             "namespaces": command_namespaces(key, SANDBOX_UID),
-            "yielding": yielding(self._places),
+            "yielding": yielding(self.places),
         }
         template = await templates.get(key.image, self._stamp(key.image))
         root = await template.fork(Fork(folder / SOCKET_NAME, secret, cgroups, options), START_SECONDS)
@@ -285,7 +273,7 @@ class BubblewrapStarter:
                 *runtime.argv,
                 *server_code(
                     key,
-                    self._places,
+                    self.places,
                     WORKDIR,
                     runtime.path,
                     inside=inside(key, SANDBOX_UID),
@@ -310,13 +298,13 @@ class BubblewrapStarter:
     async def _start(self, launch: SandboxLaunch) -> Started:
         for _ in range(MOUNT_TRIES - 1):
             try:
-                return await start(launch, self._reaper, START_SECONDS)
+                return await start(launch, self.reaper, START_SECONDS)
             except SandboxStartFailed as error:
                 if not mounts_changed(str(error)):
                     raise
             if launch.socket_path is not None:
                 launch.socket_path.unlink(missing_ok=True)  # The next start binds it again.
-        return await start(launch, self._reaper, START_SECONDS)
+        return await start(launch, self.reaper, START_SECONDS)
 
     def kill(self, record: SandboxRecord, seconds: float) -> bool:
         """Kill process 1 inside, and with it all others, and return whether they are gone."""
@@ -326,14 +314,14 @@ class BubblewrapStarter:
         # itself.
         for process in (record.root, record.monitor):
             if process is not None:
-                ended = kill_and_wait(process.ref(), deadline - time.monotonic()) and ended
+                ended = kill_and_wait(process, deadline - time.monotonic()) and ended
         return ended
 
     def close(self) -> None:
         """End the templates, and stop watching the processes that were started."""
         if self._templates is not None:
             self._templates.close()
-        self._reaper.close()
+        super().close()
 
     def _explained(self, error: SandboxStartFailed, key: SandboxKey) -> Exception:
         text = str(error)
@@ -350,7 +338,7 @@ def _mounts(key: SandboxKey) -> list[str]:
     """Return the lines of Python code that mount what can be written, and for which bwrap bounds no files."""
     return [
         "import os",
-        "from rollyard_sandbox.isolation.syscalls import mount_memory",
+        "from rollyard_sandbox.isolation.system_calls import mount_memory",
         f"for folder, (size, mode) in {memory_folders(key)!r}.items(): mount_memory(folder, size, mode)",
         f"os.chdir({WORKDIR!r})",
     ]

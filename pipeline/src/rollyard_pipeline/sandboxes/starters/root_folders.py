@@ -19,7 +19,7 @@ from rollyard_pipeline.sandboxes.interface import SandboxKey
 from rollyard_pipeline.sandboxes.starters.runtime import EVAL_FOLDER, INSIDE, Runtime
 
 WORKDIR: Final = "/work"
-SHM_BYTES: Final = 64 << 20
+_SHM_BYTES: Final = 64 << 20
 # This is harmless configuration that programs expect. None of it contains accounts, keys or tokens.
 _ETC: Final = (
     "alternatives",
@@ -92,13 +92,12 @@ NAMESPACES: Final = (
 )
 
 
-def disk_sizes(key: SandboxKey) -> tuple[int, int]:
-    """Return the sizes of (/work, /tmp) in bytes.
+def disk_size(key: SandboxKey) -> int:
+    """Return the size of /work, and also that of /tmp, in bytes.
 
     Both are memory, and together they leave a third of it to processes.
     """
-    size = max(1 << 20, min(key.disk_bytes, key.memory_bytes // 3))
-    return size, size
+    return max(1 << 20, min(key.disk_bytes, key.memory_bytes // 3))
 
 
 def bwrap_arguments(key: SandboxKey, runtime: Runtime, env: Mapping[str, str]) -> list[str]:
@@ -134,12 +133,12 @@ def template_arguments(image: str | None, runtime: Runtime, env: Mapping[str, st
 
 def memory_folders(key: SandboxKey) -> dict[str, tuple[int, int]]:
     """Return the size in bytes and the mode of each folder that can be written."""
-    work, tmp = disk_sizes(key)
+    size = disk_size(key)
     return {
-        "/dev/shm": (min(SHM_BYTES, key.memory_bytes // 8), 0o1777),
-        "/tmp": (tmp, 0o1777),
-        WORKDIR: (work, 0o755),
-        **dict.fromkeys(key.folders, (work, 0o755)),
+        "/dev/shm": (min(_SHM_BYTES, key.memory_bytes // 8), 0o1777),
+        "/tmp": (size, 0o1777),
+        WORKDIR: (size, 0o755),
+        **dict.fromkeys(key.folders, (size, 0o755)),
     }
 
 

@@ -72,8 +72,8 @@ class Kopf:
     """One run of kopf, in a thread with an event loop of its own.
 
     Its tasks are spawned and ended here. `kopf.operator` would cancel all tasks of the event loop at its end,
-    because it has lost track of its own, and wait for them without a limit. A watch that an error breaks while
-    its reading is cancelled never ends, so neither would kopf.
+    because it has lost track of its own, and wait for them without a limit. A watch that breaks while it is
+    cancelled never ends, so neither would kopf.
     """
 
     def __init__(self, operator: Watched, kube: KubeClient, liveness: str) -> None:

@@ -32,7 +32,7 @@ from rollyard_crds.trajectory import MAX_REWARD
 from rollyard_process.backoff import Backoff
 
 from rollyard_pipeline.child_processes import ChildProcesses
-from rollyard_pipeline.control_plane.calls import TRY_AGAIN, ControlPlaneUnavailable, WorkerCalls
+from rollyard_pipeline.control_plane.calls import WorkerCalls, persistent
 from rollyard_pipeline.errors import ChildFailed, PermanentFailure, PipelineError, TaskInvalid
 from rollyard_pipeline.handlers.base import Evaluation, Handler, StageContext
 from rollyard_pipeline.registry import REWARD_FUNCTIONS, Registry
@@ -55,14 +55,9 @@ async def service_score(
         PipelineError: The service gave no score, or may not be asked.
     """
     request = RewardRequest(rollout=lease.rollout, token=lease.token, episode=episode)
-    attempts = unavailable = 0
+    attempts = 0
     while True:
-        try:
-            answer = await control.reward(request, service.timeout_seconds)
-        except ControlPlaneUnavailable as error:
-            unavailable += 1
-            await asyncio.sleep(TRY_AGAIN.pause(unavailable, error.retry_after))
-            continue
+        answer = await persistent(lambda: control.reward(request, service.timeout_seconds))
         if not answer.error:
             return {"reward": answer.reward, "components": answer.components}
         attempts += 1
@@ -275,7 +270,7 @@ class Rewards:
             ask: Sends an episode to the reward service. It may be None if the job has none.
 
         Raises:
-            PermanentFailure: A name stands for nothing or for two components, or the weighted sum is too large.
+            PermanentFailure: A name stands for nothing or for two components, or the sum is too large.
             PipelineError: The infrastructure failed.
         """
         reward = context.spec.reward

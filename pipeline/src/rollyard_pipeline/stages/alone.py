@@ -6,7 +6,7 @@ import asyncio
 import copy
 import itertools
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Final, TypeVar
 
 from rollyard_crds.lease import Lease, StageResult, StageTimes
@@ -19,6 +19,7 @@ from rollyard_pipeline.control_plane.calls import WorkerCall, WorkerCalls
 from rollyard_pipeline.control_plane.leases import HeldLease
 from rollyard_pipeline.errors import ControlPlaneRefused
 from rollyard_pipeline.sandboxes.egress.egress import Egress
+from rollyard_pipeline.sandboxes.errors import SandboxProviderError
 from rollyard_pipeline.sandboxes.interface import SandboxProvider
 from rollyard_pipeline.stages.stages import Stages
 
@@ -106,15 +107,33 @@ class StagesAlone:
             if init_lease.sandbox is not None:
                 await asyncio.shield(self._provider.release(init_lease.sandbox))
 
-    async def renew(self) -> None:
-        """Keep the sandboxes of this process alive until this is cancelled, as heartbeats do."""
-        while True:
-            await asyncio.sleep(_RENEW_SECONDS)
-            await self._provider.renew(self._provider.own(), _LEASE_SECONDS)
-
     async def close(self) -> None:
         """Close every handler."""
         await self._stages.close()
+
+
+@asynccontextmanager
+async def started(provider: SandboxProvider) -> AsyncIterator[None]:
+    """Start a provider, keep the sandboxes of this process alive as heartbeats do, and close it at the end.
+
+    Raises:
+        SandboxProviderError: Sandboxes cannot be started here.
+    """
+    await provider.start()
+    renewing = asyncio.create_task(_renew(provider))
+    try:
+        yield
+    finally:
+        renewing.cancel()
+        await asyncio.wait([renewing])
+        await provider.aclose()
+
+
+async def _renew(provider: SandboxProvider) -> None:
+    while True:
+        await asyncio.sleep(_RENEW_SECONDS)
+        with suppress(SandboxProviderError):
+            await provider.renew(provider.own(), _LEASE_SECONDS)
 
 
 @asynccontextmanager
@@ -126,16 +145,9 @@ async def stages_alone(
     Raises:
         SandboxProviderError: Sandboxes cannot be started here.
     """
-    await provider.start()
-    try:
-        async with BackendClient() as backends:
-            alone = StagesAlone(spec, provider, backends, extensions)
-            renewing = asyncio.create_task(alone.renew())
-            try:
-                yield alone
-            finally:
-                renewing.cancel()
-                await asyncio.wait([renewing])
-                await alone.close()
-    finally:
-        await provider.aclose()
+    async with started(provider), BackendClient() as backends:
+        alone = StagesAlone(spec, provider, backends, extensions)
+        try:
+            yield alone
+        finally:
+            await alone.close()

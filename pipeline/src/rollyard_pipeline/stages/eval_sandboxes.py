@@ -100,7 +100,7 @@ class EvalSandboxes:
 
     @asynccontextmanager
     async def fresh(
-        self, held: HeldLease, spec: RolloutJobSpec, handler: Handler, context: StageContext
+        self, holding: HeldLease, spec: RolloutJobSpec, handler: Handler, context: StageContext
     ) -> AsyncIterator[Sandbox]:
         """Provide the sandbox in which `handler.eval` works, and release it afterwards.
 
@@ -119,42 +119,42 @@ class EvalSandboxes:
         """
         networked = bool(eval_network(spec, handler, context.task).host_rules)
         left = LeftBehind() if networked else None
-        async with self._places.for_eval(held):
-            held.started = time.monotonic()  # Waiting for a place counts against no limit.
+        async with self._places.for_eval(holding):
+            holding.started = time.monotonic()  # Waiting for a place counts against no limit.
             try:
-                async with await self._prepared(held, spec, handler, context, left) as sandbox:
+                async with await self._prepared(holding, spec, handler, context, left) as sandbox:
                     try:
                         yield sandbox
                     except (SandboxLost, ExecError) as error:
                         lost = isinstance(error, SandboxLost | ConnectionLost)
                         reached = context.purpose != "control" and reaches(spec, handler, context.task)
                         end = await self._provider.own_end(sandbox.handle) if lost and reached else ""
-                        if end and (end != CRASHED or held.lease.attempt):
+                        if end and (end != CRASHED or holding.lease.attempt):
                             raise EvalSandboxEnded(f"{error.reason}: {error}", end) from error
                         raise _failed(error) from error
             finally:
                 context.show("" if left is None else str(left))
-                await self._release(held)
+                await self._release(holding)
 
     async def _prepared(
         self,
-        held: HeldLease,
+        holding: HeldLease,
         spec: RolloutJobSpec,
         handler: Handler,
         context: StageContext,
         left: LeftBehind | None,
     ) -> Sandbox:
         if not _carries(spec, handler, context):
-            return await self._started(held, spec, handler, context, None)
-        async with self._attach(held.lease) as used:
+            return await self._started(holding, spec, handler, context, None)
+        async with self._attach(holding.lease) as used:
             if used is None:
-                return await self._started(held, spec, handler, context, None)
+                return await self._started(holding, spec, handler, context, None)
             await used.client.kill_all()
-            return await self._started(held, spec, handler, context, _Used(used, left))
+            return await self._started(holding, spec, handler, context, _Used(used, left))
 
     async def _started(
         self,
-        held: HeldLease,
+        holding: HeldLease,
         spec: RolloutJobSpec,
         handler: Handler,
         context: StageContext,
@@ -164,7 +164,7 @@ class EvalSandboxes:
         limit = asyncio.timeout(seconds)
         try:
             async with limit:
-                return await self._start(held, spec, handler, context, used, limit)
+                return await self._start(holding, spec, handler, context, used, limit)
         except TimeoutError as error:
             if not limit.expired():
                 raise
@@ -182,19 +182,19 @@ class EvalSandboxes:
 
     async def _start(
         self,
-        held: HeldLease,
+        holding: HeldLease,
         spec: RolloutJobSpec,
         handler: Handler,
         context: StageContext,
         used: _Used | None,
         limit: asyncio.Timeout,
     ) -> Sandbox:
-        task = held.lease.task
+        task = holding.lease.task
         apart = handler.eval_apart(task)
         network = narrowed(spec.sandbox, task.sandbox if apart is None else apart)
         request = sandbox_request(spec, handler, task, apart)
-        sandbox = await sandbox_started(self._provider, request, held.ref, for_eval=True)
-        held.eval_sandbox = sandbox.handle
+        sandbox = await sandbox_started(self._provider, request, holding.ref, for_eval=True)
+        holding.eval_sandbox = sandbox.handle
         try:
             async with self._egress.lent(sandbox, network, context.rollout, context.env, pins_of(spec)):
                 own = StageContext(
@@ -224,8 +224,8 @@ class EvalSandboxes:
             raise
         return sandbox
 
-    async def _release(self, held: HeldLease) -> None:
-        handle = held.eval_sandbox
+    async def _release(self, holding: HeldLease) -> None:
+        handle = holding.eval_sandbox
         if handle is None:
             return
         # A separate task completes the release even if a second cancellation interrupts this one.
@@ -237,7 +237,7 @@ class EvalSandboxes:
         except SandboxProviderError as error:
             log.warning("Eval's sandbox %s: %s", handle.id, error)
         finally:
-            held.eval_sandbox = None
+            holding.eval_sandbox = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -102,20 +102,20 @@ async def _begin(client: ExecClient, context: StageContext, *, networked: bool) 
     Raises:
         SandboxSabotaged: The sandbox was tampered with. The message gives the evidence.
     """
-    place = await client.begin_eval(network=networked)
-    if place.sabotage:
-        raise SandboxSabotaged("; ".join(place.sabotage))
+    eval_place = await client.begin_eval(network=networked)
+    if eval_place.sabotage:
+        raise SandboxSabotaged("; ".join(eval_place.sabotage))
     if networked:
-        place = await _with_room(client, place)
-    variables = {**context.env, **place.environment}
-    environment = evaluation_environment(variables, place, workdir=context.workdir, author=context.env)
+        eval_place = await _with_room(client, eval_place)
+    variables = {**context.env, **eval_place.environment}
+    environment = evaluation_environment(variables, eval_place, workdir=context.workdir, author=context.env)
     # This is for commands that a handler starts by itself. No call removes a variable, so it is set to "".
     changed = {name: value for name, value in environment.items() if variables.get(name) != value}
     await client.set_env(changed | dict.fromkeys(variables.keys() - environment.keys() - {"_"}, ""))
-    context.place, context.eval_env = place, environment
+    context.place, context.eval_env = eval_place, environment
 
 
-async def _with_room(client: ExecClient, place: EvalPlace) -> EvalPlace:
+async def _with_room(client: ExecClient, eval_place: EvalPlace) -> EvalPlace:
     """Return the place with HOME and TMPDIR on the sandbox's disk, for what the tests fetch.
 
     The sandbox is a fresh one, so no more than the tests' own programs can write there either.
@@ -124,7 +124,7 @@ async def _with_room(client: ExecClient, place: EvalPlace) -> EvalPlace:
     for name in ("home", "tmp"):
         await client.write_file(f"{top}/{name}/.made", b"")
         await client.remove(f"{top}/{name}/.made")
-    return replace(place, home=f"{top}/home", tmp=f"{top}/tmp")
+    return replace(eval_place, home=f"{top}/home", tmp=f"{top}/tmp")
 
 
 async def _was_at_work(client: ExecClient) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Callable, Sequence
-from contextlib import AsyncExitStack, suppress
+from contextlib import AsyncExitStack
 from dataclasses import replace
 from datetime import datetime
 from typing import Any, Final
@@ -24,8 +24,9 @@ from rollyard_pipeline.handlers.isolated.places import blocked
 from rollyard_pipeline.registry import Registry
 from rollyard_pipeline.rewards.shaping import Rewards
 from rollyard_pipeline.sabotage import OUT_OF_MEMORY
-from rollyard_pipeline.sandboxes.errors import SandboxLost, SandboxProviderError
+from rollyard_pipeline.sandboxes.errors import SandboxLost
 from rollyard_pipeline.sandboxes.interface import SandboxProvider
+from rollyard_pipeline.stages.alone import started
 from rollyard_pipeline.stages.contexts import prepare, sandbox_request
 from rollyard_pipeline.stages.evaluation import evaluate
 
@@ -35,8 +36,6 @@ _AT_ONCE: Final = 8
 """The number of trajectories that are evaluated at the same time without a sandbox."""
 _GRACE: Final = 30.0
 """What Eval gets beyond its limit, so that tests that ran out of time can be scored, in seconds."""
-_RENEW_SECONDS: Final = 10.0
-_SANDBOX_SECONDS: Final = 60.0
 
 
 class Rescorer:
@@ -99,10 +98,7 @@ class Rescorer:
         """
         await self._rewards.check(self._handler, self._spec)
         if self._provider is not None:
-            await self._provider.start()
-            self._open.push_async_callback(self._provider.aclose)
-            renewing = asyncio.create_task(self._renew(self._provider))
-            self._open.push_async_callback(_ended, renewing)
+            await self._open.enter_async_context(started(self._provider))
 
     def problems(self, task: Task) -> list[str]:
         """Return what the handler finds wrong with a task, one line for each. A line begins with a field.
@@ -250,23 +246,11 @@ class Rescorer:
             problem = blocked(error) or f"handler '{self._name}'"
             raise SetupFailed(f"Init took longer than {limit:g} s: {problem}", "InitTimeout") from error
 
-    async def _renew(self, provider: SandboxProvider) -> None:
-        """Keep the sandboxes of this process alive until this is cancelled, as heartbeats do."""
-        while True:
-            await asyncio.sleep(_RENEW_SECONDS)
-            with suppress(SandboxProviderError):
-                await provider.renew(provider.own(), _SANDBOX_SECONDS)
-
     async def close(self) -> None:
         """Close the handler, end the processes that make rewards, and remove every sandbox."""
         await self._open.aclose()
         await self._rewards.close()
         await self._handler.close()
-
-
-async def _ended(task: asyncio.Task[None]) -> None:
-    task.cancel()
-    await asyncio.wait([task])
 
 
 def submitted(trajectory: Trajectory) -> str | None:

@@ -6,7 +6,7 @@ import asyncio
 import copy
 import itertools
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from typing import Final, TypeVar
 
 from rollyard_crds.lease import Lease, StageResult, StageTimes
@@ -19,11 +19,9 @@ from rollyard_pipeline.control_plane.calls import WorkerCall, WorkerCalls
 from rollyard_pipeline.control_plane.leases import HeldLease
 from rollyard_pipeline.errors import ControlPlaneRefused
 from rollyard_pipeline.sandboxes.egress.egress import Egress
-from rollyard_pipeline.sandboxes.errors import SandboxProviderError
-from rollyard_pipeline.sandboxes.interface import SandboxProvider
+from rollyard_pipeline.sandboxes.interface import SandboxProvider, started
 from rollyard_pipeline.stages.stages import Stages
 
-_RENEW_SECONDS: Final = 10.0
 _LEASE_SECONDS: Final = 60.0
 
 
@@ -110,30 +108,6 @@ class StagesAlone:
     async def close(self) -> None:
         """Close every handler."""
         await self._stages.close()
-
-
-@asynccontextmanager
-async def started(provider: SandboxProvider) -> AsyncIterator[None]:
-    """Start a provider, keep the sandboxes of this process alive as heartbeats do, and close it at the end.
-
-    Raises:
-        SandboxProviderError: Sandboxes cannot be started here.
-    """
-    await provider.start()
-    renewing = asyncio.create_task(_renew(provider))
-    try:
-        yield
-    finally:
-        renewing.cancel()
-        await asyncio.wait([renewing])
-        await provider.aclose()
-
-
-async def _renew(provider: SandboxProvider) -> None:
-    while True:
-        await asyncio.sleep(_RENEW_SECONDS)
-        with suppress(SandboxProviderError):
-            await provider.renew(provider.own(), _LEASE_SECONDS)
 
 
 @asynccontextmanager

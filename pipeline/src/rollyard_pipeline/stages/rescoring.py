@@ -25,8 +25,7 @@ from rollyard_pipeline.registry import Registry
 from rollyard_pipeline.rewards.shaping import Rewards
 from rollyard_pipeline.sabotage import OUT_OF_MEMORY
 from rollyard_pipeline.sandboxes.errors import SandboxLost
-from rollyard_pipeline.sandboxes.interface import SandboxProvider
-from rollyard_pipeline.stages.alone import started
+from rollyard_pipeline.sandboxes.interface import SandboxProvider, started
 from rollyard_pipeline.stages.contexts import prepare, sandbox_request
 from rollyard_pipeline.stages.evaluation import evaluate
 

@@ -7,7 +7,7 @@ import copy
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Final
 
@@ -144,13 +144,12 @@ class EvalSandboxes:
         context: StageContext,
         left: LeftBehind | None,
     ) -> Sandbox:
-        if not _carries(spec, handler, context):
-            return await self._started(holding, spec, handler, context, None)
-        async with self._attach(holding.lease) as used:
-            if used is None:
-                return await self._started(holding, spec, handler, context, None)
-            await used.client.kill_all()
-            return await self._started(holding, spec, handler, context, _Used(used, left))
+        carried = context.purpose != "control" and carries(spec, handler, context.task)
+        async with self._attach(holding.lease) if carried else nullcontext() as run:
+            if run is not None:
+                await run.client.kill_all()
+            used = None if run is None else _Used(run, left)
+            return await self._started(holding, spec, handler, context, used)
 
     async def _started(
         self,
@@ -246,10 +245,6 @@ class _Used:
 
     sandbox: Sandbox
     left: LeftBehind | None
-
-
-def _carries(spec: RolloutJobSpec, handler: Handler, context: StageContext) -> bool:
-    return context.purpose != "control" and carries(spec, handler, context.task)
 
 
 async def _carry(

@@ -45,7 +45,7 @@ class Registry:
     def __init__(self, overrides: dict[str, dict[str, Any]] | None = None) -> None:
         self._loaded: dict[tuple[str, str], Any] = {}
         self._own: metadata.EntryPoints | None = None
-        self._entries: metadata.EntryPoints | None = None
+        self._entries: Any = None
         for group, classes in (overrides or {}).items():
             for name, cls in classes.items():
                 self._loaded[group, name] = cls

@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncIterator, Callable, Collection, Mapping
-from contextlib import asynccontextmanager, suppress
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Final, Literal, Protocol, Self
+from typing import Literal, Protocol, Self
 
 from rollyard_crds.fields.quantity import parse_quantity
 from rollyard_crds.lease import LeaseRef, SandboxHandle
 from rollyard_crds.rolloutjob import SandboxSpec
 from rollyard_crds.task import TaskSandbox
 from rollyard_sandbox.client import ExecClient
-
-from rollyard_pipeline.sandboxes.errors import SandboxProviderError
-
-_RENEW_SECONDS: Final = 10.0
-_RENEWED_FOR: Final = 60.0  # seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,27 +249,3 @@ class SandboxProvider(Protocol):
         While the worker drains, a crash cannot be distinguished from that.
         """
         ...
-
-
-@asynccontextmanager
-async def started(provider: SandboxProvider) -> AsyncIterator[None]:
-    """Start a provider, keep the sandboxes of this process alive as heartbeats do, and close it at the end.
-
-    Raises:
-        SandboxProviderError: Sandboxes cannot be started here.
-    """
-    await provider.start()
-    renewing = asyncio.create_task(_renew(provider))
-    try:
-        yield
-    finally:
-        renewing.cancel()
-        await asyncio.wait([renewing])
-        await provider.aclose()
-
-
-async def _renew(provider: SandboxProvider) -> None:
-    while True:
-        await asyncio.sleep(_RENEW_SECONDS)
-        with suppress(SandboxProviderError):
-            await provider.renew(provider.own(), _RENEWED_FOR)

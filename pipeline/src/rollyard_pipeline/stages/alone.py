@@ -19,7 +19,8 @@ from rollyard_pipeline.control_plane.calls import WorkerCall, WorkerCalls
 from rollyard_pipeline.control_plane.leases import HeldLease
 from rollyard_pipeline.errors import ControlPlaneRefused
 from rollyard_pipeline.sandboxes.egress.egress import Egress
-from rollyard_pipeline.sandboxes.interface import SandboxProvider, started
+from rollyard_pipeline.sandboxes.interface import SandboxProvider
+from rollyard_pipeline.stages.rescoring import started
 from rollyard_pipeline.stages.stages import Stages
 
 _LEASE_SECONDS: Final = 60.0

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable, Sequence
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import replace
 from datetime import datetime
 from typing import Any, Final
@@ -24,8 +24,8 @@ from rollyard_pipeline.handlers.isolated.places import blocked
 from rollyard_pipeline.registry import Registry
 from rollyard_pipeline.rewards.shaping import Rewards
 from rollyard_pipeline.sabotage import OUT_OF_MEMORY
-from rollyard_pipeline.sandboxes.errors import SandboxLost
-from rollyard_pipeline.sandboxes.interface import SandboxProvider, started
+from rollyard_pipeline.sandboxes.errors import SandboxLost, SandboxProviderError
+from rollyard_pipeline.sandboxes.interface import SandboxProvider
 from rollyard_pipeline.stages.contexts import prepare, sandbox_request
 from rollyard_pipeline.stages.evaluation import evaluate
 
@@ -35,6 +35,32 @@ _AT_ONCE: Final = 8
 """The number of trajectories that are evaluated at the same time without a sandbox."""
 _GRACE: Final = 30.0
 """What Eval gets beyond its limit, so that tests that ran out of time can be scored, in seconds."""
+_RENEW_SECONDS: Final = 10.0
+_RENEWED_FOR: Final = 60.0  # seconds
+
+
+@asynccontextmanager
+async def started(provider: SandboxProvider) -> AsyncIterator[None]:
+    """Start a provider, keep the sandboxes of this process alive as heartbeats do, and close it at the end.
+
+    Raises:
+        SandboxProviderError: Sandboxes cannot be started here.
+    """
+    await provider.start()
+    renewing = asyncio.create_task(_renew(provider))
+    try:
+        yield
+    finally:
+        renewing.cancel()
+        await asyncio.wait([renewing])
+        await provider.aclose()
+
+
+async def _renew(provider: SandboxProvider) -> None:
+    while True:
+        await asyncio.sleep(_RENEW_SECONDS)
+        with suppress(SandboxProviderError):
+            await provider.renew(provider.own(), _RENEWED_FOR)
 
 
 class Rescorer:
@@ -152,12 +178,10 @@ class Rescorer:
             evaluation, shown = await self._evaluated(trajectory, task)
         except Exception as error:
             # Whatever a handler raises is a failure, and never a reward.
-            known = isinstance(error, PipelineError)
-            changes |= {
-                "status": "failed",
-                "reason": error.reason if known else "InternalError",
-                "message": f"{error.reason if known else type(error).__name__}: {error}",
-            }
+            reason, name = "InternalError", type(error).__name__
+            if isinstance(error, PipelineError):
+                reason = name = error.reason
+            changes |= {"status": "failed", "reason": reason, "message": f"{name}: {error}"}
         else:
             changes |= {
                 "reward": float(evaluation.reward),

@@ -293,7 +293,7 @@ def exporting(
         options: The receiver and the fraction of groups that are traced.
         service: The name of the service.
         instance: The name of the process.
-        required: Whether a flag asks for traces, and not only a variable that may be meant for other programs.
+        required: Whether a flag asks for traces, not only a variable that may be meant for other programs.
 
     Raises:
         TraceLibrariesMissing: The extra `traces` is not installed, and a flag asks for traces.

@@ -10,12 +10,13 @@ import pytest
 from numpy.typing import NDArray
 from rollyard_engine.errors import ModelFolderInvalid
 from rollyard_engine.folder import ModelFolder
-from rollyard_engine.generation.prefix import DONOR_IDLE_SECONDS, PrefixCache
 from rollyard_engine.generation.sampling import Logits, SamplingParams
 from rollyard_engine.generation.scheduler import (
+    DONOR_IDLE_SECONDS,
     PREFILL_BUDGET,
     PREFILL_CHUNK,
     PauseMode,
+    PrefixCache,
     Scheduler,
     SchedulerLimits,
 )

@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 from rollyard_crds.lease import Lease, LeaseRequest, LeaseResponse
-from rollyard_pipeline.worker.worker import StagePool, WorkerIdentity
+from rollyard_pipeline.worker.worker import StagePool, WorkerOptions
 from rollyard_testing.pace import patience
 from rollyard_testing.pipeline.workerlab import Plane, lease, spec
 from rollyard_testing.waiting import eventually
@@ -39,7 +39,7 @@ async def leasing(places: int, *, ends_at_once: bool = False) -> AsyncIterator[t
         if ends_at_once:
             pool.release()
 
-    pool = StagePool(control, WorkerIdentity("w", "n"), "run", places, start)
+    pool = StagePool(control, WorkerOptions("w", "n", {"run": places}), "run", start)
     running = asyncio.create_task(pool.run())
     try:
         yield pool, control

@@ -9,7 +9,7 @@ import pytest
 from rollyard_crds.lease import FailRequest, StageFailure
 from rollyard_pipeline.control_plane.rest import RestControlPlane
 from rollyard_pipeline.errors import ControlPlaneRefused, JobEnded
-from rollyard_pipeline.worker.worker import StagePool, WorkerIdentity
+from rollyard_pipeline.worker.worker import StagePool, WorkerOptions
 from rollyard_testing.pace import patience
 
 
@@ -38,7 +38,8 @@ async def _refusing(reason: str) -> tuple[asyncio.Server, str]:
 async def test_a_pool_ends_with_the_job_of_its_token() -> None:
     server, url = await _refusing("JobEnded")
     async with server, RestControlPlane(url, "token") as control:
-        pool = StagePool(control, WorkerIdentity("w", "n", "job", "default"), "init", 1, lambda _lease: None)
+        options = WorkerOptions("w", "n", {"init": 1}, "job", "default")
+        pool = StagePool(control, options, "init", lambda _lease: None)
         await asyncio.wait_for(pool.run(), patience(30))
 
 

@@ -103,10 +103,10 @@ def test_missing_libraries_are_an_error_only_if_a_flag_asks(
     monkeypatch.setattr(exports, "are_installed", lambda: False)
     with (
         pytest.raises(TraceLibrariesMissing, match=r"pip install 'rollyard\[traces\]'"),
-        exporting(options("http://127.0.0.1:1"), "s", "i", asked=True),
+        exporting(options("http://127.0.0.1:1"), "s", "i", required=True),
     ):
         pass
-    with exporting(options("http://127.0.0.1:1"), "s", "i", asked=False) as nothing:
+    with exporting(options("http://127.0.0.1:1"), "s", "i", required=False) as nothing:
         assert nothing is None
     assert "no traces are sent" in caplog.text
 
@@ -118,7 +118,8 @@ def test_missing_libraries_are_an_error_only_if_a_flag_asks(
 )
 def test_without_traces_no_library_of_traces_is_imported(program: str, allowed: tuple[str, ...]) -> None:
     code = f"import sys, {program}; from rollyard_process.telemetry import export, options; "
-    code += "\nwith export.exporting(options.trace_options(), 's', 'i', asked=False) as e: assert e is None"
+    code += "\nwith export.exporting(options.trace_options(), 's', 'i', required=False) as e:"
+    code += "\n    assert e is None"
     code += (
         "\nroots = ('opentelemetry.sdk', 'opentelemetry.exporter', 'opentelemetry.proto', 'google.protobuf', "
     )

@@ -340,7 +340,7 @@ async def running(settings: Settings) -> AsyncIterator[ControlPlane]:
         tokens = TokenFile(settings.state_dir, settings.tokens_file)
         instance = f"{socket.gethostname()}-{os.getpid()}"
         requested = settings.traces_asked
-        traces = stack.enter_context(exporting(settings.traces, SERVICE, instance, asked=requested))
+        traces = stack.enter_context(exporting(settings.traces, SERVICE, instance, required=requested))
         database = Database(settings.database_url, sqlite_max_pages=settings.sqlite_max_pages)
         stack.push_async_callback(database.close)
         await asyncio.to_thread(migrate.upgrade, database.writer)

@@ -6,15 +6,18 @@ unbounded ones, and because a bound is what turns "out of memory" into "400".
 
 from __future__ import annotations
 
+import ast
+import inspect
 import re
+import textwrap
 from datetime import datetime
+from functools import cache
+from itertools import pairwise
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
 from pydantic import VERSION as PYDANTIC_VERSION
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from pydantic.alias_generators import to_camel
-
-from rollyard_crds.fields.attribute_docstrings import attribute_docstrings
 
 if TYPE_CHECKING:
     from pydantic import GetJsonSchemaHandler
@@ -106,7 +109,7 @@ class Model(Deferred):
         """Return the JSON schema, in which the docstrings of the fields are their descriptions."""
         schema = handler(core_schema)
         properties = handler.resolve_ref_schema(schema).get("properties", {})
-        for name, text in attribute_docstrings(cls).items():
+        for name, text in _attribute_docstrings(cls).items():
             field = cls.model_fields.get(name)
             shown = properties.get(name) or properties.get(field.alias if field and field.alias else name)
             if shown is not None:
@@ -116,6 +119,35 @@ class Model(Deferred):
     def to_json(self) -> dict[str, Any]:
         """Return the camelCase JSON form, without unset optional fields."""
         return self.model_dump(mode="json", by_alias=True, exclude_none=True)
+
+
+@cache
+def _attribute_docstrings(model: type) -> dict[str, str]:
+    """Return the docstring of each documented field of a class, by the field's name.
+
+    The fields of base classes are included. A class whose source code cannot be read adds none. Pydantic can
+    read them itself (`use_attribute_docstrings`), but it does so when a class is made: every process that
+    imports the models would parse their source code. Only those that write a schema need it.
+    """
+    docstrings: dict[str, str] = {}
+    for base in reversed(model.__mro__):
+        if base.__module__.startswith(("builtins", "pydantic", "typing", "abc")):
+            continue
+        try:
+            tree = ast.parse(textwrap.dedent(inspect.getsource(base)))
+        except (OSError, TypeError):
+            continue
+        body = tree.body[0].body if isinstance(tree.body[0], ast.ClassDef) else []
+        for field, after in pairwise(body):
+            if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name):
+                docstrings.pop(field.target.id, None)
+                if (
+                    isinstance(after, ast.Expr)
+                    and isinstance(after.value, ast.Constant)
+                    and isinstance(after.value.value, str)
+                ):
+                    docstrings[field.target.id] = inspect.cleandoc(after.value.value)
+    return docstrings
 
 
 def build(model: type[BaseModel]) -> None:

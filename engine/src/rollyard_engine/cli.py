@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -40,6 +40,7 @@ def parse_arguments(argv: Sequence[str] | None) -> EngineSettings:
     parser.add_argument("--port-file", type=Path, metavar="F", help="write the port here once serving")
     parser.add_argument(
         "--served-model-name",
+        dest="served_names",
         nargs="+",
         metavar="NAME",
         help="names to answer to (default: the folder's name)",
@@ -80,22 +81,9 @@ def parse_arguments(argv: Sequence[str] | None) -> EngineSettings:
     )
     add_log_option(parser)
     args = parser.parse_args(argv)
-    model = args.model.absolute()
-    return EngineSettings(
-        model=model,
-        host=args.host,
-        port=args.port,
-        served_names=tuple(args.served_model_name or (model.name,)),
-        policy_version=args.policy_version,
-        max_num_seqs=args.max_num_seqs,
-        max_waiting=args.max_waiting,
-        max_kept=args.max_kept_seqs,
-        max_model_len=args.max_model_len,
-        cache_bytes=args.kv_cache_mib << 20,
-        threads=args.threads,
-        port_file=args.port_file,
-        log_format=args.log_format,
-    )
+    args.model = args.model.absolute()
+    args.served_names = tuple(args.served_names or (args.model.name,))
+    return EngineSettings(**vars(args))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -123,19 +111,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-class _count:
-    """A parser of integers between ``least`` and ``most``."""
+def _count(most: int, *, least: int = 0) -> Callable[[str], int]:
+    """Return a parser of integers between ``least`` and ``most``."""
 
-    def __init__(self, most: int, *, least: int = 0) -> None:
-        self._least, self._most = least, most
-
-    def __call__(self, text: str) -> int:
+    def parse(text: str) -> int:
         try:
             number = int(text)
         except ValueError:
-            number = self._least - 1
-        if not self._least <= number <= self._most:
-            raise argparse.ArgumentTypeError(
-                f"must be an integer from {self._least} to {self._most}, got {text!r}"
-            )
+            number = least - 1
+        if not least <= number <= most:
+            raise argparse.ArgumentTypeError(f"must be an integer from {least} to {most}, got {text!r}")
         return number
+
+    return parse

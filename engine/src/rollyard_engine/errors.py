@@ -12,12 +12,14 @@ class EngineError(Exception):
     """The base class of the package's exceptions.
 
     ``reason`` is a stable CamelCase word for programs, ``status`` is the HTTP status, and ``kind`` is vLLM's
-    word for ``error.type``. ``param`` names the request field at fault, if there is one.
+    word for ``error.type``. ``param`` names the request field at fault, if there is one. ``retry_after`` is
+    the number of seconds after which the client can try again, if it can.
     """
 
     reason = "EngineError"
     status = 500
     kind = "InternalServerError"
+    retry_after: int | None = None
 
     def __init__(self, message: str, *, param: str | None = None) -> None:
         super().__init__(message)
@@ -46,36 +48,26 @@ _REFUSALS: Final = {
     "MalformedRequest": (400, "Bad Request"),
     "BodyTooLarge": (413, "Request Entity Too Large"),
     "ModelNotServed": (404, "NotFoundError"),
+    "QueueFull": (503, "ServiceUnavailableError"),
 }
 """The HTTP status and vLLM's word for each reason of a refusal."""
 
 
 class RequestRefused(EngineError):
-    """A request is refused before its fields are read, or because of the model that it names.
+    """A request is refused, whatever its fields say about sampling.
 
     The reason is MalformedRequest (the body is not JSON of the right shape, as vLLM's handler of
-    ``RequestValidationError`` says it), BodyTooLarge or ModelNotServed.
+    ``RequestValidationError`` says it), BodyTooLarge, ModelNotServed, or QueueFull (as many requests wait as
+    the server accepts).
     """
 
-    def __init__(self, message: str, *, reason: str, param: str | None = None) -> None:
+    def __init__(
+        self, message: str, *, reason: str, param: str | None = None, retry_after: int | None = None
+    ) -> None:
         super().__init__(message, param=param)
         self.reason = reason
-        self.status, self.kind = _REFUSALS[reason]
-
-
-class TooManyRequests(EngineError):
-    """As many requests wait as the server accepts.
-
-    The client can retry after ``retry_after`` seconds.
-    """
-
-    reason = "QueueFull"
-    status = 503
-    kind = "ServiceUnavailableError"
-
-    def __init__(self, message: str, *, retry_after: int) -> None:
-        super().__init__(message)
         self.retry_after = retry_after
+        self.status, self.kind = _REFUSALS[reason]
 
 
 class GenerationFailed(EngineError):

@@ -117,7 +117,9 @@ def build_service(
     eos = {*model.folder.eos_token_ids}
     if tokenizer.eos_token_id is not None:
         eos.add(tokenizer.eos_token_id)
-    limits = SchedulerLimits(max_model_len, settings.max_num_seqs, settings.max_kept, settings.cache_bytes)
+    limits = SchedulerLimits(
+        max_model_len, settings.max_num_seqs, settings.max_kept_seqs, settings.cache_bytes
+    )
     scheduler = Scheduler(model, settings.policy_version, eos, limits)
     served = ServerIdentity(
         names=settings.served_names,

@@ -17,10 +17,15 @@ class EngineSettings:
     policy_version: str
     max_num_seqs: int
     max_waiting: int
-    max_kept: int
+    max_kept_seqs: int
     max_model_len: int | None
-    cache_bytes: int
+    kv_cache_mib: int
     threads: int
     port_file: Path | None
     log_format: str | None = None
     """The form of log lines, or None for that of the variable ROLLYARD_LOG_FORMAT."""
+
+    @property
+    def cache_bytes(self) -> int:
+        """The memory for all caches, in bytes."""
+        return self.kv_cache_mib << 20

@@ -10,11 +10,13 @@ import logging
 import signal
 import sys
 from collections.abc import Callable, Coroutine, Mapping
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import Any, Final, TypeVar
 
 import uvloop
+from rollyard_crds.base import build_all
 from rollyard_crds.names import PROVIDER, StageName
 from rollyard_crds.rolloutjob import StagesSpec
+from rollyard_crds.workers import Assignment, AssignmentRequest
 from rollyard_process.log_text import log_to
 from rollyard_process.telemetry.export import SpanExport, TraceLibrariesMissing, exporting
 from rollyard_process.telemetry.options import TraceOptions, trace_options
@@ -32,7 +34,8 @@ from rollyard_pipeline.command_line import (
     read_token,
     stages_of,
 )
-from rollyard_pipeline.control_plane.rest import RestControlPlane
+from rollyard_pipeline.control_plane.calls import WorkerCalls, persistent
+from rollyard_pipeline.control_plane.rest import RestControlPlane, import_late
 from rollyard_pipeline.errors import PipelineError
 from rollyard_pipeline.registry import Registry
 from rollyard_pipeline.sandboxes import open_provider
@@ -40,9 +43,6 @@ from rollyard_pipeline.sandboxes.egress.egress import Egress
 from rollyard_pipeline.sandboxes.interface import SandboxProvider
 from rollyard_pipeline.sandboxes.provider import NodeProvider
 from rollyard_pipeline.worker.worker import Worker, WorkerOptions
-
-if TYPE_CHECKING:
-    from rollyard_crds.workers import Assignment
 
 log = logging.getLogger(__name__)
 
@@ -55,6 +55,8 @@ NODE_UNUSABLE: Final = 73
 
 Another node may have it.
 """
+WAIT_SECONDS: Final = 30.0
+"""The longest time that one request waits for an offer to a ready worker, in seconds."""
 T = TypeVar("T")
 
 
@@ -137,7 +139,7 @@ async def _run(options: argparse.Namespace, ready: Readiness) -> int:
                 return 0
             options, token = assigned_options(options, assignment), assignment.token
         requested, destination = bool(options.otlp_endpoint), _traces(options)
-        with exporting(destination, SERVICE, options.name, asked=requested) as traces:
+        with exporting(destination, SERVICE, options.name, required=requested) as traces:
             await _work(options, token, ready, signals, traces)
     return 0
 
@@ -179,10 +181,9 @@ async def _assignment(options: argparse.Namespace, token: str, ready: Readiness)
         PipelineError: This node cannot start sandboxes.
         ControlPlaneRefused: The token is not that of this ready worker, or it is spent.
     """
-    # Workers that have their job from the start do without this import.
-    from rollyard_pipeline.worker import standing_ready
-
-    await asyncio.to_thread(standing_ready.import_all)
+    # An assigned worker begins at once.
+    await asyncio.to_thread(import_late)
+    await asyncio.to_thread(build_all)
     if options.sandbox == PROVIDER:
         with contextlib.suppress(Exception):  # The worker tries again, and reports the error.
             await asyncio.to_thread(ready.extensions.load_own)
@@ -192,7 +193,25 @@ async def _assignment(options: argparse.Namespace, token: str, ready: Readiness)
             raise trouble  # No job is to find out that this node is of no use.
     async with RestControlPlane(options.url, token) as control:
         driver = options.sandbox if options.sandbox == PROVIDER else ""
-        return await standing_ready.assignment_of(control, options.namespace, options.ready, driver)
+        return await assignment_of(control, options.namespace, options.ready, driver)
+
+
+async def assignment_of(
+    control: WorkerCalls, namespace: str, worker: str, driver: str, wait: float = WAIT_SECONDS
+) -> Assignment:
+    """Ask for the assignment of a ready worker until a driver has offered one.
+
+    The worker stands ready as long as its driver lets it live. A control plane that does not answer is asked
+    again with growing pauses.
+
+    Raises:
+        ControlPlaneRefused: The token is not valid, or the assignment was handed out or withdrawn before.
+    """
+    request = AssignmentRequest(namespace=namespace, worker=worker, driver=driver, wait=wait)
+    while True:
+        assignment = await persistent(lambda: control.assignment(request))
+        if assignment is not None:
+            return assignment
 
 
 async def _places(

@@ -10,7 +10,7 @@ import contextlib
 from importlib import metadata
 from typing import Any, Final
 
-from rollyard_pipeline.errors import ExtensionError
+from rollyard_pipeline.errors import PermanentFailure
 
 HANDLERS: Final = "rollyard.handlers"
 AGENTS: Final = "rollyard.agents"
@@ -20,20 +20,14 @@ REWARD_FUNCTIONS: Final = "rollyard.reward_functions"
 
 _OURS: Final = "rollyard"
 """The distribution that is part of Rollyard itself."""
-_REASON: Final = {
-    HANDLERS: "UnknownHandler",
-    AGENTS: "UnknownAgent",
-    TOOLS: "UnknownTool",
-    TOOL_PARSERS: "UnknownToolParser",
-    REWARD_FUNCTIONS: "UnknownRewardFunction",
+_WORDS: Final = {
+    HANDLERS: ("handler", "UnknownHandler"),
+    AGENTS: ("agent", "UnknownAgent"),
+    TOOLS: ("tool", "UnknownTool"),
+    TOOL_PARSERS: ("tool-call parser", "UnknownToolParser"),
+    REWARD_FUNCTIONS: ("reward function", "UnknownRewardFunction"),
 }
-_NOUN: Final = {
-    HANDLERS: "handler",
-    AGENTS: "agent",
-    TOOLS: "tool",
-    TOOL_PARSERS: "tool-call parser",
-    REWARD_FUNCTIONS: "reward function",
-}
+"""What an extension of each group is called, and the reason of the failure if there is none of a name."""
 
 
 def installed(group: str) -> list[str]:
@@ -61,7 +55,7 @@ class Registry:
         """Load the extensions of Rollyard's own distribution, so that `load` finds them at once."""
         for group in (HANDLERS, AGENTS, TOOLS, TOOL_PARSERS):
             for entry in self._own_entries().select(group=group):
-                with contextlib.suppress(ExtensionError):
+                with contextlib.suppress(PermanentFailure):
                     self.load(group, entry.name)
 
     def _own_entries(self) -> metadata.EntryPoints:
@@ -72,23 +66,11 @@ class Registry:
                 self._own = metadata.EntryPoints(())
         return self._own
 
-    def _entries_of(self, group: str, name: str) -> list[metadata.EntryPoint]:
-        """Return the entry points of `name`, those of Rollyard's own distribution first.
-
-        These come from one file. Only other names require reading a file of each distribution.
-        """
-        entries = list(self._own_entries().select(group=group, name=name))
-        if not entries:
-            if self._entries is None:
-                self._entries = metadata.entry_points()
-            entries = list(self._entries.select(group=group, name=name))
-        return entries
-
     def load(self, group: str, name: str) -> Any:
         """Return the class called `name`.
 
         Raises:
-            ExtensionError: No extension of that name is installed here, or it cannot be imported.
+            PermanentFailure: No extension of that name is installed here, or it cannot be imported.
         """
         key = (group, name)
         if key not in self._loaded:
@@ -96,8 +78,9 @@ class Registry:
             try:
                 self._loaded[key] = entry.load()
             except (ImportError, AttributeError) as error:
-                raise ExtensionError(
-                    f"the {_NOUN[group]} '{name}' ({entry.value}) cannot be loaded: {error}", _REASON[group]
+                noun, reason = _WORDS[group]
+                raise PermanentFailure(
+                    f"the {noun} '{name}' ({entry.value}) cannot be loaded: {error}", reason
                 ) from error
         return self._loaded[key]
 
@@ -109,7 +92,7 @@ class Registry:
         """Return where the class called `name` is, as `module:class`, without importing it.
 
         Raises:
-            ExtensionError: No extension of that name is installed here.
+            PermanentFailure: No extension of that name is installed here.
         """
         loaded = self._loaded.get((group, name))
         if loaded is not None:
@@ -117,10 +100,15 @@ class Registry:
         return self._entry(group, name).value
 
     def _entry(self, group: str, name: str) -> metadata.EntryPoint:
-        entries = self._entries_of(group, name)
+        # Those of Rollyard's own distribution come from one file. Only other names require reading a file of
+        # each distribution.
+        entries = self._own_entries().select(group=group, name=name)
         if not entries:
-            names = ", ".join(installed(group)) or "none"
-            raise ExtensionError(
-                f"no {_NOUN[group]} '{name}' is installed on this worker; installed: {names}", _REASON[group]
-            )
-        return entries[0]
+            if self._entries is None:
+                self._entries = metadata.entry_points()
+            entries = self._entries.select(group=group, name=name)
+        for entry in entries:
+            return entry
+        noun, reason = _WORDS[group]
+        names = ", ".join(installed(group)) or "none"
+        raise PermanentFailure(f"no {noun} '{name}' is installed on this worker; installed: {names}", reason)

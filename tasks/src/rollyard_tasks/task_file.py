@@ -48,7 +48,7 @@ def task_json(task: Task) -> bytes:
     return data
 
 
-class _Place(NamedTuple):
+class _Span(NamedTuple):
     """Where a task is in the temporary file, in bytes."""
 
     begin: int
@@ -62,14 +62,14 @@ class _Spool:
         self._file = tempfile.SpooledTemporaryFile(_IN_MEMORY)  # noqa: SIM115 (closed by the finalizer)
         weakref.finalize(self, self._file.close)
 
-    def add(self, data: bytes) -> _Place:
-        place = _Place(self._file.seek(0, os.SEEK_END), len(data))
+    def add(self, data: bytes) -> _Span:
+        span = _Span(self._file.seek(0, os.SEEK_END), len(data))
         self._file.write(data)
-        return place
+        return span
 
-    def read(self, place: _Place) -> bytes:
-        self._file.seek(place.begin)
-        return self._file.read(place.size)
+    def read(self, span: _Span) -> bytes:
+        self._file.seek(span.begin)
+        return self._file.read(span.size)
 
 
 class KeptTasks(Sequence[TaskT]):
@@ -82,7 +82,7 @@ class KeptTasks(Sequence[TaskT]):
     """
 
     def __init__(
-        self, spool: _Spool, chosen: list[tuple[str, _Place]], make: Callable[[str, bytes], TaskT]
+        self, spool: _Spool, chosen: list[tuple[str, _Span]], make: Callable[[str, bytes], TaskT]
     ) -> None:
         self._spool = spool
         self._chosen = chosen
@@ -99,8 +99,8 @@ class KeptTasks(Sequence[TaskT]):
         """Return a task, or some of the tasks."""
         if isinstance(index, slice):
             return KeptTasks(self._spool, self._chosen[index], self._make)
-        name, place = self._chosen[index]
-        return self._make(name, self._spool.read(place))
+        name, span = self._chosen[index]
+        return self._make(name, self._spool.read(span))
 
 
 class TaskFile:
@@ -135,7 +135,7 @@ class TaskFile:
         self._pack = pack
         self._unpack = unpack
         self._rows = FileRows(max_bytes, unit)
-        self._selection: TaskSelection[_Place] = TaskSelection(source)
+        self._selection: TaskSelection[_Span] = TaskSelection(source)
         self._skipped = SkippedRows() if skipped is None else skipped
         self._checked = TaskLines(
             quote=quote, source=source, selection=self._selection, specs=specs, skipped=self._skipped
@@ -202,11 +202,11 @@ class TaskFile:
         if len(self._selection) > MAX_TASKS:
             raise TaskListError([f"its epochs make more than {MAX_TASKS} tasks"])
         chosen = []
-        for epoch, name, place in self._selection.chosen():
+        for epoch, name, span in self._selection.chosen():
             if epoch > 1:
-                data = _renamed(self._unpack(self._spool.read(place)), name)
-                place = self._spool.add(self._pack(data))
-            chosen.append((name, place))
+                data = _renamed(self._unpack(self._spool.read(span)), name)
+                span = self._spool.add(self._pack(data))
+            chosen.append((name, span))
             if time.monotonic() > deadline:
                 raise TimeoutError
         return KeptTasks(self._spool, chosen, make)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,101 +24,54 @@ from rollyard_engine.generation.sampling import Logits
 SINGLE_THREAD_BELOW_BYTES: Final = 64 << 20
 
 
-class KVCache(Protocol):
-    """The cached keys and values of one token sequence, with room for ``capacity`` tokens."""
+class KVCache:
+    """The cached keys and values of one token sequence, held by an onnxruntime-genai ``Generator``.
 
-    @property
-    def length(self) -> int:
-        """The number of tokens that are cached."""
-        ...
+    ``length`` is the number of tokens that are cached, and ``capacity`` the number of tokens that fit.
+    """
 
-    @property
-    def capacity(self) -> int:
-        """The number of tokens that fit."""
-        ...
+    __slots__ = ("_generator", "capacity", "length")
+
+    def __init__(self, generator: Any, capacity: int) -> None:
+        self._generator = generator
+        self.capacity = capacity
+        self.length = 0
 
     def append(self, token_ids: NDArray[np.int32]) -> Logits:
         """Run the model over further tokens, and return the logits after the last of them.
 
         The logits have the shape ``[vocabulary]``.
         """
-        ...
-
-    def rewind(self, length: int) -> None:
-        """Discard all but the first ``length`` tokens."""
-        ...
-
-
-class PolicyModel(Protocol):
-    """A model with loaded weights."""
-
-    @property
-    def folder(self) -> ModelFolder:
-        """The folder that the weights were loaded from, with their dimensions."""
-        ...
-
-    def open(self, capacity: int) -> KVCache:
-        """Return an empty cache for ``capacity`` tokens."""
-        ...
-
-
-class GenAIKVCache:
-    """A ``KVCache`` that is held by an onnxruntime-genai ``Generator``."""
-
-    __slots__ = ("_capacity", "_generator", "_length")
-
-    def __init__(self, generator: Any, capacity: int) -> None:
-        self._generator = generator
-        self._capacity = capacity
-        self._length = 0
-
-    @property
-    def length(self) -> int:
-        """The number of tokens that are cached."""
-        return self._length
-
-    @property
-    def capacity(self) -> int:
-        """The number of tokens that fit."""
-        return self._capacity
-
-    def append(self, token_ids: NDArray[np.int32]) -> Logits:
-        """Run the model over further tokens, and return the logits after the last of them."""
         self._generator.append_tokens(token_ids)
-        self._length += len(token_ids)
+        self.length += len(token_ids)
         logits: Logits = self._generator.get_logits()[0, -1]
         return logits
 
     def rewind(self, length: int) -> None:
         """Discard all but the first ``length`` tokens."""
-        if length != self._length:
+        if length != self.length:
             self._generator.rewind_to(length)
-            self._length = length
+            self.length = length
 
 
-class GenAIModel:
-    """A ``PolicyModel`` that was loaded by onnxruntime-genai."""
+class PolicyModel:
+    """A model that onnxruntime-genai has loaded from ``folder``."""
 
-    __slots__ = ("_folder", "_model", "_runtime")
+    __slots__ = ("_model", "_runtime", "folder")
 
     def __init__(self, folder: ModelFolder, model: Any, runtime: Any) -> None:
-        self._folder = folder
+        self.folder = folder
         self._model = model
         self._runtime = runtime
 
-    @property
-    def folder(self) -> ModelFolder:
-        """The folder that the weights were loaded from, with their dimensions."""
-        return self._folder
-
-    def open(self, capacity: int) -> GenAIKVCache:
+    def open(self, capacity: int) -> KVCache:
         """Return an empty cache for ``capacity`` tokens."""
         params = self._runtime.GeneratorParams(self._model)
         params.set_search_options(max_length=capacity, do_sample=False, batch_size=1)
-        return GenAIKVCache(self._runtime.Generator(self._model, params), capacity)
+        return KVCache(self._runtime.Generator(self._model, params), capacity)
 
 
-def load_model(path: Path, threads: int = 0) -> GenAIModel:
+def load_model(path: Path, threads: int = 0) -> PolicyModel:
     """Load the model folder at ``path`` and run one token through it.
 
     Args:
@@ -138,7 +91,7 @@ def load_model(path: Path, threads: int = 0) -> GenAIModel:
     try:
         config = runtime.Config(str(path))
         config.overlay(json.dumps(overlay))
-        model = GenAIModel(folder, runtime.Model(config), runtime)
+        model = PolicyModel(folder, runtime.Model(config), runtime)
         logits = model.open(2).append(np.zeros(1, dtype=np.int32))
     except (RuntimeError, ValueError, TypeError) as error:
         message = " ".join(str(error).split())

@@ -48,7 +48,8 @@ class SamplingParams:
 class PromptToken:
     """One token of a prompt, as predicted by the tokens before it.
 
-    The fields are those of a ``SampledToken``.
+    ``rank`` counts from 1 (the most likely token). ``top`` holds the requested alternatives as ``(token id,
+    logprob)``, the most likely first.
     """
 
     token_id: int
@@ -58,17 +59,9 @@ class PromptToken:
 
 
 @dataclass(frozen=True, slots=True)
-class SampledToken:
-    """One sampled token.
+class SampledToken(PromptToken):
+    """One sampled token. ``version`` is the label of the weights whose logits chose the token."""
 
-    ``rank`` counts from 1 (the most likely token). ``top`` holds the requested alternatives as ``(token id,
-    logprob)``, the most likely first. ``version`` is the label of the weights whose logits chose the token.
-    """
-
-    token_id: int
-    logprob: float
-    rank: int
-    top: tuple[tuple[int, float], ...]
     version: str
 
 
@@ -92,9 +85,7 @@ class Sampler:
             GenerationFailed: The logits are not finite numbers.
         """
         params = self._params
-        scores = logits.astype(np.float64)
-        if not math.isfinite(float(scores.sum())):
-            raise GenerationFailed("the model's logits are not finite numbers")
+        scores = _scores(logits)
         if params.temperature < GREEDY_BELOW:
             scores -= scores.max()
             chosen = int(scores.argmax())
@@ -131,9 +122,7 @@ def score(logits: Logits, token_id: int, alternatives: int) -> PromptToken:
     Raises:
         GenerationFailed: The logits are not finite numbers.
     """
-    scores = logits.astype(np.float64)
-    if not math.isfinite(float(scores.sum())):
-        raise GenerationFailed("the model's logits are not finite numbers")
+    scores = _scores(logits)
     scores -= scores.max()
     norm = math.log(float(np.exp(scores).sum()))
     own = scores[token_id]
@@ -143,6 +132,18 @@ def score(logits: Logits, token_id: int, alternatives: int) -> PromptToken:
         rank=int(np.count_nonzero(scores >= own)),
         top=_top(scores, norm, alternatives),
     )
+
+
+def _scores(logits: Logits) -> NDArray[np.float64]:
+    """Return the logits in float64.
+
+    Raises:
+        GenerationFailed: The logits are not finite numbers.
+    """
+    scores = logits.astype(np.float64)
+    if not math.isfinite(float(scores.sum())):
+        raise GenerationFailed("the model's logits are not finite numbers")
+    return scores
 
 
 def _truncate(scores: NDArray[np.float64], top_k: int, top_p: float) -> None:

@@ -9,7 +9,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
-from rollyard_engine.errors import EngineError, EngineStopped, TooManyRequests
+from rollyard_engine.errors import EngineError, EngineStopped, RequestRefused
 from rollyard_engine.generation.scheduler import Scheduler
 from rollyard_engine.generation.sequence import Sequence
 
@@ -79,15 +79,16 @@ class EngineThread:
         """Queue a sequence.
 
         Raises:
-            TooManyRequests: The server has as many requests as it accepts.
+            RequestRefused: The server has as many requests as it accepts.
             EngineStopped: The engine is shutting down or has failed.
         """
         with self._wake:
             self._check_alive()
             if self._outstanding >= self._max_outstanding:
-                raise TooManyRequests(
+                raise RequestRefused(
                     f"the server has {self._outstanding} requests running and waiting and accepts no more; "
                     f"retry after {RETRY_AFTER_SECONDS} s",
+                    reason="QueueFull",
                     retry_after=RETRY_AFTER_SECONDS,
                 )
             self._outstanding += 1

@@ -16,11 +16,16 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
-from rollyard_engine.errors import EngineError, InvalidRequest, RequestRefused, TooManyRequests
+from rollyard_engine.errors import EngineError, InvalidRequest, RequestRefused
 from rollyard_engine.generation.scheduler import PauseMode
 from rollyard_engine.serving import protocol, responses
-from rollyard_engine.serving.metrics import exposition
-from rollyard_engine.serving.service import EngineService, QueuedRequest, new_request_id, now
+from rollyard_engine.serving.service import (
+    EngineService,
+    QueuedRequest,
+    exposition,
+    new_request_id,
+    now,
+)
 from rollyard_engine.tokens import Detokenizer
 
 Handler = Callable[[EngineService, Request], Awaitable[Response]]
@@ -374,7 +379,7 @@ def _error_response(error: EngineError) -> Response:
 
     If the queue is full, it also says when to retry.
     """
-    headers = {"Retry-After": str(error.retry_after)} if isinstance(error, TooManyRequests) else None
+    headers = None if error.retry_after is None else {"Retry-After": str(error.retry_after)}
     return _json_response(responses.error_body(error), error.status, headers)
 
 

@@ -6,13 +6,16 @@ import asyncio
 import contextlib
 import time
 import uuid
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Final, TypeVar
 
 import numpy as np
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
 
 from rollyard_engine.errors import EngineStopped, InvalidRequest, RequestRefused
 from rollyard_engine.generation.model import load_model
@@ -23,6 +26,8 @@ from rollyard_engine.serving.protocol import SamplingFields
 from rollyard_engine.tokens import EngineTokenizer
 
 T = TypeVar("T")
+
+METRIC_LABELS: Final = ("model_name", "engine")
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +82,7 @@ class EngineService:
 
         Raises:
             InvalidRequest: A field or the prompt cannot be served.
-            QueueFull: The server has as many requests as it accepts.
+            RequestRefused: The server has as many requests as it accepts.
             EngineStopped: The engine is shutting down or has failed.
         """
         room = self._room(prompt)
@@ -218,3 +223,59 @@ def new_request_id(header: str | None, body_id: str | None) -> str:
 def now() -> int:
     """Return the Unix time in whole seconds."""
     return int(time.time())
+
+
+class EngineCollector(Collector):
+    """A collector that reads the engine's counters at each scrape. The names of metrics are vLLM's."""
+
+    def __init__(self, engine: EngineThread, model_name: str) -> None:
+        self._engine = engine
+        self._labels = (model_name, "0")
+
+    def collect(self) -> Iterable[Metric]:
+        """Yield one metric family for each number."""
+        scheduler = self._engine.scheduler
+        stats = scheduler.stats
+        gauges = (
+            ("vllm:num_requests_running", "Requests that hold a slot.", len(scheduler.running)),
+            ("vllm:num_requests_waiting", "Requests that wait for a slot.", self._engine.waiting),
+            (
+                "vllm:kv_cache_usage_perc",
+                "Share of the KV cache memory in use, 1 is all.",
+                scheduler.cache_usage,
+            ),
+        )
+        counters = (
+            (
+                "vllm:prefix_cache_queries",
+                "Prompt tokens looked up in the prefix cache.",
+                stats.prefix_queries,
+            ),
+            ("vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache.", stats.prefix_hits),
+            ("vllm:prompt_tokens", "Prompt tokens of admitted requests.", stats.prompt_tokens),
+            ("vllm:prompt_tokens_cached", "Prompt tokens that were not computed again.", stats.prefix_hits),
+            ("vllm:generation_tokens", "Sampled tokens.", stats.generation_tokens),
+        )
+        for name, text, number in gauges:
+            gauge = GaugeMetricFamily(name, text, labels=METRIC_LABELS)
+            gauge.add_metric(self._labels, number)
+            yield gauge
+        for name, text, number in counters:
+            counter = CounterMetricFamily(name, text, labels=METRIC_LABELS)
+            counter.add_metric(self._labels, number)
+            yield counter
+        ended = CounterMetricFamily(
+            "vllm:request_success",
+            "Ended requests by how they ended.",
+            labels=(*METRIC_LABELS, "finished_reason"),
+        )
+        for reason, number in stats.finished_requests.items():
+            ended.add_metric((*self._labels, reason), number)
+        yield ended
+
+
+def exposition(engine: EngineThread, model_name: str) -> bytes:
+    """Return the metrics in Prometheus's text format."""
+    registry = CollectorRegistry()
+    registry.register(EngineCollector(engine, model_name))
+    return generate_latest(registry)

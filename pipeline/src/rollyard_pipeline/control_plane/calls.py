@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Final, Generic, TypeVar
 from urllib.parse import quote, urlencode
@@ -162,6 +162,21 @@ def _nothing(body: bytes) -> None:
     """Return None. This reads the answers of calls that have no result."""
 
 
+async def persistent(call: Callable[[], Awaitable[A]]) -> A:
+    """Repeat a call while the control plane cannot be reached. The caller bounds the total time.
+
+    Raises:
+        ControlPlaneRefused: The control plane refuses the call.
+    """
+    tries = 0
+    while True:
+        try:
+            return await call()
+        except ControlPlaneUnavailable as error:
+            tries += 1
+            await asyncio.sleep(TRY_AGAIN.pause(tries, error.retry_after))
+
+
 class JobSpecs:
     """The specs of the jobs whose rollouts are leased here, by uid, each fetched once.
 
@@ -181,16 +196,11 @@ class JobSpecs:
             ControlPlaneRefused: The control plane refuses to return the spec.
         """
         async with self._lock:
-            tries = 0
-            while lease.job_uid not in self._specs:
-                try:
-                    spec = await self._control.job_spec(lease.namespace, lease.job, lease.job_uid)
-                except ControlPlaneUnavailable as error:
-                    tries += 1
-                    await asyncio.sleep(TRY_AGAIN.pause(tries, error.retry_after))
-                else:
-                    self._specs[lease.job_uid] = spec
-                    while len(self._specs) > self._size:
-                        self._specs.popitem(last=False)
+            if lease.job_uid not in self._specs:
+                self._specs[lease.job_uid] = await persistent(
+                    lambda: self._control.job_spec(lease.namespace, lease.job, lease.job_uid)
+                )
+                if len(self._specs) > self._size:
+                    self._specs.popitem(last=False)
             self._specs.move_to_end(lease.job_uid)
             return self._specs[lease.job_uid]

@@ -72,32 +72,32 @@ class LeaseTable:
     def __iter__(self) -> Iterator[HeldLease]:
         return iter(list(self._held.values()))
 
-    def add(self, held: HeldLease) -> None:
+    def add(self, holding: HeldLease) -> None:
         """Add a lease that has just been granted."""
-        self._held[held.lease.rollout, held.lease.token] = held
+        self._held[holding.lease.rollout, holding.lease.token] = holding
 
-    async def remove(self, held: HeldLease) -> None:
+    async def remove(self, holding: HeldLease) -> None:
         """Remove a lease. A missing lease is no error."""
-        self._held.pop((held.lease.rollout, held.lease.token), None)
+        self._held.pop((holding.lease.rollout, holding.lease.token), None)
         async with self._changed:
             self._changed.notify_all()
 
     def find(self, refs: Iterable[LeaseRef]) -> list[HeldLease]:
         """Return the leases of `refs` that are held here."""
         leases = (self._held.get((ref.rollout, ref.token)) for ref in refs)
-        return [held for held in leases if held is not None]
+        return [holding for holding in leases if holding is not None]
 
     def any_working(self) -> bool:
         """Return whether a lease is held whose outcome is not there yet."""
-        return any(not held.reporting for held in self._held.values())
+        return any(not holding.reporting for holding in self._held.values())
 
     def unreported_sandboxes(self) -> set[str]:
         """Return the ids of the sandboxes that the control plane does not know.
 
         These are Init's sandboxes that are not reported yet, and Eval's own, which are never reported.
         """
-        handles = [held.sandbox for held in self if held.lease.stage == "init"]
-        handles += [held.eval_sandbox for held in self]
+        handles = [holding.sandbox for holding in self if holding.lease.stage == "init"]
+        handles += [holding.eval_sandbox for holding in self]
         return {handle.id for handle in handles if handle is not None}
 
     async def empty(self) -> None:

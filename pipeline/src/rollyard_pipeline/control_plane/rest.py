@@ -30,10 +30,10 @@ from rollyard_crds.lease import (
 from rollyard_crds.rolloutjob import RolloutJobSpec, WorkerJobSpec
 
 from rollyard_pipeline.control_plane.calls import (
-    TRY_AGAIN,
     ControlPlaneUnavailable,
     WorkerCall,
     WorkerCalls,
+    persistent,
 )
 from rollyard_pipeline.errors import ControlPlaneRefused, JobEnded, NotThere
 
@@ -63,6 +63,14 @@ _CONNECTIONS: Final = 100
 _START_SECONDS: Final = 60.0  # How long a worker that starts waits for its job, in seconds.
 
 
+def import_late() -> None:
+    """Import what calls would import with the first of them."""
+    for name in _IMPORTED_LATE:
+        # They only save time. A module that this installation lacks is not needed by it.
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
+
+
 class RestControlPlane(WorkerCalls):
     """The control plane at a URL. It is an async context manager.
 
@@ -87,10 +95,7 @@ class RestControlPlane(WorkerCalls):
             ControlPlaneRefused: The file with the authorities to trust cannot be used.
         """
         _ = self._tls
-        for name in _IMPORTED_LATE:
-            # They only save time. A module that this installation lacks is not needed by it.
-            with contextlib.suppress(ImportError):
-                importlib.import_module(name)
+        import_late()
         for model in _FIRST:
             build(model)
 
@@ -147,13 +152,7 @@ class RestControlPlane(WorkerCalls):
         """
         try:
             async with asyncio.timeout(_START_SECONDS):
-                tries = 0
-                while True:
-                    try:
-                        return await self.job_spec(namespace, name)
-                    except ControlPlaneUnavailable as error:
-                        tries += 1
-                        await asyncio.sleep(TRY_AGAIN.pause(tries, error.retry_after))
+                return await persistent(lambda: self.job_spec(namespace, name))
         except TimeoutError as error:
             raise ControlPlaneRefused(
                 f"the control plane did not answer within {_START_SECONDS:g} s"

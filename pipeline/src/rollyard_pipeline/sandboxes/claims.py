@@ -11,8 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable
-from typing import Final, TypeVar
+from typing import Final
 
 from rollyard_crds.claims import Claim, ClaimRequest, SandboxShape
 from rollyard_crds.lease import LeaseRef, SandboxHandle
@@ -23,7 +22,7 @@ from rollyard_sandbox.errors import SandboxError as ExecError
 from rollyard_sandbox.proof import PROVEN
 from rollyard_tasks.harbor.dockerfiles import DOCKERFILE_IMAGE
 
-from rollyard_pipeline.control_plane.calls import TRY_AGAIN, ControlPlaneUnavailable, WorkerCalls
+from rollyard_pipeline.control_plane.calls import WorkerCalls, persistent
 from rollyard_pipeline.errors import ControlPlaneRefused, NotThere
 from rollyard_pipeline.sabotage import CRASHED, OUT_OF_MEMORY
 from rollyard_pipeline.sandboxes.connection import apply, connect
@@ -54,8 +53,6 @@ STATUS_SECONDS: Final = 10.0
 _IMAGE_WORDS: Final = "image"
 _COUNTERS: Final = ("/sys/fs/cgroup/memory.events", "/sys/fs/cgroup/memory/memory.oom_control")
 
-T = TypeVar("T")
-
 
 class ClaimProvider(SandboxProvider):
     """A SandboxProvider over claims (see `interface.SandboxProvider`).
@@ -84,7 +81,7 @@ class ClaimProvider(SandboxProvider):
         # A claim is filed under a lease and ends with it, so a claim for Eval needs no special treatment.
         shape = shape_of_key(request.key)
         filing = ClaimRequest(rollout=owner.rollout, token=owner.token, shape=shape, wait=POLL_SECONDS)
-        claim = await _persistent(lambda: self._claims.claim(filing))
+        claim = await persistent(lambda: self._claims.claim(filing))
         # A cancelled wait needs no release, because the claim ends with its lease.
         while claim.state == "Pending":
             claim = await self._status(claim.id, POLL_SECONDS)
@@ -128,7 +125,7 @@ class ClaimProvider(SandboxProvider):
         claim_id = handle if isinstance(handle, str) else handle.id
         try:
             async with asyncio.timeout(RELEASE_SECONDS):
-                await _persistent(lambda: self._claims.release_claim(claim_id))
+                await persistent(lambda: self._claims.release_claim(claim_id))
         except NotThere:
             return
         except (ControlPlaneRefused, TimeoutError) as error:
@@ -195,7 +192,7 @@ class ClaimProvider(SandboxProvider):
 
     async def _status(self, claim_id: str, wait: float) -> Claim:
         try:
-            return await _persistent(lambda: self._claims.claim_status(claim_id, wait))
+            return await persistent(lambda: self._claims.claim_status(claim_id, wait))
         except NotThere as error:
             raise SandboxLost(f"claim {claim_id} is gone: {error}") from error
 
@@ -258,14 +255,3 @@ async def _oom_kills(client: ExecClient) -> int:
             if key == "oom_kill":
                 return int(value)
     return 0
-
-
-async def _persistent(call: Callable[[], Awaitable[T]]) -> T:
-    """Repeat a call while the control plane cannot be reached. The caller bounds the total time."""
-    tries = 0
-    while True:
-        try:
-            return await call()
-        except ControlPlaneUnavailable as error:
-            tries += 1
-            await asyncio.sleep(TRY_AGAIN.pause(tries, error.retry_after))

@@ -20,9 +20,9 @@ from rollyard_pipeline.control_plane.leases import HeldLease
 from rollyard_pipeline.errors import ControlPlaneRefused
 from rollyard_pipeline.sandboxes.egress.egress import Egress
 from rollyard_pipeline.sandboxes.interface import SandboxProvider
+from rollyard_pipeline.stages.rescoring import started
 from rollyard_pipeline.stages.stages import Stages
 
-_RENEW_SECONDS: Final = 10.0
 _LEASE_SECONDS: Final = 60.0
 
 
@@ -106,12 +106,6 @@ class StagesAlone:
             if init_lease.sandbox is not None:
                 await asyncio.shield(self._provider.release(init_lease.sandbox))
 
-    async def renew(self) -> None:
-        """Keep the sandboxes of this process alive until this is cancelled, as heartbeats do."""
-        while True:
-            await asyncio.sleep(_RENEW_SECONDS)
-            await self._provider.renew(self._provider.own(), _LEASE_SECONDS)
-
     async def close(self) -> None:
         """Close every handler."""
         await self._stages.close()
@@ -126,16 +120,9 @@ async def stages_alone(
     Raises:
         SandboxProviderError: Sandboxes cannot be started here.
     """
-    await provider.start()
-    try:
-        async with BackendClient() as backends:
-            alone = StagesAlone(spec, provider, backends, extensions)
-            renewing = asyncio.create_task(alone.renew())
-            try:
-                yield alone
-            finally:
-                renewing.cancel()
-                await asyncio.wait([renewing])
-                await alone.close()
-    finally:
-        await provider.aclose()
+    async with started(provider), BackendClient() as backends:
+        alone = StagesAlone(spec, provider, backends, extensions)
+        try:
+            yield alone
+        finally:
+            await alone.close()

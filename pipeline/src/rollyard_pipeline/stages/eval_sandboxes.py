@@ -7,7 +7,7 @@ import copy
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Final
 
@@ -19,7 +19,7 @@ from rollyard_sandbox.errors import ConnectionLost
 from rollyard_sandbox.errors import SandboxError as ExecError
 
 from rollyard_pipeline.control_plane.leases import HeldLease
-from rollyard_pipeline.errors import CarryRefused, EvalSandboxEnded, EvalSandboxFailed
+from rollyard_pipeline.errors import CarryRefused, EvalSandboxEnded, PipelineError
 from rollyard_pipeline.handlers.base import FolderChanges, Handler, StageContext
 from rollyard_pipeline.handlers.isolated.places import blocked
 from rollyard_pipeline.sabotage import CRASHED, reward_reason
@@ -100,7 +100,7 @@ class EvalSandboxes:
 
     @asynccontextmanager
     async def fresh(
-        self, held: HeldLease, spec: RolloutJobSpec, handler: Handler, context: StageContext
+        self, holding: HeldLease, spec: RolloutJobSpec, handler: Handler, context: StageContext
     ) -> AsyncIterator[Sandbox]:
         """Provide the sandbox in which `handler.eval` works, and release it afterwards.
 
@@ -112,50 +112,48 @@ class EvalSandboxes:
             CarryRefused: What Run left cannot be carried. The policy is to blame.
             EvalSandboxEnded: With the carried files or the answer, the evaluation used up the sandbox's
                 memory, or ended its exec server once more. The policy is to blame.
-            CarryUnusable: The job's Init makes the carry impossible.
-            EvalSandboxFailed: The fresh sandbox could not be prepared, or was lost. Eval can be repeated.
+            PermanentFailure: The job's Init makes the carry impossible.
             SandboxLost: Run's sandbox is gone, and the job has a carry.
-            PipelineError: `handler.init` failed, or the provider failed in a way that no further attempt can
-                fix.
+            PipelineError: The fresh sandbox could not be prepared, or was lost, and Eval can be repeated.
+                Or `handler.init` failed, or the provider failed in a way that no further attempt can fix.
         """
         networked = bool(eval_network(spec, handler, context.task).host_rules)
         left = LeftBehind() if networked else None
-        async with self._places.for_eval(held):
-            held.started = time.monotonic()  # Waiting for a place counts against no limit.
+        async with self._places.for_eval(holding):
+            holding.started = time.monotonic()  # Waiting for a place counts against no limit.
             try:
-                async with await self._prepared(held, spec, handler, context, left) as sandbox:
+                async with await self._prepared(holding, spec, handler, context, left) as sandbox:
                     try:
                         yield sandbox
                     except (SandboxLost, ExecError) as error:
                         lost = isinstance(error, SandboxLost | ConnectionLost)
                         reached = context.purpose != "control" and reaches(spec, handler, context.task)
                         end = await self._provider.own_end(sandbox.handle) if lost and reached else ""
-                        if end and (end != CRASHED or held.lease.attempt):
+                        if end and (end != CRASHED or holding.lease.attempt):
                             raise EvalSandboxEnded(f"{error.reason}: {error}", end) from error
                         raise _failed(error) from error
             finally:
                 context.show("" if left is None else str(left))
-                await self._release(held)
+                await self._release(holding)
 
     async def _prepared(
         self,
-        held: HeldLease,
+        holding: HeldLease,
         spec: RolloutJobSpec,
         handler: Handler,
         context: StageContext,
         left: LeftBehind | None,
     ) -> Sandbox:
-        if not _carries(spec, handler, context):
-            return await self._started(held, spec, handler, context, None)
-        async with self._attach(held.lease) as used:
-            if used is None:
-                return await self._started(held, spec, handler, context, None)
-            await used.client.kill_all()
-            return await self._started(held, spec, handler, context, _Used(used, left))
+        carried = context.purpose != "control" and carries(spec, handler, context.task)
+        async with self._attach(holding.lease) if carried else nullcontext() as run:
+            if run is not None:
+                await run.client.kill_all()
+            used = None if run is None else _Used(run, left)
+            return await self._started(holding, spec, handler, context, used)
 
     async def _started(
         self,
-        held: HeldLease,
+        holding: HeldLease,
         spec: RolloutJobSpec,
         handler: Handler,
         context: StageContext,
@@ -165,13 +163,13 @@ class EvalSandboxes:
         limit = asyncio.timeout(seconds)
         try:
             async with limit:
-                return await self._start(held, spec, handler, context, used, limit)
+                return await self._start(holding, spec, handler, context, used, limit)
         except TimeoutError as error:
             if not limit.expired():
                 raise
             words = f"Eval's sandbox took longer than stages.init.timeoutSeconds ({seconds} s)"
             words = ": ".join(filter(None, (words, blocked(error))))
-            raise EvalSandboxFailed(words) from error
+            raise PipelineError(words, "EvalSandboxFailed") from error
         except SandboxProviderError as error:
             if not error.retryable or not error.counts:
                 raise
@@ -183,19 +181,19 @@ class EvalSandboxes:
 
     async def _start(
         self,
-        held: HeldLease,
+        holding: HeldLease,
         spec: RolloutJobSpec,
         handler: Handler,
         context: StageContext,
         used: _Used | None,
         limit: asyncio.Timeout,
     ) -> Sandbox:
-        task = held.lease.task
+        task = holding.lease.task
         apart = handler.eval_apart(task)
         network = narrowed(spec.sandbox, task.sandbox if apart is None else apart)
         request = sandbox_request(spec, handler, task, apart)
-        sandbox = await sandbox_started(self._provider, request, held.ref, for_eval=True)
-        held.eval_sandbox = sandbox.handle
+        sandbox = await sandbox_started(self._provider, request, holding.ref, for_eval=True)
+        holding.eval_sandbox = sandbox.handle
         try:
             async with self._egress.lent(sandbox, network, context.rollout, context.env, pins_of(spec)):
                 own = StageContext(
@@ -225,8 +223,8 @@ class EvalSandboxes:
             raise
         return sandbox
 
-    async def _release(self, held: HeldLease) -> None:
-        handle = held.eval_sandbox
+    async def _release(self, holding: HeldLease) -> None:
+        handle = holding.eval_sandbox
         if handle is None:
             return
         # A separate task completes the release even if a second cancellation interrupts this one.
@@ -238,7 +236,7 @@ class EvalSandboxes:
         except SandboxProviderError as error:
             log.warning("Eval's sandbox %s: %s", handle.id, error)
         finally:
-            held.eval_sandbox = None
+            holding.eval_sandbox = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,10 +245,6 @@ class _Used:
 
     sandbox: Sandbox
     left: LeftBehind | None
-
-
-def _carries(spec: RolloutJobSpec, handler: Handler, context: StageContext) -> bool:
-    return context.purpose != "control" and carries(spec, handler, context.task)
 
 
 async def _carry(
@@ -299,5 +293,5 @@ async def _answers(sandbox: Sandbox) -> bool:
     return True
 
 
-def _failed(error: SandboxProviderError | ExecError) -> EvalSandboxFailed:
-    return EvalSandboxFailed(f"{error.reason}: {error}")
+def _failed(error: SandboxProviderError | ExecError) -> PipelineError:
+    return PipelineError(f"{error.reason}: {error}", "EvalSandboxFailed")

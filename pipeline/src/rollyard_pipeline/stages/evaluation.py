@@ -21,7 +21,7 @@ from rollyard_sandbox.errors import SandboxSabotaged
 
 from rollyard_pipeline import sabotage
 from rollyard_pipeline.control_plane.calls import WorkerCalls
-from rollyard_pipeline.errors import EvalTimeout, EvaluationInvalid
+from rollyard_pipeline.errors import EvalTimeout, PermanentFailure
 from rollyard_pipeline.handlers.base import Evaluation, Handler, StageContext
 from rollyard_pipeline.handlers.environment import evaluation_environment
 from rollyard_pipeline.handlers.isolated.places import blocked
@@ -62,7 +62,7 @@ async def evaluate(
 
     Raises:
         EvalTimeout: The evaluation took longer, and not because of what ran in the sandbox.
-        EvaluationInvalid: The handler returned rewards outside of what it declares.
+        PermanentFailure: The handler returned rewards outside of what it declares.
         Exception: The infrastructure failed.
     """
     client = context.client if handler.needs_sandbox else None
@@ -102,20 +102,20 @@ async def _begin(client: ExecClient, context: StageContext, *, networked: bool) 
     Raises:
         SandboxSabotaged: The sandbox was tampered with. The message gives the evidence.
     """
-    place = await client.begin_eval(network=networked)
-    if place.sabotage:
-        raise SandboxSabotaged("; ".join(place.sabotage))
+    eval_place = await client.begin_eval(network=networked)
+    if eval_place.sabotage:
+        raise SandboxSabotaged("; ".join(eval_place.sabotage))
     if networked:
-        place = await _with_room(client, place)
-    variables = {**context.env, **place.environment}
-    environment = evaluation_environment(variables, place, workdir=context.workdir, author=context.env)
+        eval_place = await _with_room(client, eval_place)
+    variables = {**context.env, **eval_place.environment}
+    environment = evaluation_environment(variables, eval_place, workdir=context.workdir, author=context.env)
     # This is for commands that a handler starts by itself. No call removes a variable, so it is set to "".
     changed = {name: value for name, value in environment.items() if variables.get(name) != value}
     await client.set_env(changed | dict.fromkeys(variables.keys() - environment.keys() - {"_"}, ""))
-    context.place, context.eval_env = place, environment
+    context.place, context.eval_env = eval_place, environment
 
 
-async def _with_room(client: ExecClient, place: EvalPlace) -> EvalPlace:
+async def _with_room(client: ExecClient, eval_place: EvalPlace) -> EvalPlace:
     """Return the place with HOME and TMPDIR on the sandbox's disk, for what the tests fetch.
 
     The sandbox is a fresh one, so no more than the tests' own programs can write there either.
@@ -124,7 +124,7 @@ async def _with_room(client: ExecClient, place: EvalPlace) -> EvalPlace:
     for name in ("home", "tmp"):
         await client.write_file(f"{top}/{name}/.made", b"")
         await client.remove(f"{top}/{name}/.made")
-    return replace(place, home=f"{top}/home", tmp=f"{top}/tmp")
+    return replace(eval_place, home=f"{top}/home", tmp=f"{top}/tmp")
 
 
 async def _was_at_work(client: ExecClient) -> bool:
@@ -143,20 +143,25 @@ def _check(handler: Handler, name: str, evaluation: Evaluation) -> None:
     low, high = handler.reward_range
     for field, value in {"reward": evaluation.reward, **evaluation.components}.items():
         if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-            raise EvaluationInvalid(f"handler '{name}': {field} is {value!r}, expected a finite number")
+            raise PermanentFailure(
+                f"handler '{name}': {field} is {value!r}, expected a finite number", "EvaluationInvalid"
+            )
         if abs(value) > MAX_REWARD:
-            raise EvaluationInvalid(
-                f"handler '{name}': {field} is {value!r}, expected at most {MAX_REWARD:,.0f} in size"
+            raise PermanentFailure(
+                f"handler '{name}': {field} is {value!r}, expected at most {MAX_REWARD:,.0f} in size",
+                "EvaluationInvalid",
             )
     if not low <= evaluation.reward <= high:
-        raise EvaluationInvalid(
-            f"handler '{name}': reward {evaluation.reward!r} is not in reward_range, {low:g} to {high:g}"
+        raise PermanentFailure(
+            f"handler '{name}': reward {evaluation.reward!r} is not in reward_range, {low:g} to {high:g}",
+            "EvaluationInvalid",
         )
     try:
         _REASON.validate_python(evaluation.reason)
     except ValidationError as error:
-        raise EvaluationInvalid(
-            f"handler '{name}': reason is {evaluation.reason!r}, expected one CamelCase word or nothing"
+        raise PermanentFailure(
+            f"handler '{name}': reason is {evaluation.reason!r}, expected one CamelCase word or nothing",
+            "EvaluationInvalid",
         ) from error
 
 

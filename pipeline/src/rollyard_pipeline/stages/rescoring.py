@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable, Sequence
-from contextlib import AsyncExitStack, suppress
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import replace
 from datetime import datetime
 from typing import Any, Final
@@ -17,7 +17,7 @@ from rollyard_crds.task import Task
 from rollyard_crds.trajectory import Rescored, RescoredTrajectory, Trajectory
 from rollyard_sandbox.errors import ConnectionLost
 
-from rollyard_pipeline.errors import EvalTimeout, InitTimeout, PipelineError
+from rollyard_pipeline.errors import EvalTimeout, PermanentFailure, PipelineError, SetupFailed
 from rollyard_pipeline.handlers.base import ANSWER, Evaluation, Handler, StageContext
 from rollyard_pipeline.handlers.isolated.handler import loaded_handler
 from rollyard_pipeline.handlers.isolated.places import blocked
@@ -36,14 +36,31 @@ _AT_ONCE: Final = 8
 _GRACE: Final = 30.0
 """What Eval gets beyond its limit, so that tests that ran out of time can be scored, in seconds."""
 _RENEW_SECONDS: Final = 10.0
-_SANDBOX_SECONDS: Final = 60.0
+_RENEWED_FOR: Final = 60.0  # seconds
 
 
-class RescoreRefused(PipelineError):
-    """Kept trajectories cannot be evaluated in this way. The message says why."""
+@asynccontextmanager
+async def started(provider: SandboxProvider) -> AsyncIterator[None]:
+    """Start a provider, keep the sandboxes of this process alive as heartbeats do, and close it at the end.
 
-    reason = "RescoreRefused"
-    retryable = False
+    Raises:
+        SandboxProviderError: Sandboxes cannot be started here.
+    """
+    await provider.start()
+    renewing = asyncio.create_task(_renew(provider))
+    try:
+        yield
+    finally:
+        renewing.cancel()
+        await asyncio.wait([renewing])
+        await provider.aclose()
+
+
+async def _renew(provider: SandboxProvider) -> None:
+    while True:
+        await asyncio.sleep(_RENEW_SECONDS)
+        with suppress(SandboxProviderError):
+            await provider.renew(provider.own(), _RENEWED_FOR)
 
 
 class Rescorer:
@@ -61,8 +78,8 @@ class Rescorer:
         provider: Makes the provider of sandboxes, for a handler that needs some.
 
     Raises:
-        RescoreRefused: The handler judges what Run left in its sandbox, or the reward comes from a service.
-        ExtensionError: No handler of this name is installed here.
+        PermanentFailure: The handler judges what Run left in its sandbox, the reward comes from a service, or
+            no handler of this name is installed here.
     """
 
     def __init__(
@@ -78,14 +95,16 @@ class Rescorer:
         self._handler = loaded_handler(extensions, handler)
         sandboxed = self._handler.needs_sandbox
         if sandboxed and (not self._handler.judges_answers or provider is None):
-            raise RescoreRefused(
+            raise PermanentFailure(
                 f"the handler '{handler}' judges what Run left in its sandbox, which is not here: only "
                 "handlers that judge the answer can evaluate without a rollout (`rollyard validate --oracle` "
-                "plays the reference solutions of tasks)"
+                "plays the reference solutions of tasks)",
+                "RescoreRefused",
             )
         if reward is not None and reward.service is not None:
-            raise RescoreRefused(
-                "the control plane asks reward services during Eval only: give another section `reward`"
+            raise PermanentFailure(
+                "the control plane asks reward services during Eval only: give another section `reward`",
+                "RescoreRefused",
             )
         self._spec = spec.model_copy(update={"handler": handler, "reward": reward})
         self._name, self._by = handler, by
@@ -104,24 +123,22 @@ class Rescorer:
         """
         await self._rewards.check(self._handler, self._spec)
         if self._provider is not None:
-            await self._provider.start()
-            self._open.push_async_callback(self._provider.aclose)
-            renewing = asyncio.create_task(self._renew(self._provider))
-            self._open.push_async_callback(_ended, renewing)
+            await self._open.enter_async_context(started(self._provider))
 
     def problems(self, task: Task) -> list[str]:
         """Return what the handler finds wrong with a task, one line for each. A line begins with a field.
 
         Raises:
-            RescoreRefused: The handler could not look at the task.
+            PermanentFailure: The handler could not look at the task.
         """
         try:
             return self._handler.check(task)
         except Exception as error:
             # Handlers of other packages may fail in their own ways.
-            raise RescoreRefused(
+            raise PermanentFailure(
                 f"the handler '{self._name}' cannot check the task '{task.id}': "
-                f"{type(error).__name__}: {error}"
+                f"{type(error).__name__}: {error}",
+                "RescoreRefused",
             ) from error
 
     async def rescored(
@@ -161,8 +178,10 @@ class Rescorer:
             evaluation, shown = await self._evaluated(trajectory, task)
         except Exception as error:
             # Whatever a handler raises is a failure, and never a reward.
-            reason = error.reason if isinstance(error, PipelineError) else "InternalError"
-            changes |= {"status": "failed", "reason": reason, "message": f"{type(error).__name__}: {error}"}
+            reason, name = "InternalError", type(error).__name__
+            if isinstance(error, PipelineError):
+                reason = name = error.reason
+            changes |= {"status": "failed", "reason": reason, "message": f"{name}: {error}"}
         else:
             changes |= {
                 "reward": float(evaluation.reward),
@@ -210,12 +229,14 @@ class Rescorer:
         """Return the evaluation in a sandbox in which only `init` has run, as in Eval's own ones.
 
         Raises:
-            RescoreRefused: The handler would look for what Run left.
+            PermanentFailure: The handler would look for what Run left.
             Exception: The sandbox could not be started or prepared, or was lost.
         """
         provider = self._provider
         if provider is None or not handler.judges_answer(context.task):
-            raise RescoreRefused("the evaluation of this task judges what Run left in its sandbox")
+            raise PermanentFailure(
+                "the evaluation of this task judges what Run left in its sandbox", "RescoreRefused"
+            )
         request = sandbox_request(self._spec, handler, context.task)
         sandbox = await provider.acquire(request, LeaseRef(rollout=context.rollout, token=1))
         try:
@@ -235,7 +256,7 @@ class Rescorer:
         """Let `init` prepare the sandbox.
 
         Raises:
-            InitTimeout: It took longer than the job's Init stage may.
+            SetupFailed: It took longer than the job's Init stage may.
         """
         limit = float(self._spec.stages.init.timeout_seconds)
         preparing = asyncio.timeout(limit)
@@ -246,25 +267,13 @@ class Rescorer:
             if not preparing.expired():
                 raise
             problem = blocked(error) or f"handler '{self._name}'"
-            raise InitTimeout(f"Init took longer than {limit:g} s: {problem}") from error
-
-    async def _renew(self, provider: SandboxProvider) -> None:
-        """Keep the sandboxes of this process alive until this is cancelled, as heartbeats do."""
-        while True:
-            await asyncio.sleep(_RENEW_SECONDS)
-            with suppress(SandboxProviderError):
-                await provider.renew(provider.own(), _SANDBOX_SECONDS)
+            raise SetupFailed(f"Init took longer than {limit:g} s: {problem}", "InitTimeout") from error
 
     async def close(self) -> None:
         """Close the handler, end the processes that make rewards, and remove every sandbox."""
         await self._open.aclose()
         await self._rewards.close()
         await self._handler.close()
-
-
-async def _ended(task: asyncio.Task[None]) -> None:
-    task.cancel()
-    await asyncio.wait([task])
 
 
 def submitted(trajectory: Trajectory) -> str | None:

@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 from typing import Final
 
 from rollyard_pipeline.control_plane.leases import HeldLease
-from rollyard_pipeline.errors import SandboxMissing
+from rollyard_pipeline.errors import PermanentFailure
 from rollyard_pipeline.sandboxes.interface import SandboxProvider
 
 _LOOK_SECONDS: Final = 0.5
@@ -62,19 +62,20 @@ class SandboxPlaces:
         return self._for_run() - coming - of_run
 
     @asynccontextmanager
-    async def for_init(self, held: HeldLease) -> AsyncIterator[None]:
+    async def for_init(self, holding: HeldLease) -> AsyncIterator[None]:
         """Wait until there is room for one more sandbox of Run, and hold that place.
 
         Only rollouts with fresh Eval sandboxes use this. The leases that were granted before the first such
         rollout was known may be more than there is room for.
 
         Raises:
-            SandboxMissing: The node may hold only one sandbox.
+            PermanentFailure: The node may hold only one sandbox.
         """
         if self._limit is not None and self._limit < 2:
-            raise SandboxMissing(
+            raise PermanentFailure(
                 "stages.eval.sandbox: 'fresh' needs two sandboxes for a moment, and --max-sandboxes is "
-                f"{self._limit}; give at least 2"
+                f"{self._limit}; give at least 2",
+                "SandboxMissing",
             )
         self._wanted = True
         while self._limit is not None:
@@ -82,26 +83,26 @@ class SandboxPlaces:
             async with self._look:
                 coming = sum(entering.sandbox is None for entering in self._entering)
                 if await asyncio.to_thread(self.room, coming) > 0:
-                    self._entering.append(held)
+                    self._entering.append(holding)
                     break
             await self._change()
         try:
             yield
         finally:
-            if held in self._entering:
-                self._entering.remove(held)
+            if holding in self._entering:
+                self._entering.remove(holding)
             self._changed.set()
 
     @asynccontextmanager
-    async def for_eval(self, held: HeldLease) -> AsyncIterator[None]:
+    async def for_eval(self, holding: HeldLease) -> AsyncIterator[None]:
         """Wait for one of the places that are reserved for Eval's fresh sandboxes, and hold it."""
         self._wanted = True
-        while not await self._entered_eval(held):
+        while not await self._entered_eval(holding):
             await self._change()
         try:
             yield
         finally:
-            self._evaluating.remove(held)
+            self._evaluating.remove(holding)
             self._changed.set()
 
     async def _change(self) -> None:
@@ -110,7 +111,7 @@ class SandboxPlaces:
             async with asyncio.timeout(_LOOK_SECONDS):
                 await self._changed.wait()
 
-    async def _entered_eval(self, held: HeldLease) -> bool:
+    async def _entered_eval(self, holding: HeldLease) -> bool:
         self._changed.clear()
         async with self._look:
             if len(self._evaluating) >= self._kept:
@@ -121,7 +122,7 @@ class SandboxPlaces:
                 coming = sum(evaluating.eval_sandbox is None for evaluating in self._evaluating)
                 if len(await asyncio.to_thread(self._provider.in_use)) + coming >= self._limit:
                     return False
-            self._evaluating.append(held)
+            self._evaluating.append(holding)
             return True
 
     def _for_run(self) -> int:

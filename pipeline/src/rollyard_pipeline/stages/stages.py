@@ -28,11 +28,10 @@ from rollyard_pipeline.errors import (
     CarryRefused,
     EvalSandboxEnded,
     EvalTimeout,
-    HandlerBlocked,
-    InitTimeout,
+    PermanentFailure,
+    PipelineError,
     RewardUnusable,
-    SandboxCrashed,
-    SandboxMissing,
+    SetupFailed,
 )
 from rollyard_pipeline.handlers.base import ANSWER, Evaluation, Handler, StageContext
 from rollyard_pipeline.handlers.isolated.handler import tried_handler
@@ -83,7 +82,7 @@ class RunLimits:
         """Let the body take `seconds`, then end it and truncate the episode as `RunTimeout`.
 
         Raises:
-            HandlerBlocked: The time was spent in the code of the handler.
+            PipelineError: The time was spent in the code of the handler.
             BackendUnavailable: The time was spent on a backend that did not answer, which is not the
                 policy's fault.
         """
@@ -96,7 +95,9 @@ class RunLimits:
             if not limit.expired():
                 raise
             if location := blocked(error):
-                raise HandlerBlocked(f"Run took longer than {seconds:g} s: {location}") from error
+                raise PipelineError(
+                    f"Run took longer than {seconds:g} s: {location}", "HandlerBlocked"
+                ) from error
             silence = await self._session.silence() if self._session is not None else None
             if silence is not None:
                 raise BackendUnavailable(
@@ -211,33 +212,33 @@ class Stages:
             if isinstance(handler, Handler):
                 await handler.close()
 
-    async def work(self, held: HeldLease, times: StageTimes) -> StageResult:
+    async def work(self, holding: HeldLease, times: StageTimes) -> StageResult:
         """Perform one stage of one rollout. `times` is filled in even if the stage fails.
 
         Raises:
             Exception: The infrastructure failed. `worker.worker.stage_failure` converts it to a report.
         """
         try:
-            spec = await self._jobs.get(held.lease)
+            spec = await self._jobs.get(holding.lease)
             await self._load(spec.handler)
-            held.started = time.monotonic()
-            match held.lease.stage:
+            holding.started = time.monotonic()
+            match holding.lease.stage:
                 case "init":
-                    return await self._init(held, spec, times)
+                    return await self._init(holding, spec, times)
                 case "run":
-                    result = await self._run(held, spec, times)
-                    if held.lease.sandbox is not None and held.lease.job_uid in self._met:
-                        await self._keep_warm(held.lease, spec)
+                    result = await self._run(holding, spec, times)
+                    if holding.lease.sandbox is not None and holding.lease.job_uid in self._met:
+                        await self._keep_warm(holding.lease, spec)
                     return result
                 case _:
-                    return await self._eval(held, spec, times)
+                    return await self._eval(holding, spec, times)
         finally:
-            times.active_seconds = time.monotonic() - held.started
-            if held.lease.stage == "run":
+            times.active_seconds = time.monotonic() - holding.started
+            if holding.lease.stage == "run":
                 times.own_seconds = max(0.0, times.active_seconds - times.model_seconds - times.tool_seconds)
 
-    async def _init(self, held: HeldLease, spec: RolloutJobSpec, times: StageTimes) -> StageResult:
-        lease, timeout = held.lease, spec.stages.init.timeout_seconds
+    async def _init(self, holding: HeldLease, spec: RolloutJobSpec, times: StageTimes) -> StageResult:
+        lease, timeout = holding.lease, spec.stages.init.timeout_seconds
         handler, (_, tools) = self._handler(spec).for_task(lease.task), agent_of(self._extensions, spec)
         # Unknown names, and hosts that the job does not have, are detected before a sandbox is started.
         eval_network(spec, handler, lease.task)
@@ -247,8 +248,8 @@ class Stages:
         context = stage_context(lease, spec, timeout)
         try:
             if needed:
-                async with self._init_place(held, spec, handler), asyncio.timeout(timeout):
-                    sandbox = await self._acquire(held, spec)
+                async with self._init_place(holding, spec, handler), asyncio.timeout(timeout):
+                    sandbox = await self._acquire(holding, spec)
                     async with sandbox, self._lent(sandbox, context):
                         context.client, context.workdir = sandbox.client, sandbox.workdir
                         await prepare(handler, context)
@@ -256,25 +257,25 @@ class Stages:
                 async with asyncio.timeout(timeout):
                     await prepare(handler, context)
         except TimeoutError as error:
-            if time.monotonic() - held.started < timeout:
+            if time.monotonic() - holding.started < timeout:
                 raise
             culprit = blocked(error) or f"handler '{spec.handler}'"
-            raise InitTimeout(f"Init took longer than {timeout} s: {culprit}") from error
+            raise SetupFailed(f"Init took longer than {timeout} s: {culprit}", "InitTimeout") from error
         return StageResult(
             rollout=lease.rollout,
             token=lease.token,
             stage="init",
-            sandbox=held.sandbox,
+            sandbox=holding.sandbox,
             carry=checked_carry(context),
             times=times,
         )
 
-    async def _run(self, held: HeldLease, spec: RolloutJobSpec, times: StageTimes) -> StageResult:
-        lease, timeout = held.lease, spec.stages.run.timeout_seconds
+    async def _run(self, holding: HeldLease, spec: RolloutJobSpec, times: StageTimes) -> StageResult:
+        lease, timeout = holding.lease, spec.stages.run.timeout_seconds
         handler, (agent, tools) = self._handler(spec).for_task(lease.task), agent_of(self._extensions, spec)
         session = self._session(lease, spec) if agent.uses_model else None
         episode = Episode(messages=lease.task.chat())
-        held.live = functools.partial(turns_from, episode)
+        holding.live = functools.partial(turns_from, episode)
         parser: ToolCallParser | TokenParser | None = None
         if session is not None:
             schemas, arguments = [tool.schema() for tool in tools.values()], spec.agent.chat_template_kwargs
@@ -333,8 +334,8 @@ class Stages:
             times=times,
         )
 
-    async def _eval(self, held: HeldLease, spec: RolloutJobSpec, times: StageTimes) -> StageResult:
-        lease, timeout = held.lease, spec.stages.eval.timeout_seconds
+    async def _eval(self, holding: HeldLease, spec: RolloutJobSpec, times: StageTimes) -> StageResult:
+        lease, timeout = holding.lease, spec.stages.eval.timeout_seconds
         handler = self._handler(spec).for_task(lease.task)
         context = stage_context(lease, spec, timeout)
         context.trajectory = evaluated(lease, handler)
@@ -342,7 +343,7 @@ class Stages:
         fresh = eval_sandbox(spec, handler, lease.task) == "fresh"
         untouched = fresh and not reaches(spec, handler, lease.task)
         try:
-            async with self._eval_place(held, spec, handler, context) as sandbox:
+            async with self._eval_place(holding, spec, handler, context) as sandbox:
                 if sandbox is not None:
                     context.client, context.workdir = sandbox.client, sandbox.workdir
                 lend, seconds = self._lend(sandbox, handler, context), timeout + self._eval_grace
@@ -354,7 +355,7 @@ class Stages:
                 # A lease files one claim, and this one's is used. What the policy left is the likely cause.
                 evaluation = Evaluation(0.0, {}, error.reward_reason)
             else:
-                evaluation = await self._blamed(held, spec, handler, error)
+                evaluation = await self._blamed(holding, spec, handler, error)
             context.show(str(error))
         except CarryRefused as error:
             log.info("eval of %s: %s: %s", lease.rollout, error.reason, clean_text(str(error), 1000))
@@ -389,7 +390,7 @@ class Stages:
         )
 
     async def _blamed(
-        self, held: HeldLease, spec: RolloutJobSpec, handler: Handler, error: RewardUnusable
+        self, holding: HeldLease, spec: RolloutJobSpec, handler: Handler, error: RewardUnusable
     ) -> Evaluation:
         """Return the score of a policy whose evaluation gave no reward, if the policy is to blame.
 
@@ -399,15 +400,15 @@ class Stages:
             RewardUnusable: There it gives none either.
         """
         assert self._eval_sandboxes is not None
-        context = stage_context(held.lease, spec, spec.stages.eval.timeout_seconds)
+        context = stage_context(holding.lease, spec, spec.stages.eval.timeout_seconds)
         context.purpose = "control"
-        async with self._eval_sandboxes.fresh(held, spec, handler, context) as sandbox:
+        async with self._eval_sandboxes.fresh(holding, spec, handler, context) as sandbox:
             context.client, context.workdir = sandbox.client, sandbox.workdir
             lend, seconds = self._lend(sandbox, handler, context), context.timeout + self._eval_grace
             control = await evaluate(handler, context, seconds, untouched=True, network=lend)
         if control.reason:
             raise error
-        log.info("%s: reward 0 (%s): %s", held.lease.rollout, error.reward_reason, error)
+        log.info("%s: reward 0 (%s): %s", holding.lease.rollout, error.reward_reason, error)
         return Evaluation(0.0, {}, error.reward_reason)
 
     async def _own_end(self, lease: Lease) -> str:
@@ -416,16 +417,16 @@ class Stages:
             return ""
         return _end_in_run(lease) or await self._provider.own_end(lease.sandbox)
 
-    async def _acquire(self, held: HeldLease, spec: RolloutJobSpec) -> Sandbox:
+    async def _acquire(self, holding: HeldLease, spec: RolloutJobSpec) -> Sandbox:
         if self._provider is None:
-            raise SandboxMissing("this worker has no sandboxes (start it with --sandbox)")
-        request = sandbox_request(spec, self._handler(spec), held.lease.task)
-        sandbox = await sandbox_started(self._provider, request, held.ref)
-        held.sandbox = sandbox.handle
+            raise PermanentFailure("this worker has no sandboxes (start it with --sandbox)", "SandboxMissing")
+        request = sandbox_request(spec, self._handler(spec), holding.lease.task)
+        sandbox = await sandbox_started(self._provider, request, holding.ref)
+        holding.sandbox = sandbox.handle
         # Sandboxes that start in advance would compete for the cores with this one, and with the first Run.
-        if held.lease.job_uid in self._met:
-            await self._keep_warm(held.lease, spec)
-        self._met.add(held.lease.job_uid)
+        if holding.lease.job_uid in self._met:
+            await self._keep_warm(holding.lease, spec)
+        self._met.add(holding.lease.job_uid)
         return sandbox
 
     async def _keep_warm(self, lease: Lease, spec: RolloutJobSpec) -> None:
@@ -440,24 +441,24 @@ class Stages:
 
     @asynccontextmanager
     async def _init_place(
-        self, held: HeldLease, spec: RolloutJobSpec, handler: Handler
+        self, holding: HeldLease, spec: RolloutJobSpec, handler: Handler
     ) -> AsyncIterator[None]:
-        if eval_sandbox(spec, handler, held.lease.task) == "shared":
+        if eval_sandbox(spec, handler, holding.lease.task) == "shared":
             yield
             return
-        async with self._places.for_init(held):
-            held.started = time.monotonic()  # Waiting for a place counts against no limit.
+        async with self._places.for_init(holding):
+            holding.started = time.monotonic()  # Waiting for a place counts against no limit.
             yield
 
     def _eval_place(
-        self, held: HeldLease, spec: RolloutJobSpec, handler: Handler, context: StageContext
+        self, holding: HeldLease, spec: RolloutJobSpec, handler: Handler, context: StageContext
     ) -> AbstractAsyncContextManager[Sandbox | None]:
         """Return the sandbox for Eval: Run's own, a fresh one, or none if Run had none."""
-        task = held.lease.task
-        fresh = held.lease.sandbox is not None and eval_sandbox(spec, handler, task) == "fresh"
+        task = holding.lease.task
+        fresh = holding.lease.sandbox is not None and eval_sandbox(spec, handler, task) == "fresh"
         if not fresh or self._eval_sandboxes is None:
-            return self._attached(held.lease)
-        return self._eval_sandboxes.fresh(held, spec, handler, context)
+            return self._attached(holding.lease)
+        return self._eval_sandboxes.fresh(holding, spec, handler, context)
 
     @asynccontextmanager
     async def _attached(self, lease: Lease) -> AsyncIterator[Sandbox | None]:
@@ -572,9 +573,10 @@ def _end_in_run(lease: Lease) -> str:
 
 
 def _first_crash_fails(lease: Lease, end: str, error: Exception | None) -> None:
-    """Raise SandboxCrashed if an exec server has crashed, and Eval has not failed before.
+    """Raise PipelineError if an exec server has crashed, and Eval has not failed before.
 
     Eval judges crashes of Run as well, so a rollout gains one new try by them and no more.
     """
     if end == CRASHED and lease.attempt == 0:
-        raise SandboxCrashed("the exec server of the rollout's sandbox ended by itself") from error
+        words = "the exec server of the rollout's sandbox ended by itself"
+        raise PipelineError(words, CRASHED, return_to="init") from error

@@ -73,7 +73,7 @@ class Heartbeat:
             while True:
                 began = clock()
                 await self.beat(began)
-                shortest = min((held.lease.lease_seconds for held in self._table), default=INTERVAL * 3)
+                shortest = min((holding.lease.lease_seconds for holding in self._table), default=INTERVAL * 3)
                 usual = WATCHED_INTERVAL if self._live.watched else INTERVAL
                 await asyncio.sleep(max(0.05, min(usual, shortest / 3) - (clock() - began)))
 

@@ -38,7 +38,7 @@ Reported = Callable[[HeldLease, str], Coroutine[None, None, None]]
 class Item:
     """One outcome that waits to be reported."""
 
-    held: HeldLease
+    holding: HeldLease
     outcome: StageResult | StageFailure
 
 
@@ -64,13 +64,13 @@ class Outbox:
         self._ready = asyncio.Event()
         self._sent = -PACE_SECONDS
 
-    def put(self, held: HeldLease, outcome: StageResult | StageFailure) -> None:
+    def put(self, holding: HeldLease, outcome: StageResult | StageFailure) -> None:
         """Add an outcome to the queue.
 
         The lease stays held, and its heartbeats continue, until it is answered.
         """
-        held.reporting = True
-        self._items.append(Item(held, outcome))
+        holding.reporting = True
+        self._items.append(Item(holding, outcome))
         self._ready.set()
 
     async def run(self) -> None:
@@ -119,8 +119,8 @@ class Outbox:
                 # The callbacks run concurrently because each may have a sandbox to remove.
                 async with asyncio.TaskGroup() as group:
                     for item in batch:
-                        outcome = outcomes.get(item.held.lease.rollout, "unknown")
-                        group.create_task(self._reported(item.held, outcome))
+                        outcome = outcomes.get(item.holding.lease.rollout, "unknown")
+                        group.create_task(self._reported(item.holding, outcome))
                 return
 
     async def _post(self, batch: list[Item]) -> OutcomeResponse:
@@ -138,10 +138,10 @@ class Outbox:
             return
         item = batch[0]
         if isinstance(item.outcome, StageFailure):
-            log.error("the control plane refuses a failure of %s: %s", item.held.lease.rollout, error)
-            await self._reported(item.held, "unknown")
+            log.error("the control plane refuses a failure of %s: %s", item.holding.lease.rollout, error)
+            await self._reported(item.holding, "unknown")
             return
-        lease = item.held.lease
+        lease = item.holding.lease
         failure = StageFailure(
             rollout=lease.rollout,
             token=lease.token,
@@ -151,4 +151,4 @@ class Outbox:
             retryable=False,
             times=item.outcome.times,
         )
-        await self._deliver([Item(item.held, failure)])
+        await self._deliver([Item(item.holding, failure)])

@@ -153,13 +153,11 @@ class Worker:
         self._handing_over = asyncio.Event()
         self._polls: list[asyncio.Task[None]] = []
         self._group: asyncio.TaskGroup | None = None
-        identity = WorkerIdentity(options.worker, options.node, options.job, options.namespace)
         self._pools: dict[StageName, StagePool] = {
             stage: StagePool(
                 control,
-                identity,
+                options,
                 stage,
-                options.concurrency[stage],
                 self._start,
                 self._room if stage == "init" and provider is not None else None,
             )
@@ -219,8 +217,8 @@ class Worker:
         if len(self._table):
             log.info("draining: %d rollouts held", len(self._table))
             await first_of(self._handing_over.wait(), self._emptied(self._options.drain_seconds))
-        for held in self._table:
-            held.end("drained")
+        for holding in self._table:
+            holding.end("drained")
 
     async def _last_reports(self) -> None:
         """Wait for the last reports.
@@ -248,7 +246,7 @@ class Worker:
         if trouble:
             return 0
         # Rollouts in Init that have no sandbox yet are about to claim one.
-        coming = sum(held.lease.stage == "init" and held.sandbox is None for held in self._table)
+        coming = sum(holding.lease.stage == "init" and holding.sandbox is None for holding in self._table)
         return self._places.room(coming)
 
     def _tell(self, trouble: str) -> None:
@@ -279,38 +277,35 @@ class Worker:
     def _start(self, lease: Lease) -> None:
         if self._group is None:
             raise RuntimeError("a lease came before the worker ran")
-        held = HeldLease(lease, scope=self._scope(lease))
-        self._table.add(held)
+        holding = HeldLease(lease, scope=self._scope(lease))
+        self._table.add(holding)
         if lease.stage == "init":
             self._images.note(lease)
-        held.task = self._group.create_task(self._hold(held), name=f"{lease.stage} {lease.rollout}")
+        holding.task = self._group.create_task(self._hold(holding), name=f"{lease.stage} {lease.rollout}")
 
-    async def _hold(self, held: HeldLease) -> None:
+    async def _hold(self, holding: HeldLease) -> None:
         """Work on one lease from its start to its report, and free its place at the end."""
-        with entered(held.scope):
-            await self._held(held)
-
-    async def _held(self, held: HeldLease) -> None:
         times = StageTimes()
-        try:
+        with entered(holding.scope):
             try:
-                held.begun = True
-                if held.stop is not None:
-                    raise asyncio.CancelledError
-                result = await self._stages.work(held, times)
-            except asyncio.CancelledError:
-                if held.stop is None:
-                    raise
-                if (task := asyncio.current_task()) is not None:
-                    task.uncancel()
-                await self._stopped(held, times)
-            except Exception as error:
-                self._failed(held, stage_failure(held.lease, error, times), error)
-            else:
-                held.done_with_sandbox = held.lease.stage == "eval"
-                self._outbox.put(held, result)
-        finally:
-            self._pools[held.lease.stage].release()
+                try:
+                    holding.begun = True
+                    if holding.stop is not None:
+                        raise asyncio.CancelledError
+                    result = await self._stages.work(holding, times)
+                except asyncio.CancelledError:
+                    if holding.stop is None:
+                        raise
+                    if (task := asyncio.current_task()) is not None:
+                        task.uncancel()
+                    await self._stopped(holding, times)
+                except Exception as error:
+                    self._failed(holding, stage_failure(holding.lease, error, times), error)
+                else:
+                    holding.done_with_sandbox = holding.lease.stage == "eval"
+                    self._outbox.put(holding, result)
+            finally:
+                self._pools[holding.lease.stage].release()
 
     def _scope(self, lease: Lease) -> RolloutScope:
         traces = self._options.traces
@@ -324,19 +319,19 @@ class Worker:
             sink=traces if traces is not None and traces.takes(lease.rollout) else None,
         )
 
-    async def _stopped(self, held: HeldLease, times: StageTimes) -> None:
+    async def _stopped(self, holding: HeldLease, times: StageTimes) -> None:
         """Handle a lease that was stopped from outside by a cancellation, by fencing or by a drain."""
-        lease = held.lease
-        if held.stop == "drained":
-            held.done_with_sandbox = lease.stage != "eval"
-            self._outbox.put(held, hand_over(lease, times))
+        lease = holding.lease
+        if holding.stop == "drained":
+            holding.done_with_sandbox = lease.stage != "eval"
+            self._outbox.put(holding, hand_over(lease, times))
             return
         # A lost Eval may continue under another worker of this node, in the same sandbox.
-        if held.stop == "cancelled" or lease.stage != "eval":
-            await self._release(held)
-        await self._table.remove(held)
+        if holding.stop == "cancelled" or lease.stage != "eval":
+            await self._release(holding)
+        await self._table.remove(holding)
 
-    def _failed(self, held: HeldLease, failure: StageFailure, error: Exception) -> None:
+    def _failed(self, holding: HeldLease, failure: StageFailure, error: Exception) -> None:
         expected = failure.reason != "InternalError"
         log.warning(
             "%s of %s failed: %s: %s",
@@ -347,11 +342,11 @@ class Worker:
             exc_info=None if expected else error,
         )
         keeps = failure.stage == "eval" and failure.retryable and failure.return_to is None
-        held.done_with_sandbox = not keeps
-        self._outbox.put(held, failure)
+        holding.done_with_sandbox = not keeps
+        self._outbox.put(holding, failure)
 
-    async def _release(self, held: HeldLease) -> None:
-        handle = held.sandbox or held.lease.sandbox
+    async def _release(self, holding: HeldLease) -> None:
+        handle = holding.sandbox or holding.lease.sandbox
         if handle is None or self._provider is None:
             return
         try:
@@ -360,19 +355,16 @@ class Worker:
             # The sandbox has no owner any more, so a later heartbeat reports it as an orphan.
             log.warning("sandbox %s: %s", handle.id, error)
 
-    async def _reported(self, held: HeldLease, outcome: str) -> None:
-        with entered(held.scope):
-            await self._answered(held, outcome)
-
-    async def _answered(self, held: HeldLease, outcome: str) -> None:
-        lease = held.lease
-        if outcome in ("stale", "cancelled", "unknown"):
-            log.info("%s of %s: the outcome is %s", lease.stage, lease.rollout, outcome)
-        # Nobody continues a rollout that was cancelled. A heartbeat would find its sandbox only while it
-        # lives, and none may follow where the worker ends.
-        if held.done_with_sandbox or outcome in ("cancelled", "unknown"):
-            await self._release(held)
-        await self._table.remove(held)
+    async def _reported(self, holding: HeldLease, outcome: str) -> None:
+        lease = holding.lease
+        with entered(holding.scope):
+            if outcome in ("stale", "cancelled", "unknown"):
+                log.info("%s of %s: the outcome is %s", lease.stage, lease.rollout, outcome)
+            # Nobody continues a rollout that was cancelled. A heartbeat would find its sandbox only while it
+            # lives, and none may follow where the worker ends.
+            if holding.done_with_sandbox or outcome in ("cancelled", "unknown"):
+                await self._release(holding)
+            await self._table.remove(holding)
 
 
 def stage_failure(lease: Lease, error: Exception, times: StageTimes) -> StageFailure:
@@ -423,22 +415,12 @@ def _same_stage(lease: Lease) -> StageName | None:
     return "init" if lease.stage == "run" and lease.sandbox is not None else None
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerIdentity:
-    """The identity under which a worker leases, and the job for which it leases."""
-
-    worker: str
-    node: str
-    job: str | None = None
-    namespace: str | None = None
-
-
 class StagePool:
     """The places of one stage.
 
     Args:
+        options: The options of the worker, with the number of rollouts that may be worked on at once.
         stage: The stage: init, run or eval.
-        places: The number of rollouts that may be worked on at once.
         start: Begins work on a lease. Its place is free again when `release` is called.
         room: Returns how many more rollouts the node can take now. Sandboxes limit this for Init.
     """
@@ -446,14 +428,13 @@ class StagePool:
     def __init__(
         self,
         control: WorkerCalls,
-        identity: WorkerIdentity,
+        options: WorkerOptions,
         stage: StageName,
-        places: int,
         start: Callable[[Lease], None],
         room: Callable[[], int] | None = None,
     ) -> None:
         self._control = control
-        self._identity = identity
+        self._options = options
         self._start = start
         self._room = room
         self._busy = 0
@@ -461,7 +442,7 @@ class StagePool:
         self._idle = asyncio.Event()
         self._answered = -PACE_SECONDS
         self.stage: StageName = stage
-        self.places = places
+        self.places = options.concurrency[stage]
 
     @property
     def busy(self) -> int:
@@ -481,11 +462,11 @@ class StagePool:
         while True:
             free = await self._free()
             request = LeaseRequest(
-                worker=self._identity.worker,
-                node=self._identity.node,
+                worker=self._options.worker,
+                node=self._options.node,
                 capacity={self.stage: free},
-                job=self._identity.job,
-                namespace=self._identity.namespace,
+                job=self._options.job,
+                namespace=self._options.namespace,
                 wait=POLL_SECONDS,
             )
             try:
@@ -505,7 +486,7 @@ class StagePool:
             for lease in answer.leases:
                 self._busy += 1
                 self._start(lease)
-            if answer.draining and not answer.leases and self._identity.job is not None:
+            if answer.draining and not answer.leases and self._options.job is not None:
                 return
 
     async def _free(self) -> int:

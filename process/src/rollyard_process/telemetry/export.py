@@ -285,7 +285,7 @@ def _bounded_session() -> Any:
 
 @contextlib.contextmanager
 def exporting(
-    options: TraceOptions, service: str, instance: str, *, asked: bool
+    options: TraceOptions, service: str, instance: str, *, required: bool
 ) -> Iterator[SpanExport | None]:
     """Yield an open export, or None if nothing is to be traced.
 
@@ -293,7 +293,7 @@ def exporting(
         options: The receiver and the fraction of groups that are traced.
         service: The name of the service.
         instance: The name of the process.
-        asked: Whether a flag asks for traces, and not only a variable that may be meant for other programs.
+        required: Whether a flag asks for traces, not only a variable that may be meant for other programs.
 
     Raises:
         TraceLibrariesMissing: The extra `traces` is not installed, and a flag asks for traces.
@@ -303,7 +303,7 @@ def exporting(
         try:
             export = SpanExport(options, service, instance)
         except TraceLibrariesMissing as error:
-            if asked:
+            if required:
                 raise
             log.warning("no traces are sent to %s: %s", options.url, error)
     try:

@@ -38,15 +38,14 @@ from rollyard_api.routes.common import (
     from_query,
     page_answer,
 )
-from rollyard_api.routes.page.job import slim_page
-from rollyard_api.routes.page.rollout import record_line
+from rollyard_api.routes.views import record_line, slim_page
 from rollyard_api.service import ControlPlane
 from rollyard_api.storage import jobs as job_rows
 from rollyard_api.storage.rows import EndedGroup, EndedRollout, JobRow, RolloutSize
 from rollyard_api.trajectories import acknowledged, delivery, grouping, records
 from rollyard_api.trajectories.delivery import NDJSON, PARQUET, Delivery, Piece
 from rollyard_api.trajectories.packed import ARRAYS
-from rollyard_api.views.job.rollout_list import MAX_ROWS, RolloutFilter
+from rollyard_api.views.job.lists import MAX_ROWS, RolloutFilter
 
 router = APIRouter(prefix="/v1/rolloutjobs", tags=["results"], route_class=StrictRoute)
 of_cursors = APIRouter(prefix="/v1/rolloutjobs", tags=["cursors"], route_class=StrictRoute)

@@ -16,6 +16,7 @@ from rollyard_api.browsers.config import BrowserSettings, path_prefix
 from rollyard_api.command import main
 from rollyard_api.core.errors import OptionInvalid
 from rollyard_api.core.hosts import HostCheck
+from rollyard_api.core.problems import LimitReached
 from rollyard_testing.adversary.restplane import Yard, control_plane
 from rollyard_testing.api.browser import HOST, TestBrowser
 from rollyard_testing.pace import patience
@@ -290,7 +291,7 @@ def test_a_guesser_with_many_addresses_fills_no_memory() -> None:
     assert len(made._buckets) == sessions.REMEMBERED
     for number in range(sessions.GUESSES):
         made.count(f"2001:db8::{number:x}")
-    with pytest.raises(sessions.TooManyGuesses):
+    with pytest.raises(LimitReached):
         made.check("2001:db8::ffff")
     made.check("2001:db8:0:1::1")
 

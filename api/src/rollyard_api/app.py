@@ -27,7 +27,6 @@ from rollyard_api.browsers.page import Front
 from rollyard_api.core.problems import (
     ApiError,
     Invalid,
-    MethodNotAllowed,
     NotFound,
     TooLarge,
     Unavailable,
@@ -177,7 +176,7 @@ async def _problem(request: Request, error: Exception) -> Response:
             return response(NotFound(f"there is no {request.url.path}"))
         case HTTPException(status_code=405):
             refused = f"{request.url.path} does not take {request.method}"
-            return response(MethodNotAllowed(refused, headers=error.headers))
+            return response(ApiError(refused, status=405, reason="MethodNotAllowed", headers=error.headers))
         case HTTPException():
             return response(ApiError(str(error.detail)))
         case _:  # Starlette raises it again after the answer.

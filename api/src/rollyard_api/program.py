@@ -25,7 +25,7 @@ from rollyard_process.telemetry.variables import TraceOptionError
 from rollyard_api.app import build
 from rollyard_api.browsers.config import BrowserSettings
 from rollyard_api.core.errors import OptionInvalid
-from rollyard_api.core.sockets import NoSocket, cut_off_stalled, listening_socket, write_port
+from rollyard_api.core.sockets import cut_off_stalled, listening_socket, write_port
 from rollyard_api.options.declared import ControlPlaneOptions
 from rollyard_api.prorl import listener as prorl_listener
 from rollyard_api.prorl.listener import ProrlListener
@@ -132,7 +132,7 @@ def run(options: ControlPlaneOptions) -> int:
     try:
         sock = listening_socket(options.host, options.port, "--port")
         prorl = prorl_listener.opened(options)
-    except (NoSocket, OptionInvalid) as error:
+    except OptionInvalid as error:
         return _refused(error)
     for each in [sock] if prorl is None else [sock, prorl.socket]:
         if each.family != socket.AF_UNIX:

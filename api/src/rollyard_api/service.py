@@ -327,7 +327,7 @@ async def running(settings: Settings) -> AsyncIterator[ControlPlane]:
     """Yield a control plane whose schema is up to date and whose background work is running.
 
     Raises:
-        TokenFileError: The token file cannot be used.
+        OptionInvalid: The token file cannot be used.
         StateFolderInUse: Another process serves this state folder.
         TraceLibrariesMissing: Traces are asked for, and the extra `traces` is not installed.
         UnknownSchema: The database is that of a version which this one does not know.

@@ -18,7 +18,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from rollyard_api.browsers import origins
 from rollyard_api.browsers.config import BrowserSettings
-from rollyard_api.core.problems import ApiError, MethodNotAllowed, NotFound, response
+from rollyard_api.core.problems import ApiError, NotFound, response
 
 _NOTHING: Final = "default-src 'none'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 PAGE_POLICY: Final = (
@@ -216,8 +216,11 @@ class Front:
             headers = origins.BrowserHeaders(scope)
             origins.check_host(headers, self._hosts)
             if not headers.is_read:
-                raise MethodNotAllowed(
-                    f"the page does not take {scope['method']}", headers={"Allow": "GET, HEAD"}
+                raise ApiError(
+                    f"the page does not take {scope['method']}",
+                    status=405,
+                    reason="MethodNotAllowed",
+                    headers={"Allow": "GET, HEAD"},
                 )
             async with self._reading:
                 if self._files is None:

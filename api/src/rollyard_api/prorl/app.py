@@ -32,7 +32,6 @@ from rollyard_api.core.hosts import HostCheck
 from rollyard_api.core.limits import Limit
 from rollyard_api.core.problems import (
     ApiError,
-    BodyTooSlow,
     Forbidden,
     Invalid,
     Malformed,
@@ -167,12 +166,6 @@ _BROWSERS: Final = ("origin", "sec-fetch-site", "sec-fetch-mode", "access-contro
 """The headers that browsers add to the requests of web pages, and that no client of the protocol sends."""
 
 
-class BodyPacked(ApiError):
-    """The body of a request is compressed."""
-
-    status = 415
-
-
 class BodyGate:
     """An ASGI application that refuses web pages and bodies without bounds before the calls see them.
 
@@ -233,7 +226,7 @@ class BodyGate:
         if not length.isdecimal() or len(length) > 18 or int(length) > most:
             raise too_large
         if headers.get("content-encoding", "identity").strip().lower() != "identity":
-            raise BodyPacked("the body must not be compressed")
+            raise ApiError("the body must not be compressed", status=415, reason="BodyPacked")
         body = bytearray()
         try:
             async with asyncio.timeout(BODY_SECONDS):
@@ -246,7 +239,8 @@ class BodyGate:
                     if len(body) > most:
                         raise too_large
         except TimeoutError:
-            raise BodyTooSlow(f"the body did not arrive within {BODY_SECONDS:g} s") from None
+            detail = f"the body did not arrive within {BODY_SECONDS:g} s"
+            raise ApiError(detail, status=408, reason="BodyTooSlow") from None
         except ClientDisconnect:
             raise Malformed("the connection was lost") from None
         kind = headers.get("content-type", "application/json").split(";")[0].strip().lower()

@@ -14,7 +14,7 @@ from rollyard_crds.task import Task
 from sqlalchemy.engine import Connection
 
 from rollyard_api.core.limits import Quota
-from rollyard_api.core.problems import Invalid, QueueFull, Unavailable
+from rollyard_api.core.problems import Invalid, LimitReached, Unavailable
 from rollyard_api.jobs import jobs, manifests, tasks
 from rollyard_api.machine.jobs import prefix_of
 from rollyard_api.machine.states import UNFINISHED, RolloutState
@@ -179,7 +179,7 @@ def admit(tx: Transaction, new: NewCall) -> StartedCall:
     Raises:
         Unavailable: No batch is open.
         Invalid: The job_id belongs to another call of the batch.
-        QueueFull: There is no room for another rollout, or for another combination of parameters.
+        LimitReached: There is no room for another rollout, or for another combination of parameters.
     """
     state = _opened(locked(tx, new.namespace))
     of_call = (prorl_calls.c.namespace == new.namespace, prorl_calls.c.key == new.key)
@@ -224,7 +224,7 @@ def _job(tx: Transaction, new: NewCall) -> JobRow:
     if len(others) >= new.max_jobs:
         idle = next((job for job in others if job.ended == job.total), None)
         if idle is None:
-            raise QueueFull(
+            raise LimitReached(
                 f"{len(others)} combinations of sampling parameters are in use at the same time, and no "
                 "more may be",
                 headers={"Retry-After": "10"},

@@ -22,7 +22,7 @@ from starlette.responses import Response
 from rollyard_api.browsers.origins import BrowserHeaders
 from rollyard_api.browsers.page import DOCS_POLICY, WebFile, web_file
 from rollyard_api.browsers.sessions import BrowserSession
-from rollyard_api.core.problems import Forbidden, NotFound, QueryRefused, Unauthorized
+from rollyard_api.core.problems import Forbidden, Malformed, NotFound, Unauthorized
 from rollyard_api.routes.common import Call, Plane, RestCall, StrictRoute, answer, body_schema
 
 router = APIRouter(prefix="/v1", tags=["sign-in"], route_class=StrictRoute)
@@ -89,7 +89,7 @@ async def sign_out(call: Call) -> Response:
     """End the session of the cookie."""
     current: BrowserSession | None = call.request.state.session
     if current is None:
-        raise QueryRefused("a bearer token has no session; DELETE /v1/sessions ends all that it has made")
+        raise Malformed("a bearer token has no session; DELETE /v1/sessions ends all that it has made")
     await call.plane.sessions.end(current.digest)
     done = Response(status_code=204, headers=NO_STORE)
     await call.plane.door.set_cookie(done, BrowserHeaders(call.request.scope), "", 0)

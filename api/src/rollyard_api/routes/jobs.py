@@ -24,8 +24,8 @@ from sqlalchemy.engine import Connection
 from starlette.responses import Response
 
 from rollyard_api.core import entrypoints
-from rollyard_api.core.codec import validated
-from rollyard_api.core.problems import Invalid, Malformed, NotFound, TooLarge
+from rollyard_api.core.codec import malformed_body, validated
+from rollyard_api.core.problems import Invalid, NotFound, TooLarge
 from rollyard_api.core.wakeups import UNFINISHED
 from rollyard_api.jobs import blobs, job_views, jobs, manifests, registration, tasks
 from rollyard_api.jobs.manifests import NewJob
@@ -90,7 +90,7 @@ async def manifest_of(
             # YAML is parsed in a thread, because it takes seconds where JSON takes milliseconds.
             document = await call.plane.parsing.run(partial(load_one, body), namespace or "")
         except YamlError as error:
-            raise Malformed(f"the body is no YAML that is taken: {error}") from error
+            raise malformed_body(f"the body is no YAML that is taken: {error}") from error
     else:
         document = await call.document()
     return checked(document, kind, namespace)
@@ -321,7 +321,7 @@ async def push_tasks(job: Named) -> Response:
         try:
             text = (await job.request.body()).decode()
         except UnicodeDecodeError as error:
-            raise Malformed(f"the body is not UTF-8: {error}") from error
+            raise malformed_body(f"the body is not UTF-8: {error}") from error
         read = partial(tasks.read_lines, text)
     else:
         document = await job.document()

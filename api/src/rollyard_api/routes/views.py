@@ -15,7 +15,7 @@ from sqlalchemy.engine import Connection
 from starlette.responses import Response
 
 from rollyard_api.core.codec import loads
-from rollyard_api.core.problems import Conflict, NotFound, QueryRefused
+from rollyard_api.core.problems import Conflict, Malformed, NotFound
 from rollyard_api.machine.jobs import prefix_of
 from rollyard_api.machine.states import ENDED
 from rollyard_api.routes.common import (
@@ -111,7 +111,7 @@ async def fleet_events(plane: Plane, job: Annotated[str, Query(max_length=127)] 
     only: JobName | None = None
     if job:
         if not _JOB.fullmatch(job):
-            raise QueryRefused.of(f"job: must be NAMESPACE/NAME (got {job!r})")
+            raise Malformed.of(f"job: must be NAMESPACE/NAME (got {job!r})")
         namespace, _, name = job.partition("/")
         only = (namespace, name)
     await plane.views.fleet.look()  # An error of the database is answered before the stream begins.
@@ -203,7 +203,7 @@ async def slim_page(call: NamedCall, filters: RolloutFilter, limit: int, after: 
 
     Raises:
         NotFound: There is no such job.
-        QueryRefused: `after` is not the `continue` of this list.
+        Malformed: `after` is not the `continue` of this list.
     """
     job = await folded(call)
     if filters.search:
@@ -251,11 +251,11 @@ def _words(search: str) -> list[str]:
     """Return the words of a search in lower case, each once.
 
     Raises:
-        QueryRefused: It has none, or too many.
+        Malformed: It has none, or too many.
     """
     distinct = list(dict.fromkeys(words.words_in(search)))
     if not 1 <= len(distinct) <= MAX_WORDS:
-        raise QueryRefused.of(
+        raise Malformed.of(
             f"search: must have 1 to {MAX_WORDS} words of letters and digits (got {len(distinct)})"
         )
     return distinct
@@ -410,7 +410,7 @@ async def get_message_text(
 ) -> Response:
     """Return a part of the text of one message: {text, offset, characters}."""
     if number < 0:
-        raise QueryRefused.of("number: must be 0 or more")
+        raise Malformed.of("number: must be 0 or more")
     _, record = await _compact_record(call, rollout)
     return answer(pieces.message_text(record, number, offset, limit))
 
@@ -462,7 +462,7 @@ async def difference(call: Named, rollout: str, other: Annotated[str, Query(max_
     job, left = await _compact_record(call, rollout)
     _, right = await _compact_record(call, other)
     if left.head["group_id"] != right.head["group_id"]:
-        raise QueryRefused.of("other: must be a rollout of the same group, since others have another prompt")
+        raise Malformed.of("other: must be a rollout of the same group, since others have another prompt")
     compare = partial(pieces.difference, left, right)
     document = await call.plane.views.record_threads.run(compare, job.namespace)
     vocabulary = await _vocabulary(call.plane, job)

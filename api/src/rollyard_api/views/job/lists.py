@@ -21,7 +21,7 @@ from sqlalchemy.engine import Connection
 
 from rollyard_api.core import cursors
 from rollyard_api.core.codec import loads
-from rollyard_api.core.problems import QueryRefused
+from rollyard_api.core.problems import Malformed
 from rollyard_api.machine.jobs import prefix_of
 from rollyard_api.machine.states import ENDED, UNFINISHED, RolloutState
 from rollyard_api.storage.rows import JobRow
@@ -80,7 +80,7 @@ class RolloutFilter(BaseModel):
     @classmethod
     def _finite(cls, value: float | None, info: ValidationInfo) -> float | None:
         if value is not None and not math.isfinite(value):
-            raise QueryRefused.of(f"{info.field_name}: must be a finite number (got {value})")
+            raise Malformed.of(f"{info.field_name}: must be a finite number (got {value})")
         return value
 
     @property
@@ -109,7 +109,7 @@ def rollout_page(conn: Connection, job: JobRow, filters: RolloutFilter, limit: i
     """Return a page of a job's rollouts as slim rows; `cursor` is the `continue` of the page before.
 
     Raises:
-        QueryRefused: `cursor` is not one of this list.
+        Malformed: `cursor` is not one of this list.
         Gone: It belongs to another job.
     """
     if filters.sort == "id" and not filters.of_ended:
@@ -271,7 +271,7 @@ def group_page(conn: Connection, job: JobRow, filters: GroupFilter, limit: int, 
     """Return a page of a job's groups; `cursor` is the `continue` of the page before.
 
     Raises:
-        QueryRefused: `cursor` is not one of this list.
+        Malformed: `cursor` is not one of this list.
         Gone: It belongs to another job.
     """
     order = _group_order(filters)

@@ -39,7 +39,7 @@ from rollyard_api.core.problems import (
     Unavailable,
 )
 from rollyard_api.core.wakeups import job_topic
-from rollyard_api.prorl import calls, servers
+from rollyard_api.prorl import calls
 from rollyard_api.prorl.calls import NewCall, StartedCall
 from rollyard_api.prorl.config import ProrlConfig
 from rollyard_api.prorl.process_calls import NAMES, RolloutParams, job_spec, process_answer, task_of
@@ -266,7 +266,7 @@ class _Body(BaseModel):
 class AddServer(_Body):
     """The body of `/add_llm_server`."""
 
-    address: Annotated[str, Field(min_length=1, max_length=servers.MAX_ADDRESS)]
+    address: Annotated[str, Field(min_length=1, max_length=calls.MAX_ADDRESS)]
 
 
 class CancelCall(_Body):
@@ -320,12 +320,12 @@ class ProrlCalls:
     async def add_server(self, request: Request) -> Response:
         """Answer POST /add_llm_server: 200 if added, also before /start; 422 if refused, 500 if unusable."""
         body = await self._body(request, AddServer)
-        url = await servers.add(self._plane, self._config, body.address)
+        url = await calls.add_server(self._plane, self._config, body.address)
         return JSONResponse({"status": "success", "message": f"LLM server {url} added"})
 
     async def clear_servers(self, request: Request) -> Response:
         """Answer POST /clear_llm_server: 200, and no server is left."""
-        await servers.clear(self._plane, self._config)
+        await calls.clear_servers(self._plane, self._config)
         return JSONResponse({"status": "success", "message": "LLM servers cleared"})
 
     async def cancel(self, request: Request) -> Response:

@@ -12,7 +12,7 @@ import httpx
 import pytest
 from rollyard_api.access import permissions
 from rollyard_api.browsers import door, sessions
-from rollyard_api.browsers.config import BrowserSettings, path_prefix
+from rollyard_api.browsers.config import path_prefix
 from rollyard_api.command import main
 from rollyard_api.core.errors import OptionInvalid
 from rollyard_api.core.hosts import HostCheck
@@ -33,8 +33,9 @@ async def yard(tmp_path: Path) -> AsyncIterator[Yard]:
     (folder / "assets").mkdir(parents=True)
     (folder / "index.html").write_text('<meta name="rollyard-prefix" content="">')
     (folder / "assets" / "app.js").write_text("1")
-    shown = BrowserSettings(page_folder=folder, allowed_hosts=("test",))
-    async with control_plane(tmp_path / "state", browsers=shown, open_docs=True, open_metrics=True) as made:
+    async with control_plane(
+        tmp_path / "state", page_folder=folder, open_docs=True, open_metrics=True
+    ) as made:
         await made.submit("mine")
         yield made
 

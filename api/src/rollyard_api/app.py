@@ -290,7 +290,7 @@ def build(settings: Settings, *, prorl: ProrlListener | None = None) -> FastAPI:
         lifespan=lifespan,
         docs_url=None,
         redoc_url=None,
-        servers=[{"url": prefix}] if (prefix := settings.browsers.path_prefix) else None,
+        servers=[{"url": prefix}] if (prefix := settings.path_prefix) else None,
         exception_handlers=dict.fromkeys(
             (ApiError, RequestValidationError, HTTPException, Exception), _problem
         ),
@@ -298,5 +298,5 @@ def build(settings: Settings, *, prorl: ProrlListener | None = None) -> FastAPI:
     for router in _ROUTERS:
         # Including a router would analyse all its routes again, for each application.
         app.router.routes.extend(router.routes)
-    app.front = Front(Gate(app, settings), settings.browsers)
+    app.front = Front(Gate(app, settings), settings.host_check, settings.path_prefix, settings.page_folder)
     return app

@@ -171,8 +171,10 @@ class ControlPlane:
         )
         self.installed = entrypoints.installed()
         self.bound_jobs = BoundJobs(database)
-        self.sessions = Sessions(database, settings.browsers, lambda: self.tokens.by_role)
-        self.door = Door(settings.browsers, self.sessions)
+        self.sessions = Sessions(
+            database, settings.session_idle_seconds, settings.session_seconds, lambda: self.tokens.by_role
+        )
+        self.door = Door(self.sessions, settings.host_check, settings.path_prefix)
         self.wrong_codes = WrongCodes()
         self.unclaimed = heartbeats.Unclaimed()
         self.speeds = Speeds()

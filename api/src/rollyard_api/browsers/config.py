@@ -1,43 +1,18 @@
-"""The settings of what browsers see, and the checks of the options about them."""
+"""Checks of the options about what browsers see."""
 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Final
 
 from rollyard_api.core.errors import OptionInvalid
-from rollyard_api.core.hosts import MAX_HOST, NAME, HostCheck, address_of
+from rollyard_api.core.hosts import MAX_HOST, NAME, address_of
 
 MAX_PREFIX: Final = 200
 """The largest number of characters of a path prefix."""
 _PREFIX: Final = re.compile(r"(/[A-Za-z0-9_~][A-Za-z0-9._~-]*)+")
 _OWN: Final = frozenset({"assets", "docs", "healthz", "jobs", "metrics", "openapi.json", "readyz", "v1"})
 """What paths of the control plane itself begin with."""
-
-
-@dataclass(frozen=True, slots=True)
-class BrowserSettings:
-    """The addresses of the page, and the times that sessions last."""
-
-    bound: str = "127.0.0.1"
-    """The address that the control plane listens on, or the path of a Unix socket."""
-    path_prefix: str = ""
-    """The path below which browsers find the page and the calls, such as `/rollyard`, or "" for the root."""
-    allowed_hosts: tuple[str, ...] = ()
-    """The DNS names under which browsers may reach the control plane, in addition to `localhost`."""
-    idle_seconds: float = 12 * 3600.0
-    """The time in seconds after which a session ends that nobody uses."""
-    session_seconds: float = 7 * 86400.0
-    """The time in seconds after which every session ends."""
-    page_folder: Path = Path(__file__).parent.parent / "page"
-    """The folder with the page's index.html and its assets."""
-
-    @property
-    def hosts(self) -> HostCheck:
-        """The Host headers that are accepted from callers without a token."""
-        return HostCheck(self.bound, self.allowed_hosts)
 
 
 def path_prefix(text: str) -> str:

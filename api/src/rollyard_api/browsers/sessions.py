@@ -24,7 +24,6 @@ import sqlalchemy as sa
 from rollyard_process.token_bucket import TokenBucket
 from sqlalchemy.engine import Connection
 
-from rollyard_api.browsers.config import BrowserSettings
 from rollyard_api.core.hosts import address_of
 from rollyard_api.core.problems import ApiError, LimitReached, Unauthorized
 from rollyard_api.storage.database import Database, Transaction
@@ -65,15 +64,22 @@ class Sessions:
 
     Args:
         database: The database with their rows.
-        settings: The times that sessions last.
+        idle_seconds: The time in seconds after which a session ends that nobody uses.
+        longest_seconds: The time in seconds after which every session ends.
         valid: A function that returns the bearer tokens in force, by role.
     """
 
-    def __init__(self, database: Database, settings: BrowserSettings, valid: Callable[[], _Valid]) -> None:
+    def __init__(
+        self,
+        database: Database,
+        idle_seconds: float,
+        longest_seconds: float,
+        valid: Callable[[], _Valid],
+    ) -> None:
         self._database = database
-        self._idle = settings.idle_seconds
-        self._longest = settings.session_seconds
-        self._touch = min(TOUCH_SECONDS, settings.idle_seconds / TOUCHES)
+        self._idle = idle_seconds
+        self._longest = longest_seconds
+        self._touch = min(TOUCH_SECONDS, idle_seconds / TOUCHES)
         self._valid = valid
         self._name = ""
 

@@ -64,7 +64,7 @@ async def sign_in(call: Call) -> Response:
         plane.wrong_codes.count(address)
         raise
     log.info("a browser at %s has signed in as %s", address, signed_in.role)
-    seconds = plane.settings.browsers.session_seconds
+    seconds = plane.settings.session_seconds
     done = Response(status_code=204, headers=NO_STORE)
     await plane.door.set_cookie(done, headers, secret, seconds)
     return done
@@ -79,7 +79,7 @@ async def session(call: Call) -> Response:
     browser: BrowserSession | None = call.request.state.session
     role = call.caller.role if browser is None else browser.role
     expires = None if browser is None else browser.expires_at
-    prefix = call.plane.settings.browsers.path_prefix
+    prefix = call.plane.settings.path_prefix
     document = {"role": role, "expires_at": expires, "cancel": role == "admin", "prefix": prefix}
     return answer(document, headers=NO_STORE)
 
@@ -104,7 +104,7 @@ async def make_code(call: Call) -> Response:
     if body.role == "admin" and role != "admin":
         raise Forbidden(f"the role '{role}' makes links for viewers only")
     code, expires = await plane.sessions.make_code(body.role, role, _token_of(call))
-    prefix = plane.settings.browsers.path_prefix
+    prefix = plane.settings.path_prefix
     document = {"code": code, "role": body.role, "expires_at": expires, "prefix": prefix}
     return answer(document, 201, NO_STORE)
 
@@ -172,7 +172,7 @@ def asset(name: str) -> WebFile:
 @of_docs.api_route("/docs", methods=["GET", "HEAD"])
 async def documents(request: Request, plane: Plane) -> Response:
     """Return the document that shows the calls."""
-    prefix = html.escape(plane.settings.browsers.path_prefix, quote=True)
+    prefix = html.escape(plane.settings.path_prefix, quote=True)
     return web_file("docs.html", _DOCUMENT.format(prefix=prefix).encode(), DOCS_POLICY).answer(
         request.headers
     )

@@ -96,7 +96,7 @@ async def test_probes_are_few_and_threads_are_bounded(
     monkeypatch.setattr(bulkhead, "PROBES", Backoff(first=0.01, longest=0.01))
     walls = Bulkhead("store", threads=1, waiting=4, seconds=0.02)
     answers: list[str] = []
-    while walls.hanging < SPARE:
+    while len(walls.hanging) < SPARE:
         try:
             await walls.run(hang_until(freed))
         except (TimedOut, Unavailable) as error:

@@ -11,7 +11,7 @@ import time
 from collections.abc import Collection, Sequence
 from contextlib import nullcontext
 from functools import partial
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Query, Request
 from rollyard_crds.claims import Claim, ClaimList, ClaimRequest, ClaimStatus
@@ -114,23 +114,6 @@ def _grant(
     return [], job is None or job.finished_at is not None or job_id not in (None, job.id)
 
 
-class _Renewed(NamedTuple):
-    """What a heartbeat has changed and read."""
-
-    lost: list[tuple[str, int]]
-    """The rollouts and fencing tokens of the leases that the worker no longer holds."""
-    cancelled: list[tuple[str, int]]
-    """Those of the leases whose rollouts have been cancelled."""
-    unnamed: list[str]
-    """The sandboxes of the node that no rollout names."""
-    oldest_init: float | None
-    """The time at which the oldest Init lease of the node began, or None if there is none."""
-    unused: list[str]
-    """The sandboxes that end and that no leased rollout uses."""
-    now: float
-    watched: list[str]
-
-
 @router.post(
     "/heartbeat", responses={200: {"model": HeartbeatResponse}}, openapi_extra=body_schema(HeartbeatRequest)
 )
@@ -145,33 +128,30 @@ async def heartbeat(request: Request) -> Response:
     node = beat.node if call.bound is None else f"{beat.node} {job_id}"
     watches = plane.views.watching.possible(time.time())
 
-    def op(tx: Transaction) -> _Renewed:
+    def op(tx: Transaction) -> tuple[dict[str, Any], list[str], float | None, float]:
         lost, cancelled = heartbeats.renew(tx, leases, plane.settings.lease_seconds)
-        unnamed, oldest = heartbeats.claims(tx, beat.node, beat.sandboxes)
+        unnamed, oldest_init = heartbeats.claims(tx, beat.node, beat.sandboxes)
         heartbeats.heard(tx, beat.node, job_id)
-        unused = heartbeats.give_up(tx, beat.ending) if beat.ending else []
-        watched: list[str] = []
+        renewed: dict[str, Any] = {
+            "lost": [{"rollout": rollout, "token": token} for rollout, token in lost],
+            "cancelled": [{"rollout": rollout, "token": token} for rollout, token in cancelled],
+            "orphans": heartbeats.give_up(tx, beat.ending) if beat.ending else [],
+            "watched": [],
+        }
         if watches or beat.live:
             dropped = {rollout for rollout, _ in (*lost, *cancelled)}
             current = {rollout: token for rollout, token in leases if rollout not in dropped}
             live.take(tx, beat.live, current)
-            watched = live.watched(tx, current) if watches else []
-        return _Renewed(lost, cancelled, unnamed, oldest, unused, tx.now, watched)
+            renewed["watched"] = live.watched(tx, current) if watches else []
+        return renewed, unnamed, oldest_init, tx.now
 
-    renewed: _Renewed = await call.write_own(
+    renewed, unnamed, oldest_init, now = await call.write_own(
         op, [rollout for rollout, _ in leases], beat.ending, durable=False
     )
     plane.views.seen_workers.heard(job_id, beat.worker, beat.node, time.time())
-    orphans = plane.unclaimed.orphans(node, renewed.unnamed, renewed.oldest_init, renewed.now)
-    return _reply(
-        request,
-        {
-            "lost": [{"rollout": rollout, "token": token} for rollout, token in renewed.lost],
-            "cancelled": [{"rollout": rollout, "token": token} for rollout, token in renewed.cancelled],
-            "orphans": sorted({*orphans, *renewed.unused}),
-            "watched": renewed.watched,
-        },
-    )
+    orphans = plane.unclaimed.orphans(node, unnamed, oldest_init, now)
+    renewed["orphans"] = sorted({*orphans, *renewed["orphans"]})
+    return _reply(request, renewed)
 
 
 @router.post(

@@ -11,7 +11,7 @@ class ControlPlaneError(Exception):
 
     reason: str = "InternalError"
 
-    def __init__(self, message: str, *, reason: str | None = None) -> None:
+    def __init__(self, message: str = "", *, reason: str | None = None) -> None:
         super().__init__(message)
         if reason is not None:
             self.reason = reason

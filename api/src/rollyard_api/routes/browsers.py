@@ -126,23 +126,7 @@ PACKAGE: Final = "fastapi_swagger"
 """The package with the files of Swagger UI. Its code is not used, and not imported."""
 _SHIPPED: Final = ("swagger-ui.css", "swagger-ui-bundle.js")
 _OWN: Final = "start.js"
-_DOCUMENT: Final = """<!doctype html>
-<html lang="en">
-  <head>
-    <meta charset="utf-8">
-    <meta name="viewport" content="width=device-width, initial-scale=1">
-    <meta name="rollyard-prefix" content="{prefix}">
-    <title>Rollyard: the calls of the control plane</title>
-    <link rel="stylesheet" href="{prefix}/docs/swagger-ui.css">
-    <script src="{prefix}/docs/swagger-ui-bundle.js" defer></script>
-    <script src="{prefix}/docs/start.js" defer></script>
-  </head>
-  <body>
-    <div id="docs"></div>
-    <noscript>These pages need JavaScript. The calls are described at {prefix}/openapi.json, too.</noscript>
-  </body>
-</html>
-"""
+_FOLDER: Final = Path(__file__).parent / "docs"
 
 
 @lru_cache(maxsize=len(_SHIPPED) + 1)
@@ -154,7 +138,7 @@ def asset(name: str) -> WebFile:
             DocsNotInstalled).
     """
     if name == _OWN:
-        return web_file(name, (Path(__file__).parent / "docs" / name).read_bytes())
+        return web_file(name, (_FOLDER / name).read_bytes())
     if name not in _SHIPPED:
         raise NotFound(f"there is no /docs/{name[:200]}")
     spec = find_spec(PACKAGE)
@@ -169,13 +153,16 @@ def asset(name: str) -> WebFile:
     )
 
 
+@lru_cache(maxsize=8)
+def _document(prefix: str) -> WebFile:
+    text = (_FOLDER / "docs.html").read_text(encoding="utf-8")
+    return web_file("docs.html", text.format(prefix=html.escape(prefix, quote=True)).encode(), DOCS_POLICY)
+
+
 @of_docs.api_route("/docs", methods=["GET", "HEAD"])
 async def documents(request: Request, plane: Plane) -> Response:
     """Return the document that shows the calls."""
-    prefix = html.escape(plane.settings.path_prefix, quote=True)
-    return web_file("docs.html", _DOCUMENT.format(prefix=prefix).encode(), DOCS_POLICY).answer(
-        request.headers
-    )
+    return (await asyncio.to_thread(_document, plane.settings.path_prefix)).answer(request.headers)
 
 
 @of_docs.api_route("/docs/{name}", methods=["GET", "HEAD"])

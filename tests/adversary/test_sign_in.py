@@ -12,11 +12,11 @@ import httpx
 import pytest
 from rollyard_api.access import permissions
 from rollyard_api.browsers import door, sessions
-from rollyard_api.browsers.config import path_prefix
 from rollyard_api.command import main
 from rollyard_api.core.errors import OptionInvalid
 from rollyard_api.core.hosts import HostCheck
 from rollyard_api.core.problems import LimitReached
+from rollyard_api.options.declared import path_prefix
 from rollyard_testing.adversary.restplane import Yard, control_plane
 from rollyard_testing.api.browser import HOST, TestBrowser
 from rollyard_testing.pace import patience

@@ -11,9 +11,9 @@ from typing import Any
 import httpx
 import pytest
 from rollyard_api.browsers import page
-from rollyard_api.browsers.config import host_name, path_prefix
 from rollyard_api.browsers.page import takes_gzip
 from rollyard_api.core.errors import OptionInvalid
+from rollyard_api.options.declared import host_name, path_prefix
 from rollyard_api.settings import Settings
 from rollyard_testing.api.plane import make_manifest, serving
 

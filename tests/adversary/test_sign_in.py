@@ -12,10 +12,11 @@ import httpx
 import pytest
 from rollyard_api.access import permissions
 from rollyard_api.browsers import door, sessions
-from rollyard_api.browsers.config import BrowserSettings, path_prefix
 from rollyard_api.command import main
 from rollyard_api.core.errors import OptionInvalid
 from rollyard_api.core.hosts import HostCheck
+from rollyard_api.core.problems import LimitReached
+from rollyard_api.options.declared import path_prefix
 from rollyard_testing.adversary.restplane import Yard, control_plane
 from rollyard_testing.api.browser import HOST, TestBrowser
 from rollyard_testing.pace import patience
@@ -32,8 +33,9 @@ async def yard(tmp_path: Path) -> AsyncIterator[Yard]:
     (folder / "assets").mkdir(parents=True)
     (folder / "index.html").write_text('<meta name="rollyard-prefix" content="">')
     (folder / "assets" / "app.js").write_text("1")
-    shown = BrowserSettings(page_folder=folder, allowed_hosts=("test",))
-    async with control_plane(tmp_path / "state", browsers=shown, open_docs=True, open_metrics=True) as made:
+    async with control_plane(
+        tmp_path / "state", page_folder=folder, open_docs=True, open_metrics=True
+    ) as made:
         await made.submit("mine")
         yield made
 
@@ -290,7 +292,7 @@ def test_a_guesser_with_many_addresses_fills_no_memory() -> None:
     assert len(made._buckets) == sessions.REMEMBERED
     for number in range(sessions.GUESSES):
         made.count(f"2001:db8::{number:x}")
-    with pytest.raises(sessions.TooManyGuesses):
+    with pytest.raises(LimitReached):
         made.check("2001:db8::ffff")
     made.check("2001:db8:0:1::1")
 

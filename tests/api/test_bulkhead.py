@@ -11,7 +11,7 @@ import pytest
 from rollyard_api.core import bulkhead
 from rollyard_api.core.bulkhead import SPARE, Bulkhead
 from rollyard_api.core.limits import Limit
-from rollyard_api.core.problems import TimedOut, TooManyWaits, Unavailable
+from rollyard_api.core.problems import LimitReached, TimedOut, Unavailable
 from rollyard_api.core.wakeups import EmptyAnswers
 from rollyard_process.backoff import Backoff
 from rollyard_testing.pace import patience
@@ -96,7 +96,7 @@ async def test_probes_are_few_and_threads_are_bounded(
     monkeypatch.setattr(bulkhead, "PROBES", Backoff(first=0.01, longest=0.01))
     walls = Bulkhead("store", threads=1, waiting=4, seconds=0.02)
     answers: list[str] = []
-    while walls.hanging < SPARE:
+    while len(walls.hanging) < SPARE:
         try:
             await walls.run(hang_until(freed))
         except (TimedOut, Unavailable) as error:
@@ -118,9 +118,9 @@ async def test_probes_are_few_and_threads_are_bounded(
 async def test_a_limit_counts_by_key_and_in_all() -> None:
     limit = Limit("polls", each=2, total=3)
     with limit.held("a"), limit.held("a"):
-        with pytest.raises(TooManyWaits, match="namespace 'a'"), limit.held("a"):
+        with pytest.raises(LimitReached, match="namespace 'a'"), limit.held("a"):
             pass
-        with limit.held("b"), pytest.raises(TooManyWaits, match="3 polls"), limit.held("c"):
+        with limit.held("b"), pytest.raises(LimitReached, match="3 polls"), limit.held("c"):
             pass
         assert limit.open("b") == 0
     assert limit.open("a") == 0
@@ -155,7 +155,7 @@ async def test_who_waits_in_vain_for_a_turn_keeps_no_place() -> None:
     async with short.turn("b"):
         async with short.turn("a"):
             for _ in range(3):
-                with pytest.raises(TooManyWaits):
+                with pytest.raises(LimitReached):
                     async with short.turn("b"):
                         pass
         async with short.turn("b"):
@@ -169,10 +169,10 @@ async def test_turns_are_bounded_by_key_and_in_all_and_are_given_back_by_what_fa
             async with turns.turn("a"):
                 raise ValueError("broken")
     async with turns.turn("a"), turns.turn("a"):
-        with pytest.raises(TooManyWaits, match="namespace 'a'"):
+        with pytest.raises(LimitReached, match="namespace 'a'"):
             await turns.turn("a").__aenter__()
         async with turns.turn("b"):
-            with pytest.raises(TooManyWaits):
+            with pytest.raises(LimitReached):
                 await turns.turn("c").__aenter__()
         async with turns.turn("c"):
             pass

@@ -11,9 +11,9 @@ from typing import Any
 import httpx
 import pytest
 from rollyard_api.browsers import page
-from rollyard_api.browsers.config import BrowserSettings, host_name, path_prefix
 from rollyard_api.browsers.page import takes_gzip
 from rollyard_api.core.errors import OptionInvalid
+from rollyard_api.options.declared import host_name, path_prefix
 from rollyard_api.settings import Settings
 from rollyard_testing.api.plane import make_manifest, serving
 
@@ -52,8 +52,8 @@ def opened(settings: Settings, folder: Path) -> Opened:
 
     @asynccontextmanager
     async def start(**changes: Any) -> AsyncIterator[httpx.AsyncClient]:
-        shown = BrowserSettings(**{"page_folder": folder, "allowed_hosts": ("test",), **changes})
-        async with serving(settings, browsers=shown) as served:
+        shown = {"page_folder": folder, "allowed_hosts": ("test",), **changes}
+        async with serving(settings, **shown) as served:
             yield served.anonymous
 
     return start
@@ -189,7 +189,7 @@ async def test_below_a_prefix_there_is_all(opened: Opened) -> None:
 
 
 async def test_calls_below_a_prefix(settings: Settings) -> None:
-    async with serving(settings, browsers=BrowserSettings(path_prefix="/x")) as served:
+    async with serving(settings, path_prefix="/x") as served:
         assert (await served.admin.post("/x/v1/rolloutjobs", json=make_manifest())).status_code == 201
         assert (await served.admin.get("/x/v1/rolloutjobs/job")).status_code == 200
         assert (await served.admin.get("/v1/rolloutjobs/job")).status_code == 200
@@ -227,8 +227,8 @@ async def test_a_page_that_is_too_large_is_an_error(opened: Opened, monkeypatch:
 async def test_documentation_needs_no_internet_and_no_inline_script(
     opened: Opened, settings: Settings
 ) -> None:
-    shown = BrowserSettings(path_prefix="/x", allowed_hosts=("test",))
-    async with serving(settings, browsers=shown, open_docs=True) as served:
+    shown = {"path_prefix": "/x", "allowed_hosts": ("test",)}
+    async with serving(settings, **shown, open_docs=True) as served:
         http = served.anonymous
         page = await http.get("/x/docs")
         assert page.status_code == 200

@@ -20,7 +20,8 @@ from typing import Any
 
 import httpx
 import pytest
-from rollyard_api.core.sockets import NoSocket, listening_socket
+from rollyard_api.core.errors import OptionInvalid
+from rollyard_api.core.sockets import listening_socket
 from rollyard_testing.api.control_plane import self_signed
 from rollyard_testing.api.plane import Worker, make_manifest, start_api
 from rollyard_testing.pace import patience
@@ -81,7 +82,7 @@ def test_an_address_of_a_family_that_the_machine_lacks(monkeypatch: pytest.Monke
         raise OSError(errno.EAFNOSUPPORT, "Address family not supported by protocol")
 
     monkeypatch.setattr(socket, "socket", without_ipv6)
-    with pytest.raises(NoSocket, match="port 8765 on ::1 cannot be listened on: Address family not"):
+    with pytest.raises(OptionInvalid, match="port 8765 on ::1 cannot be listened on: Address family not"):
         listening_socket("::1", 8765, "--port")
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from rollyard_api.core.errors import OptionInvalid
-from rollyard_api.core.problems import QueueFull
+from rollyard_api.core.problems import LimitReached
 from rollyard_api.jobs import reward_services as module
 from rollyard_api.jobs.reward_services import RewardServices, ServiceAllowList, ServiceCall
 from rollyard_crds.fields.reward import RewardServiceSpec
@@ -149,7 +149,7 @@ async def test_requests_of_a_job_are_as_many_at_once_as_it_says(
     monkeypatch.setattr(module, "WAIT_SECONDS", 0.05)
     hanging = asyncio.create_task(asked(services, f"{service.url}hang", concurrency=1))
     await service.hangs.wait()
-    with pytest.raises(QueueFull, match="1 requests to the reward service are under way"):
+    with pytest.raises(LimitReached, match="1 requests to the reward service are under way"):
         await asked(services, f"{service.url}score", concurrency=1)
     # Another job does not wait for this one.
     assert (await asked(services, f"{service.url}score", job=2, concurrency=1))["reward"] == 0.5

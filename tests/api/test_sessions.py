@@ -6,7 +6,6 @@ import asyncio
 import json
 import time
 from collections.abc import AsyncIterator, Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,6 @@ import httpx
 import pytest
 import sqlalchemy as sa
 from rollyard_api.browsers import sessions as module
-from rollyard_api.browsers.config import BrowserSettings
 from rollyard_api.settings import Settings
 from rollyard_api.storage.schema import browser_sessions, sign_in_codes
 from rollyard_testing.api.browser import TestBrowser
@@ -102,8 +100,7 @@ async def test_the_cookie_is_out_of_reach_of_scripts_and_other_sites(served: Any
 async def test_behind_https_the_cookie_is_bound_to_it(settings: Settings) -> None:
     host = "rollyard.example.org"
     for prefix, start in (("", "__Host-rollyard-"), ("/lab", "__Secure-rollyard-")):
-        shown = BrowserSettings(allowed_hosts=(host,), path_prefix=prefix)
-        async with serving(settings, browsers=shown) as served:
+        async with serving(settings, allowed_hosts=(host,), path_prefix=prefix) as served:
             browser = await signed_in(served, host=host, scheme="https", prefix=prefix)
             name, *attributes = browser.set_cookie.split("; ")
             assert name.startswith(start)
@@ -165,14 +162,13 @@ async def test_signing_in_again_ends_the_earlier_session(served: Any) -> None:
 
 
 @OUTLIVING_SESSION
-@pytest.mark.parametrize("changed", ["idle_seconds", "session_seconds"])
+@pytest.mark.parametrize("changed", ["session_idle_seconds", "session_seconds"])
 async def test_a_session_expires(settings: Settings, changed: str) -> None:
-    shown = replace(BrowserSettings(), **{changed: 0.4})
-    async with serving(settings, browsers=shown) as served:
+    async with serving(settings, **{changed: 0.4}) as served:
         browser = await signed_in(served)
         began = time.monotonic()
         while time.monotonic() - began < patience(10):
-            if changed == "idle_seconds":
+            if changed == "session_idle_seconds":
                 await asyncio.sleep(0.5)
             answer = await browser.fetch("GET", "/v1/rolloutjobs")
             if answer.status_code == 401:
@@ -182,7 +178,7 @@ async def test_a_session_expires(settings: Settings, changed: str) -> None:
 
 
 async def test_a_session_in_use_outlives_the_idle_time(settings: Settings) -> None:
-    async with serving(settings, browsers=replace(BrowserSettings(), idle_seconds=3.0)) as served:
+    async with serving(settings, session_idle_seconds=3.0) as served:
         browser = await signed_in(served)
         end = time.monotonic() + 4.5
         while time.monotonic() < end:

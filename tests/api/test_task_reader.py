@@ -20,7 +20,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 from hypothesis import given
 from hypothesis import strategies as st
 from rollyard_api.core.errors import OptionInvalid
-from rollyard_api.core.problems import ApiError, Invalid, QueueFull
+from rollyard_api.core.problems import ApiError, Invalid, LimitReached
 from rollyard_api.jobs import source_readers
 from rollyard_api.jobs.task_reader import TaskFileLimits, TaskReader
 from rollyard_api.jobs.task_sources import AllowList, SourceNotAllowed, blob_of
@@ -169,7 +169,7 @@ async def test_a_source_that_hangs_keeps_its_slot_until_it_ends(monkeypatch: Any
         for namespace in ("a", "b"):
             with pytest.raises(Invalid, match=r"not read within 0\.2 seconds"):
                 await reader.read(url, namespace)
-        with pytest.raises(QueueFull, match="task files are being read for jobs of namespace 'a'"):
+        with pytest.raises(LimitReached, match="task files are being read for jobs of namespace 'a'"):
             await reader.read(url, "a")
         with pytest.raises(ApiError) as full:
             await reader.read(url, "c")
@@ -183,7 +183,7 @@ async def test_a_source_that_hangs_keeps_its_slot_until_it_ends(monkeypatch: Any
             try:
                 assert len(await reader.read(url, "a")) == 1
                 break
-            except QueueFull:
+            except LimitReached:
                 await asyncio.sleep(0.01)
     reader.close()
 

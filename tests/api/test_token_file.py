@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rollyard_api.access.bearer_tokens import MAX_VALID, TokenFile, TokenFileError, load
+from rollyard_api.access.bearer_tokens import MAX_VALID, TokenFile, load
+from rollyard_api.core.errors import OptionInvalid
 from rollyard_api.core.problems import Unauthorized
 from rollyard_api.settings import Settings
 from rollyard_crds.security.job_token import job_token
@@ -115,10 +116,10 @@ def test_a_file_may_leave_out_the_roles_that_only_look(tmp_path: Path) -> None:
 def test_tokens_of_a_role_are_bounded_and_of_one_role_only(tmp_path: Path) -> None:
     path = tmp_path / "tokens.json"
     path.write_text(json.dumps(OLD | {"worker": [f"w{i}" for i in range(MAX_VALID + 1)]}))
-    with pytest.raises(TokenFileError, match="at most 16 tokens of 'worker'"):
+    with pytest.raises(OptionInvalid, match="at most 16 tokens of 'worker'"):
         load(path)
     path.write_text(json.dumps(OLD | {"metrics": ["m", "a"]}))
-    with pytest.raises(TokenFileError, match="the tokens of two roles are the same"):
+    with pytest.raises(OptionInvalid, match="the tokens of two roles are the same"):
         load(path)
 
 

@@ -14,8 +14,7 @@ from rollyard_api.core import cursors
 from rollyard_api.trajectories import words
 from rollyard_api.views import keyset
 from rollyard_api.views.fleet.feed import BUFFER
-from rollyard_api.views.job.grid import GroupFilter
-from rollyard_api.views.job.rollout_list import RolloutFilter
+from rollyard_api.views.job.lists import GroupFilter, RolloutFilter
 from rollyard_testing.api.plane import Worker, make_manifest
 from rollyard_testing.manifests import pool_manifest
 from rollyard_testing.pace import patience

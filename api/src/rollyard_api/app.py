@@ -10,13 +10,13 @@ from http import HTTPStatus
 from inspect import signature
 from typing import Any, Final
 
-from fastapi import FastAPI, Request
+from fastapi import APIRouter, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
 from rollyard_process.version import installed_version
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
-from starlette.responses import Response
+from starlette.responses import PlainTextResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rollyard_api.access import permissions
@@ -24,25 +24,17 @@ from rollyard_api.access.bearer_tokens import Caller
 from rollyard_api.access.permissions import Access, Rule
 from rollyard_api.browsers.door import SessionOver
 from rollyard_api.browsers.page import Front
-from rollyard_api.core.problems import ApiError, Invalid, MethodNotAllowed, NotFound, TooLarge, response
-from rollyard_api.prorl.listener import ProrlListener, listening
-from rollyard_api.routes import (
-    api_docs,
-    blobs,
-    claims,
-    jobs,
-    leases,
-    pools,
-    probes,
-    results,
-    sessions,
-    weights,
-    workers,
+from rollyard_api.core.problems import (
+    ApiError,
+    Invalid,
+    NotFound,
+    TooLarge,
+    Unavailable,
+    response,
 )
-from rollyard_api.routes.common import describe_bodies
-from rollyard_api.routes.page import fleet as page_fleet
-from rollyard_api.routes.page import job as page_job
-from rollyard_api.routes.page import rollout as page_rollout
+from rollyard_api.prorl.listener import ProrlListener, listening
+from rollyard_api.routes import browsers, jobs, pools, results, stage_workers, views
+from rollyard_api.routes.common import Plane, describe_bodies
 from rollyard_api.service import ControlPlane, running
 from rollyard_api.settings import Settings
 
@@ -88,7 +80,7 @@ class Gate:
             else:
                 answering = await self._admit(scope, rule, headers, watched)
             # An upload is read in pieces and may be longer. All other bodies are held in memory as a whole.
-            most = self._max_blob if scope["path"].startswith(blobs.PREFIX) else self._max_body
+            most = self._max_blob if scope["path"].startswith(_BLOBS) else self._max_body
             most = most if rule.max_body is None else min(most, rule.max_body)
             length = headers.get(b"content-length", b"0")
             # The server itself refuses a value that is not a number of this kind. Here such a value counts as
@@ -164,6 +156,7 @@ class Body:
         return message
 
 
+_BLOBS: Final = f"{permissions.BLOBS}/"
 _LENGTHS: Final = (b"content-length", b"transfer-encoding")
 _HEADERS: Final = (b"authorization", b"content-length", b"cookie")
 
@@ -183,7 +176,7 @@ async def _problem(request: Request, error: Exception) -> Response:
             return response(NotFound(f"there is no {request.url.path}"))
         case HTTPException(status_code=405):
             refused = f"{request.url.path} does not take {request.method}"
-            return response(MethodNotAllowed(refused, headers=error.headers))
+            return response(ApiError(refused, status=405, reason="MethodNotAllowed", headers=error.headers))
         case HTTPException():
             return response(ApiError(str(error.detail)))
         case _:  # Starlette raises it again after the answer.
@@ -207,16 +200,51 @@ class Application(FastAPI):
         return super().openapi()
 
 
-_ROUTERS: Final = (
-    *(module.router for module in (leases, claims, results, jobs, blobs)),
+probes = APIRouter(tags=["probes"])
+
+
+@probes.get("/healthz", response_class=PlainTextResponse)
+async def healthz() -> str:
+    """Return "ok" if the process answers."""
+    return "ok"
+
+
+@probes.get("/readyz", response_class=PlainTextResponse)
+async def readyz(plane: Plane) -> str:
+    """Return "ok" if the database answers too; 503 otherwise, and while starting or shutting down."""
+    if not plane.ready or plane.bus.closing:
+        raise Unavailable("starting or shutting down")
+    await plane.database.read(lambda conn: conn.exec_driver_sql("SELECT 1").scalar())
+    return "ok"
+
+
+@probes.get("/metrics")
+async def metrics(plane: Plane) -> Response:
+    """Return the metrics in Prometheus text format."""
+    text = await plane.database.read(plane.metrics.render)
+    return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
+
+
+# In this order the OpenAPI document lists them.
+_ROUTERS: Final = [
+    stage_workers.router,
+    stage_workers.of_claims,
+    results.router,
+    jobs.router,
+    jobs.of_blobs,
     results.of_cursors,
     jobs.of_drivers,
-    *(module.router for module in (workers, pools, weights, probes, sessions, api_docs)),
-    *(module.router for module in (page_fleet, page_job, page_rollout)),
-)
+    stage_workers.of_workers,
+    pools.router,
+    pools.of_weights,
+    probes,
+    browsers.router,
+    browsers.of_docs,
+    views.router,
+]
 _DIRECT: Final = {
     (method, route.path): route
-    for route in leases.router.routes
+    for route in stage_workers.router.routes
     if isinstance(route, APIRoute) and list(signature(route.endpoint).parameters) == ["request"]
     for method in sorted(route.methods or ())
 }
@@ -262,7 +290,7 @@ def build(settings: Settings, *, prorl: ProrlListener | None = None) -> FastAPI:
         lifespan=lifespan,
         docs_url=None,
         redoc_url=None,
-        servers=[{"url": prefix}] if (prefix := settings.browsers.path_prefix) else None,
+        servers=[{"url": prefix}] if (prefix := settings.path_prefix) else None,
         exception_handlers=dict.fromkeys(
             (ApiError, RequestValidationError, HTTPException, Exception), _problem
         ),
@@ -270,5 +298,5 @@ def build(settings: Settings, *, prorl: ProrlListener | None = None) -> FastAPI:
     for router in _ROUTERS:
         # Including a router would analyse all its routes again, for each application.
         app.router.routes.extend(router.routes)
-    app.front = Front(Gate(app, settings), settings.browsers)
+    app.front = Front(Gate(app, settings), settings.host_check, settings.path_prefix, settings.page_folder)
     return app

@@ -23,9 +23,8 @@ from rollyard_process.telemetry.options import trace_options
 from rollyard_process.telemetry.variables import TraceOptionError
 
 from rollyard_api.app import build
-from rollyard_api.browsers.config import BrowserSettings
 from rollyard_api.core.errors import OptionInvalid
-from rollyard_api.core.sockets import NoSocket, cut_off_stalled, listening_socket, write_port
+from rollyard_api.core.sockets import cut_off_stalled, listening_socket, write_port
 from rollyard_api.options.declared import ControlPlaneOptions
 from rollyard_api.prorl import listener as prorl_listener
 from rollyard_api.prorl.listener import ProrlListener
@@ -113,13 +112,6 @@ def run(options: ControlPlaneOptions) -> int:
         **{name: getattr(options, name) for name in ControlPlaneOptions.model_fields},
         traces=traces,
         traces_asked=bool(options.otlp_endpoint),
-        browsers=BrowserSettings(
-            bound=options.host,
-            path_prefix=options.path_prefix,
-            allowed_hosts=options.allowed_hosts,
-            idle_seconds=options.session_idle_seconds,
-            session_seconds=options.session_seconds,
-        ),
     )
     for options_of_list, name in (
         ("--allow-tasks-from, --allow-tasks-network", "task_sources"),
@@ -132,7 +124,7 @@ def run(options: ControlPlaneOptions) -> int:
     try:
         sock = listening_socket(options.host, options.port, "--port")
         prorl = prorl_listener.opened(options)
-    except (NoSocket, OptionInvalid) as error:
+    except OptionInvalid as error:
         return _refused(error)
     for each in [sock] if prorl is None else [sock, prorl.socket]:
         if each.family != socket.AF_UNIX:

@@ -171,8 +171,10 @@ class ControlPlane:
         )
         self.installed = entrypoints.installed()
         self.bound_jobs = BoundJobs(database)
-        self.sessions = Sessions(database, settings.browsers, lambda: self.tokens.by_role)
-        self.door = Door(settings.browsers, self.sessions)
+        self.sessions = Sessions(
+            database, settings.session_idle_seconds, settings.session_seconds, lambda: self.tokens.by_role
+        )
+        self.door = Door(self.sessions, settings.host_check, settings.path_prefix)
         self.wrong_codes = WrongCodes()
         self.unclaimed = heartbeats.Unclaimed()
         self.speeds = Speeds()
@@ -327,7 +329,7 @@ async def running(settings: Settings) -> AsyncIterator[ControlPlane]:
     """Yield a control plane whose schema is up to date and whose background work is running.
 
     Raises:
-        TokenFileError: The token file cannot be used.
+        OptionInvalid: The token file cannot be used.
         StateFolderInUse: Another process serves this state folder.
         TraceLibrariesMissing: Traces are asked for, and the extra `traces` is not installed.
         UnknownSchema: The database is that of a version which this one does not know.

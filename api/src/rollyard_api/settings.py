@@ -7,7 +7,7 @@ from pathlib import Path
 from pydantic import Field
 from rollyard_process.telemetry.options import TraceOptions
 
-from rollyard_api.browsers.config import BrowserSettings
+from rollyard_api.core.hosts import HostCheck
 from rollyard_api.core.limits import Quota
 from rollyard_api.jobs import blobs, task_reader
 from rollyard_api.jobs.reward_services import ServiceAllowList
@@ -53,8 +53,13 @@ class Settings(ControlPlaneOptions):
     """The receiver of traces, and which rollouts are traced. By default none is."""
     traces_asked: bool = False
     """Whether an option asks for traces, and not only a variable that may be meant for other programs."""
-    browsers: BrowserSettings = Field(default_factory=BrowserSettings)
-    """The addresses of the page, and the times that sessions last."""
+    page_folder: Path = Path(__file__).parent / "page"
+    """The folder with the page's index.html and its assets."""
+
+    @property
+    def host_check(self) -> HostCheck:
+        """The Host headers that are accepted from callers without a token."""
+        return HostCheck(self.host, self.allowed_hosts)
 
     @property
     def rollout_quota(self) -> Quota:

@@ -20,7 +20,7 @@ from typing import Final, Literal, get_args
 from rollyard_crds.security.job_token import JobIdentity, job_of
 from rollyard_crds.security.ready_token import ReadyIdentity, ready_worker_of
 
-from rollyard_api.core.errors import ControlPlaneError
+from rollyard_api.core.errors import OptionInvalid
 from rollyard_api.core.problems import Unauthorized
 
 Role = Literal["admin", "worker", "driver", "metrics", "viewer"]
@@ -34,12 +34,6 @@ READY: Final = "ready"
 """The role of a worker that stands ready. The token file has no such token, because each ready worker has
 one of its own."""
 FILE_NAME: Final = "tokens.json"
-
-
-class TokenFileError(ControlPlaneError):
-    """The token file cannot be used."""
-
-    reason = "TokenFileInvalid"
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +94,10 @@ class Tokens:
         return Caller("worker", jobs[0])
 
 
+def _unusable(path: Path, problem: str) -> OptionInvalid:
+    return OptionInvalid(f"{path}: {problem}", reason="TokenFileInvalid")
+
+
 def load(path: Path, remedy: str = "write one string, or a list of strings, for each role") -> Tokens:
     """Read a token file.
 
@@ -108,32 +106,32 @@ def load(path: Path, remedy: str = "write one string, or a list of strings, for 
         remedy: What to do about a file that has another form, for the message.
 
     Raises:
-        TokenFileError: The file cannot be read, or it does not contain such a JSON object.
+        OptionInvalid: The file cannot be read, or it does not contain such a JSON object.
     """
     try:
         with path.open("rb") as file:
             data = file.read(MAX_FILE_BYTES + 1)
     except OSError as error:
-        raise TokenFileError(f"{path}: the token file cannot be read: {error.strerror}") from error
+        raise _unusable(path, f"the token file cannot be read: {error.strerror}") from error
     if len(data) > MAX_FILE_BYTES:
-        raise TokenFileError(f"{path}: the token file is longer than {MAX_FILE_BYTES} bytes")
+        raise _unusable(path, f"the token file is longer than {MAX_FILE_BYTES} bytes")
     try:
         document = json.loads(data)
         entries = {role: document[role] for role in ROLES if role in REQUIRED or role in document}
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise TokenFileError(
-            f"{path}: must be a JSON object with the strings {', '.join(REQUIRED)}; {remedy}"
+        raise _unusable(
+            path, f"must be a JSON object with the strings {', '.join(REQUIRED)}; {remedy}"
         ) from error
     by_role = {role: tuple(value if isinstance(value, list) else [value]) for role, value in entries.items()}
     for role, values in by_role.items():
         if not values or not all(isinstance(value, str) and value for value in values):
-            raise TokenFileError(f"{path}: every token must be a non-empty string, and '{role}' has another")
+            raise _unusable(path, f"every token must be a non-empty string, and '{role}' has another")
         if len(values) > MAX_VALID:
-            raise TokenFileError(f"{path}: at most {MAX_VALID} tokens of '{role}' may be valid at once")
+            raise _unusable(path, f"at most {MAX_VALID} tokens of '{role}' may be valid at once")
     all_of_them = [value for values in by_role.values() for value in values]
     if len(set(all_of_them)) < len(all_of_them):
-        raise TokenFileError(
-            f"{path}: the tokens of two roles are the same, or one is listed twice; each role needs its own"
+        raise _unusable(
+            path, "the tokens of two roles are the same, or one is listed twice; each role needs its own"
         )
     return Tokens(by_role)
 
@@ -169,7 +167,7 @@ class TokenFile:
             tokens.json.
 
     Raises:
-        TokenFileError: The file cannot be used.
+        OptionInvalid: The file cannot be used.
     """
 
     def __init__(self, state_dir: Path, path: Path | None) -> None:
@@ -184,7 +182,7 @@ class TokenFile:
         """Read the file again. This may block and is therefore to be called in a thread."""
         try:
             tokens, problem = load(self._path), ""
-        except TokenFileError as error:
+        except OptionInvalid as error:
             tokens, problem = self.tokens, str(error)
         if problem and problem != self._problem:
             log.error("%s; the tokens read before stay in force", problem)

@@ -20,11 +20,11 @@ from starlette.types import Message, Scope, Send
 
 from rollyard_api.access.permissions import Rule
 from rollyard_api.browsers import origins
-from rollyard_api.browsers.config import BrowserSettings
 from rollyard_api.browsers.origins import BrowserHeaders
 from rollyard_api.browsers.page import DATA_HEADERS
 from rollyard_api.browsers.sessions import SECRET, BrowserSession, Sessions
 from rollyard_api.core.errors import ControlPlaneError
+from rollyard_api.core.hosts import HostCheck
 from rollyard_api.core.problems import Forbidden, Unauthorized
 
 MAX_HEADER: Final = 16 << 10
@@ -72,14 +72,15 @@ class Door:
     """The checks of requests that bear no token.
 
     Args:
-        settings: The names of the control plane and the prefix of its paths.
         sessions: The sessions of the control plane.
+        hosts: The Host headers that are accepted.
+        prefix: The path below which browsers find the page and the calls, or "" for the root.
     """
 
-    def __init__(self, settings: BrowserSettings, sessions: Sessions) -> None:
-        self._hosts = settings.hosts
-        self._prefix = settings.path_prefix
+    def __init__(self, sessions: Sessions, hosts: HostCheck, prefix: str) -> None:
         self._sessions = sessions
+        self._hosts = hosts
+        self._prefix = prefix
 
     def check_open(self, scope: Scope) -> None:
         """Check a request that needs no token.

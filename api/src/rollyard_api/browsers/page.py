@@ -17,8 +17,8 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from rollyard_api.browsers import origins
-from rollyard_api.browsers.config import BrowserSettings
-from rollyard_api.core.problems import ApiError, MethodNotAllowed, NotFound, response
+from rollyard_api.core.hosts import HostCheck
+from rollyard_api.core.problems import ApiError, NotFound, response
 
 _NOTHING: Final = "default-src 'none'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 PAGE_POLICY: Final = (
@@ -175,15 +175,17 @@ class Front:
 
     Args:
         app: What answers all other paths.
-        settings: The prefix, the folder of the page, and the names under which browsers may open it.
+        hosts: The Host headers under which browsers may open the page.
+        prefix: The path below which browsers find the page and the calls, or "" for the root.
+        folder: The folder of the page.
     """
 
-    def __init__(self, app: ASGIApp, settings: BrowserSettings) -> None:
+    def __init__(self, app: ASGIApp, hosts: HostCheck, prefix: str, folder: Path) -> None:
         self._app = app
-        self._prefix = settings.path_prefix
-        self._raw_prefix = settings.path_prefix.encode()
-        self._hosts = settings.hosts
-        self._folder = settings.page_folder
+        self._hosts = hosts
+        self._prefix = prefix
+        self._raw_prefix = prefix.encode()
+        self._folder = folder
         self._reading = asyncio.Lock()
         self._files: Mapping[str, WebFile] | None = None
 
@@ -216,8 +218,11 @@ class Front:
             headers = origins.BrowserHeaders(scope)
             origins.check_host(headers, self._hosts)
             if not headers.is_read:
-                raise MethodNotAllowed(
-                    f"the page does not take {scope['method']}", headers={"Allow": "GET, HEAD"}
+                raise ApiError(
+                    f"the page does not take {scope['method']}",
+                    status=405,
+                    reason="MethodNotAllowed",
+                    headers={"Allow": "GET, HEAD"},
                 )
             async with self._reading:
                 if self._files is None:

@@ -24,9 +24,8 @@ import sqlalchemy as sa
 from rollyard_process.token_bucket import TokenBucket
 from sqlalchemy.engine import Connection
 
-from rollyard_api.browsers.config import BrowserSettings
 from rollyard_api.core.hosts import address_of
-from rollyard_api.core.problems import ApiError, Unauthorized
+from rollyard_api.core.problems import ApiError, LimitReached, Unauthorized
 from rollyard_api.storage.database import Database, Transaction
 from rollyard_api.storage.schema import browser_sessions, installation, sign_in_codes
 from rollyard_api.storage.statements import by_dialect
@@ -65,15 +64,22 @@ class Sessions:
 
     Args:
         database: The database with their rows.
-        settings: The times that sessions last.
+        idle_seconds: The time in seconds after which a session ends that nobody uses.
+        longest_seconds: The time in seconds after which every session ends.
         valid: A function that returns the bearer tokens in force, by role.
     """
 
-    def __init__(self, database: Database, settings: BrowserSettings, valid: Callable[[], _Valid]) -> None:
+    def __init__(
+        self,
+        database: Database,
+        idle_seconds: float,
+        longest_seconds: float,
+        valid: Callable[[], _Valid],
+    ) -> None:
         self._database = database
-        self._idle = settings.idle_seconds
-        self._longest = settings.session_seconds
-        self._touch = min(TOUCH_SECONDS, settings.idle_seconds / TOUCHES)
+        self._idle = idle_seconds
+        self._longest = longest_seconds
+        self._touch = min(TOUCH_SECONDS, idle_seconds / TOUCHES)
         self._valid = valid
         self._name = ""
 
@@ -246,12 +252,6 @@ IPV6_NETWORK: Final = 64
 """The bits of an IPv6 address that belong to one user, who chooses the others at will."""
 
 
-class TooManyGuesses(ApiError):
-    """Too many wrong codes came from one address; retry after Retry-After seconds."""
-
-    status = 429
-
-
 class WrongCodes:
     """The wrong codes of each address: ten at once, and ten a minute in the long run.
 
@@ -267,14 +267,15 @@ class WrongCodes:
         """Refuse an address that has sent too many wrong codes.
 
         Raises:
-            TooManyGuesses: The address must wait.
+            LimitReached: The address must wait.
         """
         bucket = self._buckets.get(_user(address))
         missing = 0.0 if bucket is None else 1.0 - bucket.tokens(self._clock())
         if bucket is not None and missing > 0:
             seconds = missing / bucket.per_second
-            raise TooManyGuesses(
+            raise LimitReached(
                 f"{GUESSES} wrong codes came from this address; wait {seconds:.0f} s",
+                reason="TooManyGuesses",
                 headers={"Retry-After": str(int(seconds) + 1)},
             )
 

@@ -56,25 +56,17 @@ class Bulkhead:
         self._max_waiting = waiting
         self._waiting: OrderedDict[str, deque[_Call[Any]]] = OrderedDict()
         self._running: set[_Call[Any]] = set()
-        self._hanging: set[_Call[Any]] = set()
+        self.hanging: set[_Call[Any]] = set()
+        """The calls that have not returned and have taken longer than a caller waits."""
         self._written_off: set[_Call[Any]] = set()
         """The calls that hang although later ones were answered. They hold a thread but no place."""
         self._work: queue.SimpleQueue[_Call[Any] | None] = queue.SimpleQueue()
         self._idle = 0
-        self._threads = 0
+        self.threads = 0
+        """The number of threads that exist now, including idle and hanging ones."""
         self._probe_at = 0.0
         self._probes = 0
         self._closed = False
-
-    @property
-    def threads(self) -> int:
-        """The number of threads that exist now, including idle and hanging ones."""
-        return self._threads
-
-    @property
-    def hanging(self) -> int:
-        """The number of calls that have not returned and have taken longer than a caller waits."""
-        return len(self._hanging)
 
     async def run(self, function: Callable[[], T], key: str = "") -> T:
         """Call `function` in a thread of the bulkhead, and return its result.
@@ -113,7 +105,7 @@ class Bulkhead:
     def close(self) -> None:
         """Stop idle threads now and the others once they return, without waiting for any of them."""
         self._closed = True
-        for _ in range(self._threads):
+        for _ in range(self.threads):
             self._work.put(None)
 
     def _room(self) -> int:
@@ -122,8 +114,8 @@ class Bulkhead:
 
     def _blocked(self) -> bool:
         """Return whether no place becomes free until a hanging call returns."""
-        lost = len(self._hanging) - len(self._written_off)
-        return lost >= self._places or len(self._hanging) >= self._limit
+        lost = len(self.hanging) - len(self._written_off)
+        return lost >= self._places or len(self.hanging) >= self._limit
 
     def _may_probe(self, now: float) -> bool:
         return now >= self._probe_at and len(self._running) < self._limit
@@ -167,14 +159,14 @@ class Bulkhead:
         if self._idle:
             self._idle -= 1
         else:
-            self._threads += 1
+            self.threads += 1
             threading.Thread(
                 target=self._serve, args=(loop,), name=f"bulkhead: {self.what}", daemon=True
             ).start()
         self._work.put(call)
 
     def _hangs(self, call: _Call[Any], loop: asyncio.AbstractEventLoop) -> None:
-        self._hanging.add(call)
+        self.hanging.add(call)
         if self._blocked():
             self._probe_at = max(self._probe_at, loop.time() + PROBES.first)
             while self._waiting:
@@ -201,10 +193,10 @@ class Bulkhead:
         call.overdue.cancel()
         self._running.discard(call)
         self._idle += 1
-        self._hanging.discard(call)
+        self.hanging.discard(call)
         self._written_off.discard(call)
         # An earlier call that has not returned will not return soon. It gives up its place.
-        self._written_off |= {old for old in self._hanging if old.started <= call.started}
+        self._written_off |= {old for old in self.hanging if old.started <= call.started}
         self._probes = 0
         if not call.future.done():
             if error is None:

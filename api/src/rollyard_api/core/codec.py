@@ -6,6 +6,7 @@ import hashlib
 import json
 import sys
 import zlib
+from collections.abc import Sequence
 from typing import Any, Final, TypeVar
 
 import msgpack
@@ -59,6 +60,11 @@ def revision_of(content: Any) -> int:
     return int.from_bytes(digest) >> 11
 
 
+def malformed_body(detail: str, errors: Sequence[str] = ()) -> Malformed:
+    """Return the error for a body that cannot be decoded, or has what JSON has not."""
+    return Malformed(detail, reason="MalformedBody", errors=errors)
+
+
 def decode(body: bytes, content_type: str) -> Any:
     """Return the decoded body of a request.
 
@@ -73,8 +79,8 @@ def decode(body: bytes, content_type: str) -> Any:
         document = msgpack.unpackb(body)
     except (ValueError, msgpack.UnpackException) as error:
         if problem := _problem(body):
-            raise Malformed(problem, errors=[problem]) from error
-        raise Malformed(f"the body cannot be decoded: {str(error) or type(error).__name__}") from error
+            raise malformed_body(problem, errors=[problem]) from error
+        raise malformed_body(f"the body cannot be decoded: {str(error) or type(error).__name__}") from error
     if problem := _not_finite(document):
         raise Invalid(problem, errors=[problem])
     return document
@@ -129,7 +135,7 @@ def check_plain(document: Any) -> None:
         kinds = set(map(type, level))
         if not kinds <= _PLAIN:
             wrong = ", ".join(sorted(kind.__name__ for kind in kinds - _PLAIN))
-            raise Malformed(f"the body holds what JSON has no value for: {wrong}")
+            raise malformed_body(f"the body holds what JSON has no value for: {wrong}")
         nested = [value for value in level if type(value) is dict or type(value) is list]
         if not nested:
             return
@@ -137,13 +143,13 @@ def check_plain(document: Any) -> None:
         for value in nested:
             if type(value) is dict:
                 if len(value) > MAX_KEYS:
-                    raise Malformed(f"an object of the body has more than {MAX_KEYS} keys")
+                    raise malformed_body(f"an object of the body has more than {MAX_KEYS} keys")
                 if set(map(type, value)) - {str}:
-                    raise Malformed("the body holds an object with a key that is no string")
+                    raise malformed_body("the body holds an object with a key that is no string")
                 level += value.values()
             elif not set(map(type, value)) <= _SCALARS:
                 level += value
-    raise Malformed(f"lists and objects of the body are nested more than {MAX_DEPTH} deep")
+    raise malformed_body(f"lists and objects of the body are nested more than {MAX_DEPTH} deep")
 
 
 def validated(kind: type[M], document: Any, name: str = "", *, strict: bool = False) -> M:

@@ -12,7 +12,7 @@ from collections.abc import Collection, Sequence
 from itertools import pairwise
 from typing import Final, Literal
 
-from rollyard_api.core.problems import Conflict, Gone, QueryRefused
+from rollyard_api.core.problems import Conflict, Gone, Malformed
 
 Kind = Literal["trajectories", "groups", "rollouts", "events", "views"]
 """What a cursor counts. The cursor itself says it by the first letter."""
@@ -38,9 +38,9 @@ def listed(kind: Kind, uid: str, positions: Sequence[int]) -> str:
     return f"{text(kind, uid, '')};{','.join(steps)}"
 
 
-def garbage(parameter: str, cursor: str, kind: str) -> QueryRefused:
+def garbage(parameter: str, cursor: str, kind: str) -> Malformed:
     """Return the error for a parameter that is not a cursor of this kind."""
-    return QueryRefused.of(
+    return Malformed.of(
         f"{parameter}: {cursor[:80]!r} is no cursor of {kind}; pass on what the last answer gave, "
         "or leave it out to begin with the first",
         reason="CursorInvalid",
@@ -51,7 +51,7 @@ def kind_of(cursor: str, kinds: Collection[Kind], parameter: str) -> Kind:
     """Return which of these kinds a cursor has.
 
     Raises:
-        QueryRefused: This is not a cursor of one of the kinds.
+        Malformed: This is not a cursor of one of the kinds.
     """
     letter = cursor.split(".", 2)[1] if cursor.startswith(f"{_VERSION}.") else ""
     for kind in kinds:
@@ -73,7 +73,7 @@ def word(cursor: str, kind: Kind, *, uid: str, job: str, parameter: str) -> str:
     """Return the position in a cursor of the job `job`, as it is written there.
 
     Raises:
-        QueryRefused: This is not a cursor of this kind.
+        Malformed: This is not a cursor of this kind.
         Gone: The cursor belongs to another job.
     """
     parts = cursor.split(".", 3)
@@ -99,7 +99,7 @@ def number(cursor: str, kind: Kind, *, uid: str, job: str, end: int, parameter: 
         parameter: The name of the cursor's parameter in the request, for messages.
 
     Raises:
-        QueryRefused: This is not a cursor of this kind.
+        Malformed: This is not a cursor of this kind.
         Gone: The cursor belongs to another job.
         Conflict: The cursor lies past the end.
     """

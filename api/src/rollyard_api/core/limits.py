@@ -15,12 +15,16 @@ from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from typing import Final
 
-from rollyard_api.core.problems import RETRY_AFTER, ApiError, QueueFull, TooManyWaits
+from rollyard_api.core.problems import RETRY_AFTER, ApiError, LimitReached
 
 UNBOUNDED: Final = sys.maxsize
 
 Refusal = Callable[[str | None, int], ApiError]
 """Returns the error for a key, or for None if the total is reached, given the largest number."""
+
+
+def _too_many(text: str) -> LimitReached:
+    return LimitReached(text, reason="TooManyWaits", headers=RETRY_AFTER)
 
 
 def _whose(key: str) -> str:
@@ -43,7 +47,7 @@ class Limit:
         each: The largest number for one key.
         total: The largest number for all keys together.
         seconds: The longest wait for a turn, in seconds. None means that there is no limit.
-        refusal: Returns the error for what is too much, or comes too late; default: TooManyWaits.
+        refusal: Returns the error for what is too much, or comes too late; default: LimitReached.
     """
 
     def __init__(
@@ -120,15 +124,13 @@ class Limit:
 
     def _too_many(self, key: str | None, most: int) -> ApiError:
         if key is None:
-            return TooManyWaits(f"{most} {self._things} are open, and no more may be", headers=RETRY_AFTER)
-        text = f"{_whose(key)} has {most} open {self._things}, and may have no more"
-        return TooManyWaits(text, headers=RETRY_AFTER)
+            return _too_many(f"{most} {self._things} are open, and no more may be")
+        return _too_many(f"{_whose(key)} has {most} open {self._things}, and may have no more")
 
     def _too_late(self, key: str | None, _most: int) -> ApiError:
-        return TooManyWaits(
+        return _too_many(
             f"{_whose(key or '')} has too many {self._things} at once; none of them ended within "
-            f"{self._seconds:g} s",
-            headers=RETRY_AFTER,
+            f"{self._seconds:g} s"
         )
 
 
@@ -162,7 +164,7 @@ class Quota:
             retry_after: The seconds after which a caller should ask again.
 
         Raises:
-            QueueFull: There is no room for so many.
+            LimitReached: There is no room for so many.
         """
         if own + adding > self.each:
             where, there, most = f"namespace {namespace!r} has", own, self.each
@@ -170,7 +172,7 @@ class Quota:
             where, there, most = "there are", total, self.total
         else:
             return
-        raise QueueFull(
+        raise LimitReached(
             f"{where} {there} {things}, at most {most} may be; {adding} more do not fit",
             headers={"Retry-After": str(retry_after)},
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from http import HTTPStatus
-from typing import Any, ClassVar, Final, Self
+from typing import Any, Final, Self
 
 import orjson
 from starlette.responses import Response
@@ -21,23 +21,24 @@ RETRY_AFTER: Final = {"Retry-After": "2"}
 class ApiError(ControlPlaneError):
     """The root of the errors that answer requests, with an HTTP status, a reason and advice."""
 
-    status: ClassVar[int] = 500
+    status: int = 500
     reason: str = "InternalError"
 
     def __init__(
         self,
         detail: str,
         *,
+        status: int | None = None,
         reason: str | None = None,
         errors: Sequence[str] = (),
         headers: Mapping[str, str] | None = None,
     ) -> None:
-        super().__init__(detail)
+        super().__init__(detail, reason=reason)
         self.detail = detail
         self.errors = list(errors)
         self.headers = dict(headers or {})
-        if reason is not None:
-            self.reason = reason
+        if status is not None:
+            self.status = status
 
     @classmethod
     def of(cls, *problems: str, reason: str | None = None) -> Self:
@@ -46,14 +47,7 @@ class ApiError(ControlPlaneError):
 
 
 class Malformed(ApiError):
-    """The body is not JSON (or msgpack) at all."""
-
-    status = 400
-    reason = "MalformedBody"
-
-
-class QueryRefused(ApiError):
-    """A parameter of the request is wrong; `errors` names it."""
+    """A parameter of the request is wrong (`errors` names it), or its body is not what it claims to be."""
 
     status = 400
     reason = "BadRequest"
@@ -77,12 +71,6 @@ class NotFound(ApiError):
     status = 404
 
 
-class MethodNotAllowed(ApiError):
-    """The path exists, but it accepts other methods only."""
-
-    status = 405
-
-
 class Conflict(ApiError):
     """The state of the resource does not permit the request."""
 
@@ -93,12 +81,6 @@ class Gone(ApiError):
     """What the request refers to is gone for ever."""
 
     status = 410
-
-
-class BodyTooSlow(ApiError):
-    """The body did not arrive in time."""
-
-    status = 408
 
 
 class TooLarge(ApiError):
@@ -114,16 +96,11 @@ class Invalid(ApiError):
     status = 422
 
 
-class QueueFull(ApiError):
-    """The bounded queue has no room; retry after Retry-After seconds."""
+class LimitReached(ApiError):
+    """A bounded queue has no room, or a limit is reached; retry after Retry-After seconds."""
 
     status = 429
-
-
-class TooManyWaits(ApiError):
-    """The limit of open long polls or event streams is reached; retry after Retry-After seconds."""
-
-    status = 429
+    reason = "QueueFull"
 
 
 class Unavailable(ApiError):

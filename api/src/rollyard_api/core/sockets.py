@@ -7,13 +7,7 @@ import os
 import socket
 from pathlib import Path
 
-from rollyard_api.core.errors import ControlPlaneError
-
-
-class NoSocket(ControlPlaneError):
-    """An address cannot be listened on. The message says why."""
-
-    reason = "AddressUnavailable"
+from rollyard_api.core.errors import OptionInvalid
 
 
 def listening_socket(host: str, port: int, option: str) -> socket.socket:
@@ -22,7 +16,7 @@ def listening_socket(host: str, port: int, option: str) -> socket.socket:
     A host that begins with a slash is the path of a Unix socket, which only this user can access.
 
     Raises:
-        NoSocket: The address is not available.
+        OptionInvalid: The address is not available.
     """
     is_path = host.startswith("/")
     family = socket.AF_UNIX if is_path else socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -44,7 +38,8 @@ def listening_socket(host: str, port: int, option: str) -> socket.socket:
             why = f"is in use: stop what listens there, or choose another with {option} (0: any free one)"
         else:
             why = f"cannot be listened on: {error.strerror}"
-        raise NoSocket(f"{host if is_path else f'port {port} on {host}'} {why}") from error
+        where = host if is_path else f"port {port} on {host}"
+        raise OptionInvalid(f"{where} {why}", reason="AddressUnavailable") from error
     return listener
 
 

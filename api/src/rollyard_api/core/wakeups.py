@@ -53,17 +53,13 @@ class Bus:
     def __init__(self, recheck: float | None) -> None:
         self._recheck = recheck
         self._waiting: defaultdict[str, set[asyncio.Future[None]]] = defaultdict(set)
-        self._closing = False
+        self.closing = False
+        """Whether the control plane is closing, so that waits should end."""
         self._queue_changes = dict.fromkeys(_OF_STAGES, 0)
 
     def queue_changes(self, stages: Iterable[StageName]) -> int:
         """Return the number of times that waits for the queues of these stages were woken to look again."""
         return sum(self._queue_changes[queue_topic(stage)] for stage in stages)
-
-    @property
-    def closing(self) -> bool:
-        """Whether the control plane is closing, so that waits should end."""
-        return self._closing
 
     def wake(self, topics: Iterable[str]) -> None:
         """Wake every wait on these topics, which then looks again."""
@@ -82,7 +78,7 @@ class Bus:
 
     def close(self) -> None:
         """End all present and future waits at once, because the process is about to stop."""
-        self._closing = True
+        self.closing = True
         self.wake(list(self._waiting))
 
     async def until(
@@ -107,7 +103,7 @@ class Bus:
             try:
                 answer = await look()
                 left = end - loop.time()
-                if enough(answer) or left <= 0 or self._closing:
+                if enough(answer) or left <= 0 or self.closing:
                     return answer
                 pause = left if self._recheck is None else min(left, self._recheck)
                 await asyncio.wait([future], timeout=pause)

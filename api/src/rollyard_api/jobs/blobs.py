@@ -25,10 +25,9 @@ from rollyard_api.core.limits import Limit
 from rollyard_api.core.problems import (
     RETRY_AFTER,
     ApiError,
-    BodyTooSlow,
     Invalid,
+    LimitReached,
     NotFound,
-    QueueFull,
     TooLarge,
 )
 from rollyard_api.jobs.task_sources import FIELD
@@ -103,7 +102,7 @@ def begin(tx: Transaction, namespace: str, sha256: str, limits: BlobLimits) -> i
     """Begin an upload, which is not visible before it is complete, and return its id.
 
     Raises:
-        QueueFull: The namespace has reached its limit of uploads or of bytes.
+        LimitReached: The namespace has reached its limit of uploads or of bytes.
     """
     times = {"created_at": tx.now, "touched_at": tx.now}
     new = sa.insert(blobs).values(
@@ -118,7 +117,7 @@ def _refuse_full(tx: Transaction, namespace: str, limits: BlobLimits) -> None:
     sums = sa.select(sa.func.count(), sa.func.coalesce(sa.func.sum(blobs.c.size), 0))
     count, size = tx.conn.execute(sums.where(blobs.c.namespace == namespace)).one()
     if count > limits.namespace_count or size > limits.namespace_bytes:
-        raise QueueFull(
+        raise LimitReached(
             f"namespace {namespace!r} would hold {count} uploads of {size} bytes, and may hold "
             f"{limits.namespace_count} of {limits.namespace_bytes} bytes; delete jobs that use them, "
             f"or wait: those that no job uses are removed after {limits.kept_seconds:g} seconds",
@@ -137,7 +136,7 @@ def add_piece(
         size: The number of bytes of the piece before compression.
 
     Raises:
-        QueueFull: The namespace has reached its limit of bytes.
+        LimitReached: The namespace has reached its limit of bytes.
         NotFound: The upload took so long between two pieces that it was removed.
     """
     counted = tx.conn.execute(
@@ -223,7 +222,7 @@ def remove_some(tx: Transaction) -> bool:
 
 def _busy(namespace: str | None, most: int) -> ApiError:
     text = f"{most} uploads to namespace {namespace!r} run, and no more may at once"
-    return QueueFull(text, reason="UploadsBusy", headers=RETRY_AFTER)
+    return LimitReached(text, reason="UploadsBusy", headers=RETRY_AFTER)
 
 
 class Uploads:
@@ -243,17 +242,18 @@ class Uploads:
         Raises:
             Invalid: The body has another SHA-256.
             TooLarge: The body is longer than the limit for one upload.
-            QueueFull: The namespace has reached its limits, or too many uploads are running.
-            BodyTooSlow: Too little arrived in time.
+            LimitReached: The namespace has reached its limits, or too many uploads are running.
+            ApiError: Too little arrived in time.
         """
         with self._running.held(namespace):
             try:
                 async with asyncio.timeout(WHOLE_SECONDS):
                     return await self._take(namespace, sha256, body)
             except TimeoutError as error:
-                raise BodyTooSlow(
+                raise ApiError(
                     f"nothing of the body came for {SILENT_SECONDS:g} seconds, or not all of it within "
                     f"{WHOLE_SECONDS:g}",
+                    status=408,
                     reason="UploadTooSlow",
                 ) from error
 

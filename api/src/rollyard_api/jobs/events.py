@@ -124,7 +124,7 @@ class EventHub:
         gives -1, because the events that followed it are not kept here.
 
         Raises:
-            BadRequest: The id is not an id of an event.
+            Malformed: The id is not an id of an event.
             Gone: The id belongs to another job that had this name.
             Conflict: There has been no such event yet.
         """

@@ -64,7 +64,7 @@ def create(tx: Transaction, new: NewJob, quota: Quota) -> bool:
 
     Raises:
         Conflict: A job of this name has another spec.
-        QueueFull: There is no room for so many rollouts.
+        LimitReached: There is no room for so many rollouts.
         Invalid: The upload that the job names is gone.
     """
     if same(tx.conn, new):
@@ -139,7 +139,7 @@ def push(
 
     Raises:
         Conflict: The job is a batch job, closed or cancelled, or `max_unread` of its results are unread.
-        QueueFull: There is no room for the rollouts. None of the tasks was added.
+        LimitReached: There is no room for the rollouts. None of the tasks was added.
     """
     job = job_rows.find_locked(tx, namespace, name)
     _refuse_closed(job, "tasks")

@@ -79,7 +79,7 @@ def register_job(tx: Transaction, new: NewJob, quota: Quota) -> Registered:
 
     Raises:
         Conflict: A field that cannot change differs, and the object is not known to be another one.
-        QueueFull: There is no room for so many rollouts.
+        LimitReached: There is no room for so many rollouts.
     """
     job = job_rows.named(tx.conn, new.namespace, new.name, lock=True)
     if job is not None and not _another(job.object_uid, new.object_uid):

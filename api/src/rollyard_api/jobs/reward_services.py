@@ -26,7 +26,7 @@ from sqlalchemy.engine import Connection
 
 from rollyard_api.core.codec import dumps
 from rollyard_api.core.limits import Limit
-from rollyard_api.core.problems import Conflict, NotFound, QueueFull
+from rollyard_api.core.problems import Conflict, LimitReached, NotFound
 from rollyard_api.jobs.source_readers import Blocking, SourceUnreadable, exchange
 from rollyard_api.jobs.task_sources import AllowList, SourceNotAllowed
 from rollyard_api.machine.states import RolloutState
@@ -98,8 +98,8 @@ class ServiceScore(Struct):
     ) = None
 
 
-def _busy(_job: str | None, most: int) -> QueueFull:
-    return QueueFull(
+def _busy(_job: str | None, most: int) -> LimitReached:
+    return LimitReached(
         f"{most} requests to the reward service are under way, as 'concurrency' says; ask again in a moment",
         reason="ServiceBusy",
         headers={"Retry-After": "1"},
@@ -147,7 +147,7 @@ class RewardServices:
             turn: Holds one of the places that all jobs share.
 
         Raises:
-            QueueFull: The job's own places did not become free in time, or those that all jobs share.
+            LimitReached: The job's own places did not become free in time, or those that all jobs share.
         """
         body = dumps(episode)
         # A job's own place comes first: what waits for it must not hold a place that others could have.

@@ -28,7 +28,7 @@ from rollyard_tasks.task_list import MAX_SPECS_BYTES, TaskListError, parse_specs
 
 from rollyard_api.core.codec import pack, unpack
 from rollyard_api.core.limits import Limit
-from rollyard_api.core.problems import ApiError, Invalid, QueueFull, Unavailable
+from rollyard_api.core.problems import ApiError, Invalid, LimitReached, Unavailable
 from rollyard_api.jobs.source_readers import Blocking, SourceUnreadable, pieces
 from rollyard_api.jobs.task_sources import FIELD, AllowList, blob_of, shown
 from rollyard_api.jobs.tasks import TaskRow, refusing
@@ -68,7 +68,7 @@ def _busy(namespace: str | None, most: int) -> ApiError:
     if namespace is None:
         return Unavailable(f"too many task files are being read; {advice}", reason=reason, headers=_RETRY)
     text = f"{most} task files are being read for jobs of namespace {namespace!r}, and no more are at once"
-    return QueueFull(f"{text}; {advice}", reason=reason, headers=_RETRY)
+    return LimitReached(f"{text}; {advice}", reason=reason, headers=_RETRY)
 
 
 class TaskReader:
@@ -104,7 +104,7 @@ class TaskReader:
             SourceNotAllowed: The installer's list does not contain the URL, or a place that it leads to.
             Invalid: The file cannot be read in time, or a line is refused and not skipped. The whole list is
                 refused in this case.
-            QueueFull, Unavailable: Too many files are being read.
+            LimitReached, Unavailable: Too many files are being read.
         """
         specs = await self._specs(options, namespace)
         most = self._limits.file_bytes

@@ -32,7 +32,6 @@ from rollyard_api.core.hosts import HostCheck
 from rollyard_api.core.limits import Limit
 from rollyard_api.core.problems import (
     ApiError,
-    BodyTooSlow,
     Forbidden,
     Invalid,
     Malformed,
@@ -40,7 +39,7 @@ from rollyard_api.core.problems import (
     Unavailable,
 )
 from rollyard_api.core.wakeups import job_topic
-from rollyard_api.prorl import calls, servers
+from rollyard_api.prorl import calls
 from rollyard_api.prorl.calls import NewCall, StartedCall
 from rollyard_api.prorl.config import ProrlConfig
 from rollyard_api.prorl.process_calls import NAMES, RolloutParams, job_spec, process_answer, task_of
@@ -167,12 +166,6 @@ _BROWSERS: Final = ("origin", "sec-fetch-site", "sec-fetch-mode", "access-contro
 """The headers that browsers add to the requests of web pages, and that no client of the protocol sends."""
 
 
-class BodyPacked(ApiError):
-    """The body of a request is compressed."""
-
-    status = 415
-
-
 class BodyGate:
     """An ASGI application that refuses web pages and bodies without bounds before the calls see them.
 
@@ -233,7 +226,7 @@ class BodyGate:
         if not length.isdecimal() or len(length) > 18 or int(length) > most:
             raise too_large
         if headers.get("content-encoding", "identity").strip().lower() != "identity":
-            raise BodyPacked("the body must not be compressed")
+            raise ApiError("the body must not be compressed", status=415, reason="BodyPacked")
         body = bytearray()
         try:
             async with asyncio.timeout(BODY_SECONDS):
@@ -246,7 +239,8 @@ class BodyGate:
                     if len(body) > most:
                         raise too_large
         except TimeoutError:
-            raise BodyTooSlow(f"the body did not arrive within {BODY_SECONDS:g} s") from None
+            detail = f"the body did not arrive within {BODY_SECONDS:g} s"
+            raise ApiError(detail, status=408, reason="BodyTooSlow") from None
         except ClientDisconnect:
             raise Malformed("the connection was lost") from None
         kind = headers.get("content-type", "application/json").split(";")[0].strip().lower()
@@ -272,7 +266,7 @@ class _Body(BaseModel):
 class AddServer(_Body):
     """The body of `/add_llm_server`."""
 
-    address: Annotated[str, Field(min_length=1, max_length=servers.MAX_ADDRESS)]
+    address: Annotated[str, Field(min_length=1, max_length=calls.MAX_ADDRESS)]
 
 
 class CancelCall(_Body):
@@ -326,12 +320,12 @@ class ProrlCalls:
     async def add_server(self, request: Request) -> Response:
         """Answer POST /add_llm_server: 200 if added, also before /start; 422 if refused, 500 if unusable."""
         body = await self._body(request, AddServer)
-        url = await servers.add(self._plane, self._config, body.address)
+        url = await calls.add_server(self._plane, self._config, body.address)
         return JSONResponse({"status": "success", "message": f"LLM server {url} added"})
 
     async def clear_servers(self, request: Request) -> Response:
         """Answer POST /clear_llm_server: 200, and no server is left."""
-        await servers.clear(self._plane, self._config)
+        await calls.clear_servers(self._plane, self._config)
         return JSONResponse({"status": "success", "message": "LLM servers cleared"})
 
     async def cancel(self, request: Request) -> Response:

@@ -1,26 +1,41 @@
-"""The changes of the database that the ProRL calls make. Each is one transaction, and may be repeated."""
+"""What the ProRL calls change: their rollouts and batches, and the pool of the servers that clients add.
+
+Each change of the database is one transaction, and may be repeated.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import re
 import secrets
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final
+from urllib.parse import urlsplit
 
 import sqlalchemy as sa
+from rollyard_crds.backendpool import BackendPool
 from rollyard_crds.base import ObjectMeta
 from rollyard_crds.rolloutjob import RolloutJob, RolloutJobSpec
 from rollyard_crds.task import Task
+from rollyard_inference.capabilities import served_models
+from rollyard_inference.errors import BackendError
 from sqlalchemy.engine import Connection
 
+from rollyard_api.backends import pools
+from rollyard_api.core.hosts import address_of
 from rollyard_api.core.limits import Quota
-from rollyard_api.core.problems import Invalid, QueueFull, Unavailable
+from rollyard_api.core.problems import ApiError, Conflict, Invalid, LimitReached, Unavailable
 from rollyard_api.jobs import jobs, manifests, tasks
 from rollyard_api.machine.jobs import prefix_of
 from rollyard_api.machine.states import UNFINISHED, RolloutState
+from rollyard_api.prorl.config import ProrlConfig, ServerRule
+from rollyard_api.service import ControlPlane
 from rollyard_api.storage import jobs as job_rows
+from rollyard_api.storage import pools as pool_rows
 from rollyard_api.storage.database import Transaction
-from rollyard_api.storage.rows import JobRow, columns, read_all, read_one
+from rollyard_api.storage.rows import JobRow, PoolRow, columns, read_all, read_one
 from rollyard_api.storage.schema import jobs as job_table
 from rollyard_api.storage.schema import prorl_calls, prorl_jobs, prorl_state, rollouts
 from rollyard_api.storage.statements import by_dialect
@@ -179,7 +194,7 @@ def admit(tx: Transaction, new: NewCall) -> StartedCall:
     Raises:
         Unavailable: No batch is open.
         Invalid: The job_id belongs to another call of the batch.
-        QueueFull: There is no room for another rollout, or for another combination of parameters.
+        LimitReached: There is no room for another rollout, or for another combination of parameters.
     """
     state = _opened(locked(tx, new.namespace))
     of_call = (prorl_calls.c.namespace == new.namespace, prorl_calls.c.key == new.key)
@@ -224,7 +239,7 @@ def _job(tx: Transaction, new: NewCall) -> JobRow:
     if len(others) >= new.max_jobs:
         idle = next((job for job in others if job.ended == job.total), None)
         if idle is None:
-            raise QueueFull(
+            raise LimitReached(
                 f"{len(others)} combinations of sampling parameters are in use at the same time, and no "
                 "more may be",
                 headers={"Retry-After": "10"},
@@ -285,3 +300,128 @@ def counts(conn: Connection, namespace: str) -> dict[str, int]:
     for row in conn.execute(query):
         numbers[row.state.stage] += row.n
     return numbers
+
+
+MAX_ADDRESS: Final = 2048
+"""The largest number of characters of a server's address."""
+PROBE_SECONDS: Final = 10.0
+
+
+def server_url(address: str, rules: Sequence[ServerRule]) -> str:
+    """Return the base URL of a server that a client adds; `HOST:PORT` stands for `http://HOST:PORT`.
+
+    Args:
+        address: What the client gives.
+        rules: The networks and names that are allowed beside loopback.
+
+    Raises:
+        Invalid: This is no address of a server, or one that the installer does not allow.
+    """
+    text = address.strip()
+    if len(text) > MAX_ADDRESS:
+        raise _refused_address(f"must have at most {MAX_ADDRESS} characters")
+    if "://" not in text:
+        text = f"http://{text}"
+    try:
+        parts = urlsplit(text)
+        host, port = parts.hostname or "", parts.port
+    except ValueError:
+        raise _refused_address("must be a URL such as http://10.0.0.7:8000") from None
+    plain = not (parts.query or parts.fragment or parts.username or parts.password is not None)
+    if parts.scheme not in ("http", "https") or not host or not plain or re.search(r"[\s\\\x00-\x20]", text):
+        raise _refused_address(
+            "must be a URL such as http://10.0.0.7:8000, without a user, a query or a fragment"
+        )
+    if not _is_allowed(host, rules):
+        raise _refused_address(
+            f"the host {host!r} is neither a loopback address nor allowed by this server's setting 'servers'"
+        )
+    shown = f"[{host}]" if ":" in host else host
+    base = f"{parts.scheme}://{shown}" + ("" if port is None else f":{port}")
+    return base + parts.path.rstrip("/").removesuffix("/v1")
+
+
+def _refused_address(problem: str) -> Invalid:
+    return Invalid.of(f"address: {problem}")
+
+
+def _is_allowed(host: str, rules: Sequence[ServerRule]) -> bool:
+    address = address_of(host)
+    if address is None:
+        return host.lower() in {"localhost", *rules}
+    return address.is_loopback or any(address in rule for rule in rules if not isinstance(rule, str))
+
+
+async def add_server(plane: ControlPlane, config: ProrlConfig, address: str) -> str:
+    """Add a server to the pool, which is made with the first one, and return its base URL.
+
+    Raises:
+        Invalid: The address is refused, or there are as many servers as may be.
+        ApiError: The model is not known, and the server does not say it.
+        Conflict: Somebody else made a pool of this name.
+    """
+    url = server_url(address, config.servers)
+    known = await plane.database.read(partial(_pool, config=config))
+    model = "" if known is not None else config.model or await _served_model(plane, config, url)
+    await plane.database.write(partial(_add_to_pool, config=config, url=url, model=model))
+    return url
+
+
+async def clear_servers(plane: ControlPlane, config: ProrlConfig) -> None:
+    """Remove all servers from the pool. Rollouts wait until there are others."""
+
+    def change(tx: Transaction) -> None:
+        locked(tx, config.namespace)
+        pool = _pool(tx.conn, config)
+        if pool is not None:
+            pools.put_servers(tx, pool, [])
+
+    await plane.database.write(change)
+
+
+def _pool(conn: Connection, config: ProrlConfig) -> PoolRow | None:
+    pool = pool_rows.named(conn, config.namespace, config.pool)
+    if pool is not None and pool.uid != batch(conn, config.namespace).pool_uid:
+        raise Conflict(
+            f"BackendPool {config.pool!r} in namespace {config.namespace!r} was not made by these calls; "
+            "choose another name with the setting 'pool'",
+            reason="AlreadyExists",
+        )
+    return pool
+
+
+async def _served_model(plane: ControlPlane, config: ProrlConfig, url: str) -> str:
+    try:
+        models = await served_models(plane.transport, url, PROBE_SECONDS)
+    except BackendError as error:
+        raise ApiError(f"{url} does not say which model it serves: {error}") from error
+    if models is None:
+        return str(config.tokenizer)
+    if len(models) > 1:
+        raise ApiError(f"{url} serves {', '.join(sorted(models)[:8])}; choose one with the setting 'model'")
+    return next(iter(models))
+
+
+def _add_to_pool(tx: Transaction, config: ProrlConfig, url: str, model: str) -> None:
+    locked(tx, config.namespace)
+    pool = _pool(tx.conn, config)
+    if pool is None:
+        if not model:
+            raise Conflict("the pool was removed at the same time; ask again")
+        spec = {
+            "model": model,
+            "tokenizer": config.tokenizer,
+            "engine": {"type": "external", "external": {"urls": [url]}},
+            "maxActiveRollouts": config.max_active_rollouts,
+        }
+        metadata = {"name": config.pool, "namespace": config.namespace}
+        pools.create(tx, BackendPool.model_validate({"metadata": metadata, "spec": spec}))
+        created = pool_rows.find(tx.conn, config.namespace, config.pool)
+        put(tx, config.namespace, pool_uid=created.uid)
+        return
+    urls = pool_rows.servers(tx.conn, pool.id)
+    if url in urls:
+        return
+    if len(urls) >= config.max_servers:
+        raise _refused_address(f"there are {len(urls)} servers, and no more may be")
+    pools.put_servers(tx, pool, [*urls, url])

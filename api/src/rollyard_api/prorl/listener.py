@@ -47,8 +47,7 @@ def opened(options: ControlPlaneOptions) -> ProrlListener | None:
     """Return the listener of the ProRL calls, or None if they are off.
 
     Raises:
-        OptionInvalid: A setting is wrong.
-        NoSocket: The address is not available.
+        OptionInvalid: A setting is wrong, or the address is not available.
     """
     if not options.prorl:
         if options.prorl_config is not None:

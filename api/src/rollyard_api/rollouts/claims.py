@@ -94,7 +94,7 @@ def file(tx: Transaction, request: ClaimRequest, quota: Quota) -> ClaimRow:
     Raises:
         NotFound: There is no such rollout.
         Conflict: Its Init or Eval lease is not held with this token, or it has a claim of another shape.
-        QueueFull: There is no room for another claim, or none in seven eighths of it for an Init lease.
+        LimitReached: There is no room for another claim, or none in seven eighths of it for an Init lease.
     """
     holder = tx.conn.execute(_HOLDER, {"b_rollout": request.rollout}).one_or_none()
     if holder is None:

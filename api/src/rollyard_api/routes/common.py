@@ -117,7 +117,7 @@ class RestCall:
         """Answer a long poll of a trainer or a driver for a namespace ("" stands for all); see `Bus.until`.
 
         Raises:
-            TooManyWaits: The largest number of long polls is already open.
+            LimitReached: The largest number of long polls is already open.
         """
         plane, look = self.plane, partial(self.plane.look, namespace, query)
         if wait <= 0:

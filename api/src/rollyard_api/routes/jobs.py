@@ -1,4 +1,7 @@
-"""RolloutJobs: submit, get, list, change, cancel and delete them, and push tasks to streams."""
+"""RolloutJobs: submit, get, list, change, cancel and delete them, push tasks to streams, and upload files.
+
+Jobs name an uploaded file by its SHA-256 instead of by a URL.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +10,9 @@ from dataclasses import replace
 from functools import partial
 from typing import Annotated, Any, Final, Literal
 
-from fastapi import APIRouter, Query
+from fastapi import APIRouter, Path, Query, Request
 from pydantic import Field
-from rollyard_crds.base import Model
+from rollyard_crds.base import NAME_PATTERN, Model
 from rollyard_crds.fields import signals
 from rollyard_crds.fields.dynamic_sampling import MAX_STEP_GROUPS
 from rollyard_crds.fields.skipped_rows import SkippedRows
@@ -21,16 +24,17 @@ from sqlalchemy.engine import Connection
 from starlette.responses import Response
 
 from rollyard_api.core import entrypoints
-from rollyard_api.core.codec import validated
-from rollyard_api.core.problems import Invalid, Malformed, TooLarge
+from rollyard_api.core.codec import malformed_body, validated
+from rollyard_api.core.problems import Invalid, NotFound, TooLarge
 from rollyard_api.core.wakeups import UNFINISHED
-from rollyard_api.jobs import job_views, jobs, manifests, registration, tasks
+from rollyard_api.jobs import blobs, job_views, jobs, manifests, registration, tasks
 from rollyard_api.jobs.manifests import NewJob
 from rollyard_api.jobs.tasks import TaskRow
 from rollyard_api.routes.common import (
     Call,
     DefaultNamespace,
     Named,
+    Plane,
     RestCall,
     StrictRoute,
     Wait,
@@ -43,6 +47,7 @@ from rollyard_api.storage import jobs as job_rows
 
 router = APIRouter(prefix="/v1/rolloutjobs", tags=["rolloutjobs"], route_class=StrictRoute)
 of_drivers = APIRouter(prefix="/v1/unfinished", tags=["rolloutjobs"], route_class=StrictRoute)
+of_blobs = APIRouter(prefix="/v1/blobs", tags=["blobs"], route_class=StrictRoute)
 
 
 class JobPatch(Model):
@@ -85,7 +90,7 @@ async def manifest_of(
             # YAML is parsed in a thread, because it takes seconds where JSON takes milliseconds.
             document = await call.plane.parsing.run(partial(load_one, body), namespace or "")
         except YamlError as error:
-            raise Malformed(f"the body is no YAML that is taken: {error}") from error
+            raise malformed_body(f"the body is no YAML that is taken: {error}") from error
     else:
         document = await call.document()
     return checked(document, kind, namespace)
@@ -316,7 +321,7 @@ async def push_tasks(job: Named) -> Response:
         try:
             text = (await job.request.body()).decode()
         except UnicodeDecodeError as error:
-            raise Malformed(f"the body is not UTF-8: {error}") from error
+            raise malformed_body(f"the body is not UTF-8: {error}") from error
         read = partial(tasks.read_lines, text)
     else:
         document = await job.document()
@@ -384,3 +389,43 @@ async def unfinished(
         "", UNFINISHED, job_views.unfinished, lambda listing: listing["revision"] != revision, wait
     )
     return answer(changed)
+
+
+Sha256 = Annotated[str, Path(pattern=r"^[0-9a-f]{64}$")]
+# No job can have a namespace with another name, so no job could use such an upload.
+BlobNamespace = Annotated[str, Query(pattern=NAME_PATTERN, max_length=63)]
+
+_RAW: Final[dict[str, Any]] = {
+    "requestBody": {
+        "required": True,
+        "content": {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}},
+    }
+}
+
+
+def _blob(namespace: str, sha256: str) -> dict[str, Any]:
+    return {"namespace": namespace, "sha256": sha256, "url": f"blob:sha256:{sha256}"}
+
+
+@of_blobs.put("/{sha256}", openapi_extra=_RAW)
+async def put_blob(
+    request: Request, plane: Plane, sha256: Sha256, namespace: BlobNamespace = "default"
+) -> Response:
+    """Upload a file: 201 if it is new, 200 if it exists, 422 if its SHA-256 differs. Repeats are harmless.
+
+    The answer's `url` is used as `spec.tasks.url` of jobs of this namespace. An upload that no job uses is
+    removed after a while. A HEAD request restarts that time.
+    """
+    created = await plane.uploads.take(namespace, sha256, request.stream())
+    return answer(_blob(namespace, sha256), 201 if created else 200)
+
+
+@of_blobs.head("/{sha256}", include_in_schema=False)
+@of_blobs.get("/{sha256}")
+async def get_blob(plane: Plane, sha256: Sha256, namespace: BlobNamespace = "default") -> Response:
+    """Return the size of an upload in bytes, never its content; 404 if the namespace does not have it."""
+    touch = partial(blobs.touch, namespace=namespace, sha256=sha256)
+    row = await plane.database.write(touch, durable=False)
+    if row is None:
+        raise NotFound(f"this namespace has no upload sha256:{sha256}", reason="BlobNotFound")
+    return answer({**_blob(namespace, sha256), "size": row.size})

@@ -23,7 +23,7 @@ from starlette.responses import Response
 
 from rollyard_api.core import cursors
 from rollyard_api.core.codec import MSGPACK, dumps
-from rollyard_api.core.problems import ApiError, Invalid, QueryRefused, TooLarge
+from rollyard_api.core.problems import ApiError, Invalid, Malformed, TooLarge
 from rollyard_api.core.wakeups import job_topic
 from rollyard_api.jobs import job_views
 from rollyard_api.jobs.events import Event, SlowConsumer
@@ -38,15 +38,14 @@ from rollyard_api.routes.common import (
     from_query,
     page_answer,
 )
-from rollyard_api.routes.page.job import slim_page
-from rollyard_api.routes.page.rollout import record_line
+from rollyard_api.routes.views import record_line, slim_page
 from rollyard_api.service import ControlPlane
 from rollyard_api.storage import jobs as job_rows
 from rollyard_api.storage.rows import EndedGroup, EndedRollout, JobRow, RolloutSize
 from rollyard_api.trajectories import acknowledged, delivery, grouping, records
 from rollyard_api.trajectories.delivery import NDJSON, PARQUET, Delivery, Piece
 from rollyard_api.trajectories.packed import ARRAYS
-from rollyard_api.views.job.rollout_list import MAX_ROWS, RolloutFilter
+from rollyard_api.views.job.lists import MAX_ROWS, RolloutFilter
 
 router = APIRouter(prefix="/v1/rolloutjobs", tags=["results"], route_class=StrictRoute)
 of_cursors = APIRouter(prefix="/v1/rolloutjobs", tags=["cursors"], route_class=StrictRoute)
@@ -122,7 +121,7 @@ async def result_page(
         NotFound: There is no such job, or it was deleted in the meantime.
         Invalid: Groups are asked for as Parquet.
         Gone: The cursor belongs to another job of this name, or the job was replaced in the meantime.
-        TooManyWaits: No further long poll or page may be open.
+        LimitReached: No further long poll or page may be open.
     """
     plane = call.plane
     form = delivery.media_type(call.request.headers.get("accept", ""))
@@ -267,7 +266,7 @@ async def list_rollouts(
     if slim:
         return await slim_page(call, filters, min(limit, MAX_ROWS), after)
     if not filters.is_plain:
-        raise QueryRefused.of(
+        raise Malformed.of(
             "slim: must be true where rollouts are sorted, searched or filtered by more than stage and status"
         )
 

@@ -79,7 +79,7 @@ def acknowledge(
 
     Raises:
         NotFound: There is no such job.
-        QueryRefused: The text is no such cursor.
+        Malformed: The text is no such cursor.
         Gone: The cursor belongs to another job of this name.
         Conflict: The cursor lies past the end, would move backwards, is of another kind than the one that is
             kept, or does not replace the expected one, or the job has MAX_CURSORS cursors.

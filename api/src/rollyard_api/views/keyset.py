@@ -42,7 +42,7 @@ def decode(cursor: str, filters: BaseModel, kinds: Sequence[Any]) -> list[Any]:
     """Return the place of a `continue`, whose values have these types.
 
     Raises:
-        QueryRefused: It is not one, or it is one of another sort order or other filters.
+        Malformed: It is not one, or it is one of another sort order or other filters.
     """
     try:
         data = base64.b64decode(cursor + "=" * (-len(cursor) % 4), altchars=b"-_", validate=True)
@@ -79,7 +79,7 @@ class Order:
         """Return the place of a `continue` of a job's list, or None for an empty one.
 
         Raises:
-            QueryRefused: It is not one, or it is one of another sort order or other filters.
+            Malformed: It is not one, or it is one of another sort order or other filters.
             Gone: It belongs to another job.
         """
         if not cursor:

@@ -10,7 +10,6 @@ from typing import Any
 
 import httpx
 from rollyard_api.app import build
-from rollyard_api.browsers.config import BrowserSettings
 from rollyard_api.service import ControlPlane
 from rollyard_api.settings import Settings
 from rollyard_crds.security.job_token import job_token
@@ -93,7 +92,7 @@ async def control_plane(folder: Path, **changes: Any) -> AsyncIterator[Yard]:
         "circuit_seconds": RARELY,
         "stats_seconds": RARELY,
         # The clients below call the control plane `test`.
-        "browsers": BrowserSettings(allowed_hosts=("test",)),
+        "allowed_hosts": ("test",),
         **changes,
     }
     app = build(Settings(state_dir=folder, **given))

@@ -20,7 +20,7 @@ from rollyard_api.storage import jobs as job_rows
 from rollyard_api.storage.database import Database
 from rollyard_api.storage.view_tables import ended_rollouts, job_statistics
 from rollyard_api.views.fleet.overview import FleetReader, FleetSnapshot
-from rollyard_api.views.job.rollout_list import ENDED_ROWS, slim
+from rollyard_api.views.job.lists import ENDED_ROWS, slim
 
 BUFFER: Final = 256
 """The number of events that a follower may fall behind."""

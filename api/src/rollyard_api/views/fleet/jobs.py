@@ -198,7 +198,7 @@ def page(jobs: Mapping[int, dict[str, Any]], filters: JobFilter, limit: int, cur
     """Return a page of the slim rows of jobs, by their numbers; `cursor` is the last page's `continue`.
 
     Raises:
-        QueryRefused: `cursor` is not one of this list.
+        Malformed: `cursor` is not one of this list.
     """
     part = filters.search.lower()
     chosen = [

@@ -15,7 +15,7 @@ from rollyard_crds.lease import LiveTurns
 from sqlalchemy import bindparam
 
 from rollyard_api.core.codec import dumps, loads, pack, unpack
-from rollyard_api.core.problems import Conflict, TooManyWaits
+from rollyard_api.core.problems import Conflict, LimitReached
 from rollyard_api.storage import jobs as job_rows
 from rollyard_api.storage.database import Transaction
 from rollyard_api.storage.schema import rollouts
@@ -101,7 +101,7 @@ def look(tx: Transaction, namespace: str, name: str, rollout: str) -> dict[str, 
     Raises:
         NotFound: There is no such job, or it has no such rollout.
         Conflict: It has ended.
-        TooManyWaits: As many rollouts as may be are watched.
+        LimitReached: As many rollouts as may be are watched.
     """
     job = job_rows.find(tx.conn, namespace, name)
     row = row_of(tx.conn, job, rollout, _RUNNING)
@@ -136,9 +136,10 @@ def _check_room(tx: Transaction, job_id: int) -> None:
     rows = tx.conn.execute(sa.select(_W.job_id).where(_W.until > tx.now)).all()
     own = sum(row.job_id == job_id for row in rows)
     if len(rows) >= MAX_WATCHED or own >= MAX_WATCHED_OF_JOB:
-        raise TooManyWaits(
+        raise LimitReached(
             f"{len(rows)} rollouts are watched, {own} of them of this job; at most {MAX_WATCHED} and "
             f"{MAX_WATCHED_OF_JOB} may be",
+            reason="TooManyWaits",
             headers={"Retry-After": str(int(WATCH_SECONDS))},
         )
 

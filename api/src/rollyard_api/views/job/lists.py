@@ -1,14 +1,16 @@
-"""Slim rows of a job's rollouts, sorted and filtered in the database, page by page.
+"""Lists of one job: its rollouts, its groups with a cell for each sample, and its stages over time.
 
-Rollouts that have ended come from `ended_rollouts`, whose indexes sort them, and the others from `rollouts`,
-of which far fewer are in the hands of workers. An order by what only ended rollouts have lists these alone,
-and `since` lists those that have not ended, the ones that have been in their state for longest first.
+Rows are sorted and filtered in the database, page by page. Rollouts that have ended come from
+`ended_rollouts`, whose indexes sort them, and the others from `rollouts`, of which far fewer are in the hands
+of workers. An order by what only ended rollouts have lists these alone, and `since` lists those that have not
+ended, the ones that have been in their state for longest first.
 """
 
 from __future__ import annotations
 
 import math
 import operator
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any, Final, Literal
 
@@ -19,12 +21,15 @@ from sqlalchemy.engine import Connection
 
 from rollyard_api.core import cursors
 from rollyard_api.core.codec import loads
-from rollyard_api.core.problems import QueryRefused
+from rollyard_api.core.problems import Malformed
 from rollyard_api.machine.jobs import prefix_of
-from rollyard_api.machine.states import ENDED, RolloutState
+from rollyard_api.machine.states import ENDED, UNFINISHED, RolloutState
 from rollyard_api.storage.rows import JobRow
 from rollyard_api.storage.schema import groups, pools, rollouts, weight_updates
-from rollyard_api.storage.view_tables import ended_rollouts
+from rollyard_api.storage.statements import PlaceIn
+from rollyard_api.storage.view_tables import ended_groups, ended_rollouts
+from rollyard_api.trajectories import traces
+from rollyard_api.trajectories.records import fitting
 from rollyard_api.views import keyset
 from rollyard_api.views.job.folding import ATTEMPTS, active_seconds
 from rollyard_api.views.keyset import Order, Page
@@ -33,6 +38,7 @@ Sort = Literal["id", "ended", "-ended", "reward", "-reward", "duration", "-durat
 Chars128 = Annotated[str, StringConstraints(max_length=128)]
 Status = Literal["queued", "leased", "succeeded", "failed", "cancelled"]
 MAX_ROWS: Final = 200
+"""The largest number of slim rows in an answer."""
 
 _COLUMN: Final = {"ended": "end_seq", "reward": "reward", "duration": "seconds", "tokens": "tokens"}
 _LIMITS: Final[dict[str, tuple[Callable[[Any, Any], sa.ColumnElement[bool]], sa.ColumnElement[Any]]]] = {
@@ -74,7 +80,7 @@ class RolloutFilter(BaseModel):
     @classmethod
     def _finite(cls, value: float | None, info: ValidationInfo) -> float | None:
         if value is not None and not math.isfinite(value):
-            raise QueryRefused.of(f"{info.field_name}: must be a finite number (got {value})")
+            raise Malformed.of(f"{info.field_name}: must be a finite number (got {value})")
         return value
 
     @property
@@ -99,11 +105,11 @@ class RolloutFilter(BaseModel):
         return self == RolloutFilter(stage=self.stage, status=self.status, retried=self.retried)
 
 
-def page(conn: Connection, job: JobRow, filters: RolloutFilter, limit: int, cursor: str) -> Page:
+def rollout_page(conn: Connection, job: JobRow, filters: RolloutFilter, limit: int, cursor: str) -> Page:
     """Return a page of a job's rollouts as slim rows; `cursor` is the `continue` of the page before.
 
     Raises:
-        QueryRefused: `cursor` is not one of this list.
+        Malformed: `cursor` is not one of this list.
         Gone: It belongs to another job.
     """
     if filters.sort == "id" and not filters.of_ended:
@@ -225,3 +231,164 @@ def held_by(conn: Connection, worker: str, most: int) -> list[Any]:
     # The comparison selects all leases, and lets the planner find their small index.
     query = _ROWS.where(rollouts.c.lease_expires > 0, rollouts.c.worker == worker)
     return list(conn.execute(query.order_by(rollouts.c.since).limit(most)))
+
+
+GridSort = Literal["no", "ended", "-ended", "reward", "-reward", "variance", "-variance", "reason"]
+MAX_GROUPS: Final = 500
+MAX_CELLS: Final = 16_384
+"""The number of samples in one answer. A page with larger groups has fewer of them, but at least one."""
+_GROUP_KEYS: Final[dict[str, sa.Column[Any]]] = {
+    "no": groups.c.no,
+    "ended": groups.c.seq,
+    "reward": ended_groups.c.mean,
+    "variance": ended_groups.c.variance,
+    "reason": groups.c.reason,
+}
+_GROUPS: Final = sa.select(
+    *groups.c["no", "task_id", "seq", "delivered", "informative", "reason"]
+).outerjoin_from(
+    groups,
+    ended_groups,
+    sa.and_(groups.c.job_id == ended_groups.c.job_id, groups.c.no == ended_groups.c.no),
+)
+
+
+class GroupFilter(BaseModel):
+    """Which groups of a job are listed, as a request says it; None and "" stand for no restriction."""
+
+    model_config = ConfigDict(frozen=True)
+
+    sort: GridSort = "no"
+    informative: bool | None = None
+    status: Status | None = None
+    """The groups of which at least one sample has this status."""
+    task: Chars128 | None = None
+    search: Chars128 = ""
+    """A part of the task's id, in any case of letters."""
+
+
+def group_page(conn: Connection, job: JobRow, filters: GroupFilter, limit: int, cursor: str) -> Page:
+    """Return a page of a job's groups; `cursor` is the `continue` of the page before.
+
+    Raises:
+        Malformed: `cursor` is not one of this list.
+        Gone: It belongs to another job.
+    """
+    order = _group_order(filters)
+    query = _GROUPS.where(*_group_conditions(job.id, filters))
+    rows, last = order.rows(conn, query, limit, order.place(cursor, job, filters))
+    cells = _cells(conn, job, [row.no for row in rows])
+    count = fitting((len(cells[row.no]) for row in rows), MAX_CELLS)
+    if count < len(rows):
+        last = keyset.place_of(rows[count - 1])
+    return [_group_row(row, cells[row.no]) for row in rows[:count]], keyset.text(job, filters, last)
+
+
+def _group_order(filters: GroupFilter) -> keyset.Order:
+    name = filters.sort.lstrip("-")
+    key = _GROUP_KEYS[name]
+    # All groups that have ended have a place in the order of their ends.
+    missing = None if name in ("no", "ended") else key.is_(None)
+    return keyset.Order(key, groups.c.no, missing, falls=filters.sort.startswith("-"))
+
+
+def _group_conditions(job_id: int, filters: GroupFilter) -> list[sa.ColumnElement[bool]]:
+    conditions = [groups.c.job_id == job_id]
+    if filters.sort != "no":
+        conditions.append(groups.c.seq.is_not(None))
+    if filters.task is not None:
+        conditions.append(groups.c.task_id == filters.task)
+    if filters.search:
+        # `position` and `instr` take the text as it is, so no sign in it has a meaning.
+        conditions.append(PlaceIn(sa.func.lower(groups.c.task_id), sa.literal(filters.search.lower())) > 0)
+    if filters.informative is not None:
+        conditions.append(sa.func.coalesce(groups.c.informative, sa.false()).is_(filters.informative))
+    if filters.status is not None:
+        states = RolloutState.matching(None, filters.status)
+        matching = sa.select(rollouts.c.group_no).where(
+            rollouts.c.job_id == job_id, rollouts.c.state.in_(states)
+        )
+        conditions.append(groups.c.no.in_(matching))
+    return conditions
+
+
+def _cells(conn: Connection, job: JobRow, nos: Sequence[int]) -> defaultdict[int, list[tuple[Any, ...]]]:
+    """Return the samples of groups: what follows the job's prefix in the id, a letter, and the reward."""
+    cells: defaultdict[int, list[tuple[Any, ...]]] = defaultdict(list)
+    query = (
+        sa.select(*rollouts.c["group_no", "id", "state", "reward"])
+        .where(rollouts.c.job_id == job.id, rollouts.c.group_no.in_(nos))
+        .order_by(rollouts.c.group_no, rollouts.c.sample)
+    )
+    prefix = len(prefix_of(job.name, job.uid)) + 1
+    for row in conn.execute(query):
+        cell = (
+            row.id[prefix:],
+            row.state.status[0],
+            row.reward,
+            row.state != RolloutState.QUEUED_INIT,
+        )
+        cells[row.group_no].append(cell)
+    return cells
+
+
+def _group_row(row: Any, cells: Sequence[tuple[Any, ...]]) -> dict[str, Any]:
+    rewards = [cell[2] for cell in cells if cell[2] is not None]
+    begun = any(cell[3] for cell in cells)
+    return {
+        "no": row.no,
+        "task_id": row.task_id,
+        "state": "ended" if row.seq is not None else "active" if begun else "waiting",
+        "informative": bool(row.informative),
+        "delivered": bool(row.delivered),
+        "reason": row.reason or "",
+        "mean": sum(rewards) / len(rewards) if rewards else None,
+        "samples": [cell[:3] for cell in cells],
+    }
+
+
+GanttSort = Literal["-duration", "started"]
+MAX_GANTT_ROWS: Final = 500
+_BEGUN: Final = tuple(state for state in UNFINISHED if state != RolloutState.QUEUED_INIT)
+_GANTT_COLUMNS: Final = rollouts.c["id", "group_no", "sample", "state", "reward", "since", "timings"]
+
+
+def gantt(conn: Connection, job: JobRow, sort: GanttSort, limit: int, now: float) -> list[dict[str, Any]]:
+    """Return the rollouts of a job that took longest, or those that began last.
+
+    Rollouts that have begun and not ended come with the others; what they do now ends at `now`, in seconds
+    since the epoch. By `started`, the newest of both kinds are chosen and come in the order of their begins.
+    """
+    since = rollouts.c.since.desc() if sort == "started" else rollouts.c.since
+    unfinished = sa.select(*_GANTT_COLUMNS).where(rollouts.c.job_id == job.id, rollouts.c.state.in_(_BEGUN))
+    t = ended_rollouts.c
+    order = (t.end_seq.desc(),) if sort == "started" else (t.seconds.desc(), t.end_seq.desc())
+    chosen = sa.select(t.id).where(t.job_id == job.id).order_by(*order).limit(limit)
+    ended = sa.select(*_GANTT_COLUMNS).where(rollouts.c.id.in_(chosen))
+    selected = [*conn.execute(unfinished.order_by(since).limit(limit)), *conn.execute(ended)]
+    items = [_gantt_item(row, now) for row in selected]
+    if sort == "started":
+        items.sort(key=lambda item: item["spans"][0][1] if item["spans"] else 0.0, reverse=True)
+        items = items[:limit][::-1]
+    else:
+        items = sorted(items, key=lambda item: (-_busy(item), item["id"]))[:limit]
+    tasks = task_ids(conn, job.id, {item["group_no"] for item in items})
+    return [{"id": item["id"], "task_id": tasks.get(item.pop("group_no"), ""), **item} for item in items]
+
+
+def _gantt_item(row: Any, now: float) -> dict[str, Any]:
+    ended = row.state.has_ended
+    item = {
+        "id": row.id,
+        "group_no": row.group_no,
+        "sample": row.sample,
+        "status": row.state.status,
+        "reward": row.reward,
+        "spans": traces.spans(loads(row.timings), row.since if ended else now),
+    }
+    return item if ended else item | {"open": True}
+
+
+def _busy(item: dict[str, Any]) -> float:
+    """Return the seconds of work in all stages."""
+    return float(sum(end - start for name, start, end in item["spans"] if not name.endswith("-queue")))

@@ -25,6 +25,7 @@ from rollyard_testing.operator.operatorlab import (
     at_rest,
     hurry,
     job,
+    running,
     settings_in,
     until,
 )
@@ -43,14 +44,13 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Start:
     async def started(count: int, **more: Any) -> AsyncIterator[Lab]:
         settings = settings_in(tmp_path, readyWorkers=count, namespaces=[NAMESPACE], **more)
         lab = Lab(settings, kube, control)
-        running = [asyncio.create_task(lab.operator.run()), asyncio.create_task(ending(kube))]
+        kubelet = asyncio.create_task(ending(kube))
         try:
-            yield lab
+            async with running(lab):
+                yield lab
         finally:
-            for one in running:
-                one.cancel()
-            await asyncio.gather(*running, return_exceptions=True)
-            await lab.http.aclose()
+            kubelet.cancel()
+            await asyncio.gather(kubelet, return_exceptions=True)
 
     return started
 

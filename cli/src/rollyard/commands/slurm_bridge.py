@@ -166,7 +166,7 @@ def run_here(options: BridgeOptions) -> None:
     """Run the bridge in this process until a signal ends it."""
     import asyncio
 
-    from rollyard_drivers.loop.rest_store import RestStore
+    from rollyard_drivers.loop.driver import Store
     from rollyard_slurm.bridge import Bridge, BridgeReady, install_signals
     from rollyard_slurm.options import served
 
@@ -189,7 +189,7 @@ def run_here(options: BridgeOptions) -> None:
         sys.stdout.flush()
 
     async def run() -> None:
-        bridge = Bridge(options, RestStore, ready, trouble)
+        bridge = Bridge(options, Store, ready, trouble)
         install_signals(bridge)
         await bridge.run()
 

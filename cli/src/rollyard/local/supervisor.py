@@ -33,7 +33,6 @@ from rollyard_drivers.host.control_plane import ControlPlaneProcess, ControlPlan
 from rollyard_drivers.host.home import Home, write_json
 from rollyard_drivers.host.ready_processes import Program, ReadyProcesses
 from rollyard_drivers.loop.driver import Driver, Store, StoreTrouble, replace_pool, run_passes, unless_stopped
-from rollyard_drivers.loop.rest_store import RestStore
 from rollyard_drivers.reconcile.placement import is_for
 from rollyard_drivers.reconcile.plan import Owner, Profile
 from rollyard_process.log_text import one_line
@@ -321,7 +320,7 @@ def make_supervisor(
     """Return a supervisor that uses REST and ends its sandboxes when it ends."""
     return Supervisor(
         options,
-        RestStore,
+        Store,
         on_ready=on_ready,
         on_trouble=lambda trouble: say(one_line(f"trouble: {trouble}")),
         end_sandboxes=partial(end_sandboxes, Home(options.home), options.sandbox),

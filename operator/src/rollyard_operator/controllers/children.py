@@ -15,8 +15,8 @@ from rollyard_drivers.reconcile.workloads import Replacements
 
 from rollyard_operator.controllers.resource import is_leaving
 from rollyard_operator.kube import labels
+from rollyard_operator.kube.client import KubeClient
 from rollyard_operator.kube.errors import KubeConflict, KubeError
-from rollyard_operator.kube.interface import Kube
 from rollyard_operator.kube.labels import Object
 from rollyard_operator.kube.object_cache import Key, PodCache, key_of, uid_of
 from rollyard_operator.pods.parts import PodTemplateError
@@ -42,7 +42,7 @@ class Children:
     operators can bring about, one of them is stopped.
     """
 
-    def __init__(self, kube: Kube, cache: PodCache, instance: str, wake: Callable[[], None]) -> None:
+    def __init__(self, kube: KubeClient, cache: PodCache, instance: str, wake: Callable[[], None]) -> None:
         self._kube = kube
         self._wake = wake
         self._cache = cache

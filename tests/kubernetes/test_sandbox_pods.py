@@ -24,10 +24,8 @@ from rollyard_operator.kube import labels
 from rollyard_operator.kube.client import KubeClient
 from rollyard_operator.kube.object_cache import PodCache
 from rollyard_operator.kube.reflector import Reflector
-from rollyard_operator.kube.watch import KubeWatch
-from rollyard_operator.sandboxes.isolation import isolation_checks
+from rollyard_operator.sandboxes.isolation import Witnesses, isolation_checks
 from rollyard_operator.sandboxes.loop import SandboxLoop
-from rollyard_operator.sandboxes.witnesses import Witnesses
 from rollyard_operator.settings import OperatorSettings
 from rollyard_pipeline.sandboxes.interface import Sandbox
 from rollyard_sandbox.client import ExecClient
@@ -126,8 +124,7 @@ async def live(
     loop = SandboxLoop(
         kube, found.pods, found.desk, lambda *key: jobs.get(key), settings, "driver token", checks
     )
-    watch = KubeWatch(kube)
-    reflector = Reflector(watch, "Pod", namespace, labels.selector("k-live"), found.pods)
+    reflector = Reflector(kube, "Pod", namespace, labels.selector("k-live"), found.pods)
     tasks = [asyncio.create_task(reflector.run())]
     try:
         async with asyncio.timeout(patience(60.0)):
@@ -138,7 +135,6 @@ async def live(
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        await watch.close()
         await kube.close()
         await connections_ended(access.host)
 
@@ -368,7 +364,7 @@ async def test_a_policy_that_opens_sandboxes_is_named(
     cluster: Cluster, images: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No check outside of the cluster is needed, because the policies themselves show it."""
-    monkeypatch.setattr("rollyard_operator.sandboxes.guard.LOOK_SECONDS", 0.5)
+    monkeypatch.setattr("rollyard_operator.sandboxes.policies.LOOK_SECONDS", 0.5)
     async with live(cluster, images, "always") as world:
         policy = json.dumps(permits_outside(world.namespace))
         cluster.kubectl("apply", "-f", "-", input=policy)

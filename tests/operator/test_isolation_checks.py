@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 from rollyard_operator.kube.errors import KubeError
 from rollyard_operator.kube.labels import Object
-from rollyard_operator.pods.network_policies import egress_trouble
-from rollyard_operator.sandboxes.isolation import METADATA, external_checks, isolation_checks
-from rollyard_operator.sandboxes.witnesses import Witnesses
+from rollyard_operator.sandboxes.isolation import METADATA, Witnesses, external_checks, isolation_checks
+from rollyard_operator.sandboxes.policies import egress_trouble
 from rollyard_operator.settings import OperatorSettings, SettingsError
 from rollyard_testing.operator.fakecluster import FakeKube
 

@@ -8,7 +8,7 @@ import socket
 from collections.abc import AsyncIterator
 
 import pytest
-from rollyard_operator.sandboxes.port_probes import PortProbes
+from rollyard_operator.sandboxes.observations import PortProbes
 from rollyard_testing.operator.operatorlab import PATIENCE_SECONDS, until
 
 
@@ -19,7 +19,7 @@ async def told() -> asyncio.Event:
 
 @pytest.fixture
 async def probes(told: asyncio.Event, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[PortProbes]:
-    monkeypatch.setattr("rollyard_operator.sandboxes.port_probes.CONNECT_SECONDS", PATIENCE_SECONDS)
+    monkeypatch.setattr("rollyard_operator.sandboxes.observations.CONNECT_SECONDS", PATIENCE_SECONDS)
     made = PortProbes(told.set)
     task = asyncio.create_task(made.run())
     yield made

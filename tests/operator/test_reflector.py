@@ -18,7 +18,6 @@ from rollyard_operator.kube.errors import KubeError
 from rollyard_operator.kube.labels import Object
 from rollyard_operator.kube.object_cache import PodCache
 from rollyard_operator.kube.reflector import Reflector
-from rollyard_operator.kube.watch import KubeWatch
 from rollyard_process.backoff import Backoff
 from rollyard_testing.operator.operatorlab import PATIENCE_SECONDS, until
 
@@ -98,7 +97,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Server:
     monkeypatch.setattr("rollyard_operator.kube.reflector.TRY_AGAIN", Backoff(first=0.01, longest=0.01))
     monkeypatch.setattr("rollyard_operator.kube.client.PAUSES", Backoff(first=0.0, longest=0.0))
     monkeypatch.setattr("rollyard_operator.kube.client.TIMEOUT_SECONDS", PATIENCE_SECONDS)
-    monkeypatch.setattr("rollyard_operator.kube.watch.CONNECT_SECONDS", PATIENCE_SECONDS)
+    monkeypatch.setattr("rollyard_operator.kube.client.CONNECT_SECONDS", PATIENCE_SECONDS)
     return Server()
 
 
@@ -112,14 +111,12 @@ async def reflecting(
         configuration = client.Configuration()
         configuration.host = str(listening.make_url("")).rstrip("/")
         kube = KubeClient(configuration)
-        watch = KubeWatch(kube)
-        task = asyncio.create_task(Reflector(watch, "Pod", namespace, "a=b", cache).run())
+        task = asyncio.create_task(Reflector(kube, "Pod", namespace, "a=b", cache).run())
         try:
             yield task
         finally:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
-            await watch.close()
             await kube.close()
 
 
@@ -224,7 +221,7 @@ async def test_what_was_seen_later_than_a_list_is_not_taken_for_gone() -> None:
 
 
 async def test_a_watch_that_hangs_is_begun_anew(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rollyard_operator.kube.watch.SILENT_SECONDS", 0.2)
+    monkeypatch.setattr("rollyard_operator.kube.client.SILENT_SECONDS", 0.2)
 
     async def hangs(stream: Stream) -> None:
         # One that seems silent because this machine stands still is asked for again.

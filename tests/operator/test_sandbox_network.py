@@ -7,10 +7,9 @@ from typing import Any
 
 import pytest
 from rollyard_operator.kube.errors import KubeError
-from rollyard_operator.sandboxes.guard import Guard
+from rollyard_operator.sandboxes.isolation import Witnesses
 from rollyard_operator.sandboxes.loop import SandboxLoop
-from rollyard_operator.sandboxes.namespaces import Namespaces
-from rollyard_operator.sandboxes.witnesses import Witnesses
+from rollyard_operator.sandboxes.policies import Guard, Namespaces
 from rollyard_testing.operator.sandboxworld import SETTINGS, World, ended
 
 
@@ -55,7 +54,7 @@ async def test_a_policy_that_opens_sandboxes_keeps_them_from_being_made(world: W
 async def test_a_warm_sandbox_that_was_opened_meanwhile_is_not_handed_out(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rollyard_operator.sandboxes.namespaces.SEEN_SECONDS", 0.0)
+    monkeypatch.setattr("rollyard_operator.sandboxes.policies.SEEN_SECONDS", 0.0)
     world.plane.want(1)
     await world.turn()
     world.start()
@@ -111,7 +110,7 @@ async def test_a_job_is_told_once_when_its_sandboxes_in_use_are_opened(world: Wo
 async def test_our_own_policy_is_put_back_before_a_sandbox_is_made(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rollyard_operator.sandboxes.namespaces.SEEN_SECONDS", 0.0)
+    monkeypatch.setattr("rollyard_operator.sandboxes.policies.SEEN_SECONDS", 0.0)
     world.plane.file()
     await world.turn()
     world.kube.remove("NetworkPolicy", "team", "rollyard-test-sandboxes")

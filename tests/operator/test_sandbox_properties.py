@@ -8,9 +8,8 @@ from datetime import UTC, datetime, timedelta
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rollyard_operator.pods.observed_sandbox import ObservedSandbox
-from rollyard_operator.pods.trouble import Trouble
-from rollyard_operator.sandboxes.planning.plan import (
+from rollyard_operator.pods.observed_sandbox import ObservedSandbox, Trouble
+from rollyard_operator.sandboxes.planning import (
     DeleteSandbox,
     ObservedSandboxes,
     Refusal,
@@ -18,9 +17,9 @@ from rollyard_operator.sandboxes.planning.plan import (
     SandboxPlan,
     WantedSandbox,
     WarmNeed,
+    WarmNumbers,
+    reconcile_sandboxes,
 )
-from rollyard_operator.sandboxes.planning.reconcile import reconcile_sandboxes
-from rollyard_operator.sandboxes.planning.warm_names import WarmNumbers
 from rollyard_process.token_bucket import TokenBucket
 
 START = datetime(2026, 1, 1, tzinfo=UTC)

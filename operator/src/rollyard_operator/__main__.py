@@ -22,11 +22,9 @@ from rollyard_operator.installation import Operator
 from rollyard_operator.kopf_shell import LIVENESS, run_under_kopf
 from rollyard_operator.kube.client import KubeClient
 from rollyard_operator.kube.errors import KubeError
-from rollyard_operator.kube.watch import KubeWatch
 from rollyard_operator.pods.workloads import installation_digest
-from rollyard_operator.sandboxes.isolation import external_checks, isolation_checks
+from rollyard_operator.sandboxes.isolation import Witnesses, external_checks, isolation_checks
 from rollyard_operator.sandboxes.loop import SandboxLoop
-from rollyard_operator.sandboxes.witnesses import Witnesses
 from rollyard_operator.settings import OperatorSettings, SettingsError, load_settings
 
 MAX_ACTIVE_JOBS = 100
@@ -63,31 +61,28 @@ async def serve(settings: OperatorSettings, liveness: str) -> None:
     if settings.control_plane_ca_file is not None:
         os.environ[CA_FILE] = str(settings.control_plane_ca_file)
     kube = await KubeClient.connect()
-    watcher = KubeWatch(kube)
     url, token = settings.control_plane_url, _token(settings.token_file)
     # A pass that fails is retried soon, so the client itself makes few attempts.
     client = DriverClient(url, token, timeout=15.0, retry=Retry(attempts=3))
     try:
         settings = settings.model_copy(update={"api_server_version": await kube.version()})
         async with httpx.AsyncClient(trust_env=False) as http:
-            await _run(settings, kube, watcher, client, http, liveness)
+            await _run(settings, kube, client, http, liveness)
     finally:
         await client.aclose()
-        await watcher.close()
         await kube.close()
 
 
 async def _run(
     settings: OperatorSettings,
     kube: KubeClient,
-    watcher: KubeWatch,
     client: DriverClient,
     http: httpx.AsyncClient,
     liveness: str,
 ) -> None:
     witnesses = Witnesses(await external_checks(settings))
     profile = Profile(max_active_jobs=MAX_ACTIVE_JOBS, made_of=installation_digest(settings))
-    operator = Operator(settings, profile, kube, watcher, client, http)
+    operator = Operator(settings, profile, kube, client, http)
     sandboxes = SandboxLoop(
         kube,
         operator.context.pods,

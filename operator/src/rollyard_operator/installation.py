@@ -4,35 +4,30 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 import httpx
+from rollyard_client import DriverClient
 from rollyard_crds import RolloutJob
 from rollyard_drivers.reconcile.plan import Profile
 from rollyard_drivers.reconcile.reconcile_pass import is_active
 
-from rollyard_operator.controllers.admission import Admissions
-from rollyard_operator.controllers.context import DRIVER, OperatorContext
-from rollyard_operator.controllers.control_plane_view import (
-    POLL_SECONDS,
-    ControlPlaneClient,
-    ControlPlaneView,
-)
+from rollyard_operator.controllers.context import DRIVER, Admissions, OperatorContext
+from rollyard_operator.controllers.control_plane_view import POLL_SECONDS, ControlPlaneView
 from rollyard_operator.controllers.job import JobLoop
-from rollyard_operator.controllers.object_loop import ObjectLoop
 from rollyard_operator.controllers.pool import PoolLoop
 from rollyard_operator.controllers.ready_pool import ReadyPool
 from rollyard_operator.controllers.resource import Reader, fingerprint
 from rollyard_operator.controllers.rest_sync import RestSync
 from rollyard_operator.controllers.worker_token import WorkerToken
 from rollyard_operator.kube import labels
+from rollyard_operator.kube.client import KubeClient
 from rollyard_operator.kube.errors import KubeError
-from rollyard_operator.kube.event_recorder import EventRecorder
-from rollyard_operator.kube.interface import Kube
+from rollyard_operator.kube.events import EventRecorder
 from rollyard_operator.kube.labels import Object
 from rollyard_operator.kube.object_cache import Key, ObjectCache, PodCache, key_of, uid_of
-from rollyard_operator.kube.reflector import Lister, Reflector, Watcher
+from rollyard_operator.kube.reflector import Lister, Reflector
 from rollyard_operator.kube.resources import OWN_KINDS
 from rollyard_operator.settings import OperatorSettings
 
@@ -60,21 +55,18 @@ class Operator:
     Two operators at once do no harm, because names are deterministic, deletions name the uid, and
     registration is idempotent.
 
-    Args:
-        watcher: Lists the cluster for the caches, and watches its pods.
     """
 
     def __init__(
         self,
         settings: OperatorSettings,
         profile: Profile,
-        kube: Kube,
-        watcher: Watcher,
-        client: ControlPlaneClient,
+        kube: KubeClient,
+        client: DriverClient,
         http: httpx.AsyncClient,
     ) -> None:
         self._gate = asyncio.Semaphore(PASSES_AT_ONCE)
-        self._loops: dict[tuple[str, Key], tuple[ObjectLoop, asyncio.Task[None]]] = {}
+        self._loops: dict[tuple[str, Key], JobLoop | PoolLoop] = {}
         self._prints: dict[tuple[str, Key], tuple[object, ...]] = {}
         self._group: asyncio.TaskGroup | None = None
         pods, token = PodCache(self._pod_changed), WorkerToken(kube, settings)
@@ -99,16 +91,12 @@ class Operator:
         self._polled_at = 0.0
         namespaces, access = settings.namespaces or (None,), self.context.access
         self._listers = {
-            namespace: [
-                Lister(watcher, kind, namespace, self._cache(kind), access.reporter(namespace, kind))
-                for kind in OWN_KINDS
-            ]
+            namespace: [Lister(kube, kind, namespace, self._cache(kind), access) for kind in OWN_KINDS]
             for namespace in namespaces
         }
         selector = labels.selector(settings.instance)
         self._reflectors: list[Reflector] = [
-            Reflector(watcher, "Pod", namespace, selector, pods, access.reporter(namespace, "Pod"))
-            for namespace in namespaces
+            Reflector(kube, "Pod", namespace, selector, pods, access) for namespace in namespaces
         ]
         for listers in self._listers.values():
             self._reflectors += listers
@@ -150,20 +138,20 @@ class Operator:
             self._wake_pool((namespace, labels.label_of(pod, labels.POOL)))
 
     def _object_changed(self, obj: Object) -> None:
-        where = (obj["kind"], key_of(obj))
-        there = self._cache(obj["kind"]).get(where[1])
-        before, after = self._prints.get(where), None if there is None else fingerprint(there)
+        kind, key = obj["kind"], key_of(obj)
+        newest = self._cache(kind).get(key)
+        before, after = self._prints.get((kind, key)), None if newest is None else fingerprint(newest)
         if before == after:
             return  # Only the status has changed.
         if after is None:
-            self._prints.pop(where, None)
+            self._prints.pop((kind, key), None)
         else:
-            self._prints[where] = after
-        self._wake(where, start=there is not None)
-        if where[0] == "RolloutJob":
+            self._prints[kind, key] = after
+        self._wake((kind, key), start=newest is not None)
+        if kind == "RolloutJob":
             self.job_changed()
-        if where[0] == "BackendPool" and (before is None or after is None):
-            self._wake_jobs_of(where[1])
+        elif before is None or after is None:
+            self._wake_jobs_of(key)
 
     def _wake_job(self, key: Key) -> None:
         self._wake(("RolloutJob", key))
@@ -172,21 +160,19 @@ class Operator:
         self._wake(("BackendPool", key))
 
     def _wake_jobs_of(self, pool: Key) -> None:
-        for loop, _ in list(self._loops.values()):
+        for loop in list(self._loops.values()):
             if isinstance(loop, JobLoop) and loop.pool == pool:
                 loop.wake()
 
     def _wake(self, where: tuple[str, Key], start: bool = False, within: float = 0.0) -> None:
-        found = self._loops.get(where)
-        if found is not None:
-            found[0].wake(within)
+        if where in self._loops:
+            self._loops[where].wake(within)
         elif start and self._group is not None:
             kind = JobLoop if where[0] == "RolloutJob" else PoolLoop
-            loop = kind(where[1], self._gate, self.context)
-            task = self._group.create_task(self._keep(where, loop), name=f"{where[0]} {'/'.join(where[1])}")
-            self._loops[where] = (loop, task)
+            self._loops[where] = loop = kind(where[1], self._gate, self.context)
+            self._group.create_task(self._keep(where, loop), name=f"{where[0]} {'/'.join(where[1])}")
 
-    async def _keep(self, where: tuple[str, Key], loop: ObjectLoop) -> None:
+    async def _keep(self, where: tuple[str, Key], loop: JobLoop | PoolLoop) -> None:
         try:
             await loop.run()
         finally:
@@ -196,7 +182,7 @@ class Operator:
 
     # Running
 
-    async def run(self, *beside: Callable[[], Awaitable[Any]]) -> None:
+    async def run(self, *beside: Callable[[], Coroutine[Any, Any, None]]) -> None:
         """List the existing objects, then keep all of them reconciled until cancelled.
 
         Args:
@@ -222,7 +208,7 @@ class Operator:
             group.create_task(self.context.ready.run(), name="ready workers")
             group.create_task(self._watch_token(), name="token of all workers")
             for one in beside:
-                group.create_task(_awaited(one), name=getattr(one, "__qualname__", "beside"))
+                group.create_task(one(), name=one.__qualname__)
 
     def alive(self) -> bool:
         """Return whether the control plane is still polled, or True before the cluster has been listed."""
@@ -254,8 +240,8 @@ class Operator:
 
     def _served(self) -> set[str]:
         """Return the namespaces that the settings list, or all that have a job or a pool."""
-        found = {key_of(obj)[0] for cache in (self.context.jobs, self.context.pools) for obj in cache}
-        return {*(self.context.settings.namespaces or found)} - self.context.access.denied
+        used = {key_of(obj)[0] for cache in (self.context.jobs, self.context.pools) for obj in cache}
+        return {*(self.context.settings.namespaces or used)} - self.context.access.denied
 
     async def _watch_token(self) -> None:
         """Wake all jobs when the token of all workers changes, because their tokens are derived from it."""
@@ -268,12 +254,8 @@ class Operator:
             else:
                 if known and state != known:
                     _log.info("the workers' token has changed: jobs get new ones")
-                    for loop, _ in list(self._loops.values()):
+                    for loop in list(self._loops.values()):
                         if isinstance(loop, JobLoop):
                             loop.wake()
                 known = state
             await asyncio.sleep(TOKEN_SECONDS)
-
-
-async def _awaited(one: Callable[[], Awaitable[Any]]) -> None:
-    await one()

@@ -16,6 +16,7 @@ from contextlib import suppress
 from typing import Any, Protocol, TypeVar
 
 import kopf
+from kubernetes.aio import client
 
 from rollyard_operator.kube.client import TRY_AGAIN, KubeClient
 from rollyard_operator.kube.labels import Object
@@ -149,17 +150,7 @@ class Kopf:
         # kopf calls it again when the credentials have expired.
         @kopf.on.login(registry=registry, id="login")
         async def _login(**_: Any) -> kopf.ConnectionInfo:
-            access = await self._at_home(self._kube.access())
-            return kopf.ConnectionInfo(
-                server=access.server,
-                ca_path=access.ca_file,
-                insecure=access.insecure,
-                scheme=access.scheme,
-                token=access.token,
-                certificate_path=access.cert_file,
-                private_key_path=access.key_file,
-                proxy_url=access.proxy,
-            )
+            return await self._at_home(_connection(self._kube.configuration))
 
         async def is_alive() -> bool:
             return self._operator.alive()
@@ -178,6 +169,22 @@ class Kopf:
             group, _, version = RESOURCES[kind].api.partition("/")
             kopf.on.event(group, version, RESOURCES[kind].plural, registry=registry, id="seen")(_seen)
         return registry
+
+
+async def _connection(own: client.Configuration) -> kopf.ConnectionInfo:
+    """Return what the operator's own client uses to connect. A token that is replaced is read again."""
+    header = await own.get_api_key_with_prefix("BearerToken") or ""
+    scheme, _, token = header.rpartition(" ")
+    return kopf.ConnectionInfo(
+        server=own.host,
+        ca_path=own.ssl_ca_cert,
+        insecure=not own.verify_ssl,
+        scheme=scheme or None,
+        token=token or None,
+        certificate_path=own.cert_file,
+        private_key_path=own.key_file,
+        proxy_url=own.proxy,
+    )
 
 
 async def run_under_kopf(

@@ -34,7 +34,6 @@ from rollyard_drivers.host.errors import StartFailed
 from rollyard_drivers.host.home import Home, read_json, write_json
 from rollyard_drivers.host.private_files import write_private
 from rollyard_drivers.loop.driver import Driver, Store, replace_pool, run_passes, unless_stopped
-from rollyard_drivers.loop.rest_store import RestStore
 from rollyard_drivers.reconcile.plan import Owner
 
 from rollyard_slurm.addresses import checked_address
@@ -192,7 +191,7 @@ class Bridge:
                 namespaces=options.namespaces or (DEFAULT_NAMESPACE,),
             )
             token = plane.token("driver" if options.join else "admin")
-            store = RestStore(plane.url, token, trusted)
+            store = Store(plane.url, token, trusted)
             for pool in options.pools:
                 await replace_pool(store, pool)
             if isinstance(plane, ControlPlaneProcess):

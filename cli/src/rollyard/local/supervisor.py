@@ -31,7 +31,6 @@ from rollyard_drivers.host.control_plane import ControlPlaneProcess, ControlPlan
 from rollyard_drivers.host.home import Home, write_json
 from rollyard_drivers.host.ready_processes import Program, ReadyProcesses
 from rollyard_drivers.loop.driver import Driver, Store, StoreTrouble, replace_pool, run_passes, unless_stopped
-from rollyard_drivers.loop.rest_store import RestStore
 from rollyard_drivers.reconcile.placement import is_for
 from rollyard_drivers.reconcile.plan import Owner, Profile
 from rollyard_process.log_text import one_line
@@ -197,7 +196,7 @@ class Supervisor:
             fleet = Fleet(
                 self._home, self._options, plane.url, http, self._wake.set, ready, self._worker_token(plane)
             )
-            store = RestStore(plane.url, plane.token("admin"))
+            store = Store(plane.url, plane.token("admin"))
             await replace_pool(store, pool)
             self._home.write_context(plane.url, plane.tokens_file)
             self._say_ready(plane, pool, swept)

@@ -1,5 +1,7 @@
 """The driver of the jobs and pools in the control plane's store.
 
+A call to the control plane that fails affects only the current pass; the driver continues to run.
+
 The driver is level-based: every pass looks at the whole state and acts on the difference. The next pass
 therefore corrects what an earlier pass failed to do or never did.
 """
@@ -8,12 +10,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ssl
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Final, Protocol, TypeVar
 
+from rollyard_client import DriverClient, Retry, RollyardError
 from rollyard_crds import BackendPool, BackendPoolStatus, BackendStatus, RolloutJob, RolloutJobStatus
 from rollyard_crds.workers import AssignmentOffer, WorkerDeath, WorkerDied
 from rollyard_process.waiting import first_of
@@ -32,6 +36,13 @@ from rollyard_drivers.reconcile.plan import (
     Profile,
     Stop,
 )
+from rollyard_drivers.reconcile.ready_workers import JOB_OVER
+
+T = TypeVar("T")
+WATCH_SECONDS: Final = 30.0
+"""The duration of one long poll, in seconds."""
+AGAIN_SECONDS: Final = 2.0
+"""The pause in seconds after a call that the control plane did not answer, since it may be restarting."""
 
 
 class StoreTrouble(HostError):
@@ -40,47 +51,96 @@ class StoreTrouble(HostError):
     reason = "StoreTrouble"
 
 
-class Store(Protocol):
-    """The control plane as a driver uses it. Every call may raise StoreTrouble."""
+class Store:
+    """The control plane as a driver uses it. Every call may raise StoreTrouble.
+
+    Args:
+        url: The base URL of the control plane.
+        token: The bearer token of the driver role.
+        tls: The certificate authorities to trust for `https:` URLs. The default is the file that
+            ROLLYARD_CA_FILE names, or the usual authorities if it is not set.
+    """
+
+    def __init__(self, url: str, token: str, tls: ssl.SSLContext | None = None) -> None:
+        # The next pass is the retry. A pass that waits for long would notice late that child processes have
+        # ended.
+        self._client = DriverClient(url, token, timeout=10.0, retry=Retry(attempts=2), tls=tls)
+
+    async def _ask(self, call: Awaitable[T]) -> T:
+        try:
+            return await call
+        except RollyardError as error:
+            raise StoreTrouble(f"{error.reason}: {error}") from error
 
     async def jobs(self) -> Sequence[RolloutJob]:
         """Return the jobs that concern the driver."""
+        return await self._ask(self._client.jobs())
 
     async def pools(self) -> Sequence[BackendPool]:
         """Return the pools that concern the driver."""
+        return await self._ask(self._client.pools())
 
     async def put_job_status(self, job: RolloutJob, status: RolloutJobStatus) -> None:
         """Write the driver's part of a job's status."""
+        await self._ask(self._client.put_job_status(job, status))
 
     async def put_pool_status(self, pool: BackendPool, status: BackendPoolStatus) -> None:
         """Write the driver's part of a pool's status."""
+        await self._ask(self._client.put_pool_status(pool, status))
 
     async def put_backends(self, pool: BackendPool, backends: Sequence[BackendStatus]) -> None:
         """Report the backends of a pool."""
+        await self._ask(self._client.put_backends(pool, backends))
 
     async def cancel(self, job: RolloutJob) -> None:
         """Cancel a job."""
+        await self._ask(self._client.cancel(job))
 
     async def worker_died(self, report: WorkerDied) -> WorkerDeath:
         """Report the death of a worker, so that its leases return at once."""
+        return await self._ask(self._client.worker_died(report))
 
     async def offer(self, offered: AssignmentOffer) -> str:
         """Offer a job to a worker that stands ready, and return why the worker cannot have it, or nothing.
 
         A job that is over is no reason, because its workers are stopped anyway.
         """
+        try:
+            await self._client.offer(offered)
+        except RollyardError as error:
+            message = f"{error.reason}: {error}"
+            if error.status is None or error.status >= 500 or error.status == 429:
+                raise StoreTrouble(message) from error
+            return "" if error.reason in JOB_OVER else message
+        return ""
 
     async def create_pool(self, pool: BackendPool) -> None:
         """Create a pool."""
+        await self._ask(self._client.create_pool(pool))
 
     async def delete_pool(self, namespace: str, name: str) -> None:
         """Delete a pool."""
+        await self._ask(self._client.delete_pool(namespace, name))
 
     async def watch(self, wake: Callable[[], None]) -> None:
-        """Call `wake` whenever a job was added, ended, or changed in anything but its rollouts."""
+        """Call `wake` whenever a job was added, ended, or changed in anything but its rollouts.
+
+        This method never returns. While the control plane does not answer, the request is repeated.
+        """
+        revision: int | None = None
+        while True:
+            try:
+                unfinished = await self._client.unfinished(revision, WATCH_SECONDS)
+            except RollyardError:
+                await asyncio.sleep(AGAIN_SECONDS)
+                continue
+            if unfinished.revision != revision:
+                revision = unfinished.revision
+                wake()
 
     async def close(self) -> None:
-        """Close the connection to the store."""
+        """Close the HTTP client."""
+        await self._client.aclose()
 
 
 class Workloads(Protocol):
@@ -307,23 +367,28 @@ async def replace_pool(store: Store, pool: BackendPool) -> None:
 
 
 async def run_passes(
-    run_pass: Callable[[], Awaitable[None]], wake: asyncio.Event, most_seconds: float
+    run_pass: Callable[[], Awaitable[float | None]],
+    wake: asyncio.Event,
+    most_seconds: float,
+    done: Callable[[], bool] = lambda: False,
 ) -> None:
-    """Make one pass after the other until cancelled. This is the loop of every driver outside a cluster.
+    """Make one pass after the other until cancelled. This is the loop of every driver.
 
     The events only decide when a pass begins, because each pass looks at the whole state.
 
     Args:
-        run_pass: Makes one pass.
+        run_pass: Makes one pass, and returns the number of seconds until the next one is due, or None if it
+            has no time of its own.
         wake: Begins the next pass at once when it is set. It is cleared before each pass, so that a change
             during a pass begins another one.
         most_seconds: The longest pause between two passes, in seconds.
+        done: Returns whether to end the loop. It is asked before each pass.
     """
-    while True:
+    while not done():
         wake.clear()
-        await run_pass()
+        due = await run_pass()
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(most_seconds):
+            async with asyncio.timeout(most_seconds if due is None else min(due, most_seconds)):
                 await wake.wait()
 
 

@@ -12,7 +12,6 @@ from rollyard_crds import BackendPool, BackendPoolStatus, RolloutJob, RolloutJob
 from rollyard_crds.base import PlacementName
 
 from rollyard_drivers.reconcile import reconcile_pass
-from rollyard_drivers.reconcile.conditions import ConditionUpdate, updated
 
 UNSPOKEN_SECONDS: Final = 10.0
 """The time in seconds within which a running driver reports on its jobs and pools."""
@@ -62,6 +61,6 @@ def unserved_job(job: RolloutJob, now: datetime) -> RolloutJobStatus:
 def unserved_pool(pool: BackendPool, now: datetime) -> BackendPoolStatus:
     """Return the status that the control plane's own driver gives a pool whose driver does not run."""
     assert pool.spec.placement is not None
-    claims = (ConditionUpdate("Ready", False, REASON, _text(pool.spec.placement)),)
-    conditions = updated(pool.status.conditions, claims, pool.metadata.generation or 0, now)
-    return pool.status.model_copy(update={"conditions": conditions})
+    return reconcile_pass.refused_pool(
+        pool.status, pool.metadata.generation or 0, REASON, _text(pool.spec.placement), now
+    )

@@ -160,3 +160,16 @@ def refused(
             "message": message[:256],
         }
     )
+
+
+def refused_pool(
+    pool: BackendPoolStatus,
+    generation: int,
+    reason: str,
+    message: str,
+    now: datetime,
+    types: Sequence[str] = ("Ready",),
+) -> BackendPoolStatus:
+    """Return the status of a pool that cannot be served now. Conditions of these types say why."""
+    claims = [ConditionUpdate(kind, False, reason, message) for kind in types]
+    return pool.model_copy(update={"conditions": updated(pool.conditions, claims, generation, now)})

@@ -15,8 +15,8 @@ from rollyard_drivers.reconcile.workloads import Replacements
 
 from rollyard_operator.controllers.resource import is_leaving
 from rollyard_operator.kube import labels
+from rollyard_operator.kube.client import KubeClient
 from rollyard_operator.kube.errors import KubeConflict, KubeError
-from rollyard_operator.kube.interface import Kube
 from rollyard_operator.kube.labels import Object
 from rollyard_operator.kube.object_cache import Key, PodCache, key_of, uid_of
 from rollyard_operator.pods.parts import PodTemplateError
@@ -42,7 +42,7 @@ class Children:
     operators can bring about, one of them is stopped.
     """
 
-    def __init__(self, kube: Kube, cache: PodCache, instance: str, wake: Callable[[], None]) -> None:
+    def __init__(self, kube: KubeClient, cache: PodCache, instance: str, wake: Callable[[], None]) -> None:
         self._kube = kube
         self._wake = wake
         self._cache = cache
@@ -74,22 +74,22 @@ class Children:
         """Return the state of these pods and of the pods that the API server refused to make."""
         seen: dict[str, ObservedWorkload] = {}
         for pod in self._by_workload(pods)[0].values():
-            found = observed_workload(pod)
-            if uid_of(pod) in self._deleting and found.state != "exited":
-                found = replace(found, state="stopping")
-            seen[found.name] = found
+            workload = observed_workload(pod)
+            if uid_of(pod) in self._deleting and workload.state != "exited":
+                workload = replace(workload, state="stopping")
+            seen[workload.name] = workload
         refused = [one for name, one in self._refused.items() if name not in seen]
         return [*seen.values(), *refused]
 
     def _by_workload(self, pods: Iterable[Object]) -> tuple[dict[str, Object], list[Object]]:
         """Return the pod of each workload, and the further pods of workloads that have more than one."""
-        given = list(pods)
-        chosen: dict[str, Object] = {workload_of(pod): pod for pod in given}
-        if len(chosen) == len(given):
+        pods = list(pods)
+        chosen: dict[str, Object] = {workload_of(pod): pod for pod in pods}
+        if len(chosen) == len(pods):
             return chosen, []
         chosen.clear()
         surplus: list[Object] = []
-        for pod in sorted(given, key=self._preference):
+        for pod in sorted(pods, key=self._preference):
             name = workload_of(pod)
             if name in chosen:
                 surplus.append(pod)

@@ -8,81 +8,20 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Container, Sequence
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
 
-from rollyard_client import NotFound, RollyardError
+from rollyard_client import DriverClient, NotFound, RollyardError
 from rollyard_crds import (
     BackendPool,
-    BackendPoolStatus,
-    BackendStatus,
     RolloutJob,
-    RolloutJobStatus,
-    Task,
 )
 from rollyard_crds.fields.annotations import OBJECT_UID
-from rollyard_crds.fields.skipped_rows import SkippedRows
-from rollyard_crds.unfinished import UnfinishedJobs
-from rollyard_crds.workers import AssignmentOffer, AssignmentOffered, WorkerDeath, WorkerDied
 
 from rollyard_operator.kube.object_cache import Key
 
 POLL_SECONDS = 1.0
 ThingT = TypeVar("ThingT", RolloutJob, BackendPool)
 _log = logging.getLogger(__name__)
-
-
-class ControlPlaneClient(Protocol):
-    """The calls of the control plane that the operator needs. DriverClient implements it.
-
-    All of them raise RollyardError.
-    """
-
-    async def jobs(self) -> list[RolloutJob]:
-        """Return all jobs."""
-
-    async def unfinished_jobs(self) -> list[RolloutJob]:
-        """Return the jobs that a driver still has to end."""
-
-    async def unfinished(self, revision: int | None = None, wait: float = 0.0) -> UnfinishedJobs:
-        """Wait up to `wait` seconds for a change after `revision`, and return the unfinished jobs."""
-
-    async def job(self, namespace: str, name: str) -> RolloutJob:
-        """Return one job."""
-
-    async def register_job(
-        self, job: RolloutJob, tasks: Sequence[Task] | None = None, skipped: SkippedRows | None = None
-    ) -> RolloutJob:
-        """Register the job of an object, with its tasks and the rows of its list that were left out."""
-
-    async def delete_job(self, namespace: str, name: str) -> None:
-        """Delete a job."""
-
-    async def put_job_status(self, job: RolloutJob, status: RolloutJobStatus) -> RolloutJob:
-        """Write the driver's part of a job's status."""
-
-    async def cancel(self, job: RolloutJob) -> RolloutJob:
-        """Cancel a job."""
-
-    async def pools(self) -> list[BackendPool]:
-        """Return all pools."""
-
-    async def register_pool(self, pool: BackendPool) -> BackendPool:
-        """Register the pool of an object."""
-
-    async def delete_pool(self, namespace: str, name: str) -> None:
-        """Delete a pool."""
-
-    async def put_pool_status(self, pool: BackendPool, status: BackendPoolStatus) -> BackendPool:
-        """Write the driver's part of a pool's status."""
-
-    async def worker_died(self, report: WorkerDied) -> WorkerDeath:
-        """Report the death of a worker, so that its leases return at once."""
-
-    async def offer(self, offered: AssignmentOffer) -> AssignmentOffered:
-        """Offer a job to a worker that stands ready."""
-
-    async def put_backends(self, pool: BackendPool, backends: Sequence[BackendStatus]) -> BackendPool:
-        """Report the backends of a pool."""
 
 
 def thing_key(thing: RolloutJob | BackendPool) -> Key:
@@ -180,7 +119,7 @@ class ControlPlaneView:
 
     def __init__(
         self,
-        client: ControlPlaneClient,
+        client: DriverClient,
         job_changed: Callable[[Key], None],
         pool_changed: Callable[[Key], None],
     ) -> None:
@@ -222,12 +161,12 @@ class ControlPlaneView:
         end = loop.time() + seconds
         while (left := end - loop.time()) > 0:
             try:
-                found = await self.client.unfinished(self._revision, left)
+                unfinished = await self.client.unfinished(self._revision, left)
             except RollyardError:
                 await asyncio.sleep(left)  # The poll that follows reports the error.
                 return
-            self._revision = found.revision
-            self.unfinished.keep({(job.namespace, job.name) for job in found.jobs})
+            self._revision = unfinished.revision
+            self.unfinished.keep({(job.namespace, job.name) for job in unfinished.jobs})
 
     async def find_job(self, key: Key, uid: str) -> RolloutJob | None:
         """Return the job that is registered for this object, finished or not, or None if there is none.

@@ -10,22 +10,23 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import Callable, Collection
+from collections.abc import Awaitable, Callable, Collection
 from contextlib import suppress
 from datetime import UTC, datetime
+from functools import partial
 from typing import Final
 
-from rollyard_client import RollyardError
+from rollyard_client import DriverClient, RollyardError
 from rollyard_crds import RolloutJob
+from rollyard_drivers.loop.driver import run_passes
 from rollyard_drivers.reconcile.plan import Launch
 from rollyard_drivers.reconcile.ready_workers import JOB_OVER, ReadyWorker, choose, plan_ready
 from rollyard_process.backoff import Backoff
 
-from rollyard_operator.controllers.control_plane_view import ControlPlaneClient
 from rollyard_operator.controllers.worker_token import WorkerToken
 from rollyard_operator.kube import labels
+from rollyard_operator.kube.client import KubeClient
 from rollyard_operator.kube.errors import KubeConflict, KubeError
-from rollyard_operator.kube.interface import Kube
 from rollyard_operator.kube.labels import Object
 from rollyard_operator.kube.object_cache import PodCache, key_of, uid_of
 from rollyard_operator.pods.parts import digest
@@ -65,9 +66,9 @@ class ReadyPool:
 
     def __init__(
         self,
-        kube: Kube,
+        kube: KubeClient,
         pods: PodCache,
-        client: ControlPlaneClient,
+        client: DriverClient,
         token: WorkerToken,
         settings: OperatorSettings,
         made_of: str,
@@ -82,7 +83,7 @@ class ReadyPool:
         self._made_of = made_of
         self._namespaces = namespaces
         self._now = now
-        self._places = asyncio.Semaphore(AT_ONCE)
+        self._at_once = asyncio.Semaphore(AT_ONCE)
         self._with_secret: set[str] = set()
         self._taken: dict[str, None] = {}
         self._offered: dict[str, None] = {}
@@ -93,21 +94,28 @@ class ReadyPool:
 
     async def run(self) -> None:
         """Keep the pods at their number until cancelled. Return once there are none and none are wanted."""
-        revision = -1
-        while self._settings.ready_workers or self._standing():
-            try:
-                wait = await self.run_pass()
-            except Exception:
-                # A bug here must not end the loops of all jobs.
-                _log.exception("ready workers: a pass failed")
-                wait = PASS_SECONDS
-            revision = await self._pods.wait(revision, wait)
-            await asyncio.sleep(TOGETHER_SECONDS)
+        wake = asyncio.Event()
+        self._pods.listen(lambda pod: wake.set())
+        await run_passes(
+            self._safe_pass,
+            wake,
+            PASS_SECONDS,
+            done=lambda: not self._settings.ready_workers and not self._standing(),
+        )
+
+    async def _safe_pass(self) -> float:
+        await asyncio.sleep(TOGETHER_SECONDS)
+        try:
+            return await self.run_pass()
+        except Exception:
+            # A bug here must not end the loops of all jobs.
+            _log.exception("ready workers: a pass failed")
+            return PASS_SECONDS
 
     def _standing(self) -> list[Object]:
         """Return the pods that have no job yet."""
-        found = self._pods.pods(component="stage-worker")
-        return [pod for pod in found if labels.label_of(pod, labels.READY) and uid_of(pod) not in self._taken]
+        pods = self._pods.pods(component="stage-worker")
+        return [pod for pod in pods if labels.label_of(pod, labels.READY) and uid_of(pod) not in self._taken]
 
     def _shape(self) -> str:
         return digest(self._made_of, self._token.state())
@@ -121,7 +129,7 @@ class ReadyPool:
         try:
             shape = self._shape()
         except KubeError as error:
-            self._tell(str(error))
+            self._report(str(error))
             return PASS_SECONDS
         pods = self._standing()
         count = self._settings.ready_workers
@@ -133,12 +141,22 @@ class ReadyPool:
         there = {uid_of(pod) for pod in pods}
         self._with_secret &= there
         kept = there - {worker.uid for worker in plan.delete}
-        steps = [self._delete(worker) for worker in plan.delete]
-        steps += [self._give_secret(pod) for pod in pods if uid_of(pod) in kept - self._with_secret]
-        steps += [self._create(namespace, number, shape) for namespace, number in plan.create.items()]
+        steps = [self._step(f"{one.namespace}/{one.name}", partial(self._delete, one)) for one in plan.delete]
+        steps += [
+            # An operator that was killed may have left a pod without its Secret.
+            self._step("/".join(key_of(pod)), partial(self._make_secret, pod))
+            for pod in pods
+            if uid_of(pod) in kept - self._with_secret
+        ]
+        steps += [
+            self._step(
+                f"none can be made in namespace {namespace}", partial(self._create, namespace, number, shape)
+            )
+            for namespace, number in plan.create.items()
+        ]
         fine = await asyncio.gather(*steps)
         if all(fine):
-            self._tell("")
+            self._report("")
         ends = [end - clock for end in self._resting.values()]
         return min([PASS_SECONDS, *ends]) if all(fine) else min([_PAUSES.first, *ends])
 
@@ -148,52 +166,44 @@ class ReadyPool:
         pause = _PAUSES.pause(self._failures[namespace])
         self._resting[namespace] = asyncio.get_running_loop().time() + pause
 
-    def _tell(self, trouble: str) -> None:
+    def _report(self, trouble: str) -> None:
         if trouble and trouble != self._trouble:
             _log.warning("ready workers: %s", trouble)
         self._trouble = trouble
 
-    async def _delete(self, worker: ReadyWorker) -> bool:
-        async with self._places:
-            if worker.uid in self._taken:
-                return True  # A job has taken it since the plan was made.
-            _remember(self._taken, worker.uid)
+    async def _step(self, what: str, step: Callable[[], Awaitable[None]]) -> bool:
+        """Return whether the step succeeded. A step that failed is planned again in the next pass."""
+        async with self._at_once:
             try:
-                await self._kube.delete("Pod", worker.namespace, worker.name, grace=1, uid=worker.uid)
+                await step()
             except KubeError as error:
-                self._taken.pop(worker.uid, None)
-                self._tell(f"{worker.namespace}/{worker.name}: {error}")
+                self._report(f"{what}: {error}")
                 return False
             return True
 
-    async def _create(self, namespace: str, number: int, shape: str) -> bool:
-        async with self._places:
-            try:
-                owner = await self._kube.apply(warm_owner(namespace, self._settings))
-                reference = warm_reference(owner["metadata"]["name"], uid_of(owner))
-                for _ in range(number):
-                    # The name is random, because a token is made of it and is never valid for another pod.
-                    name = f"{labels.READY_PREFIX}{secrets.token_hex(8)}"
-                    made = await self._kube.create(
-                        ready_pod(name, namespace, self._settings, shape, reference)
-                    )
-                    await self._make_secret(made)
-                    self._pods.put(made)
-            except KubeError as error:
-                self._rest(namespace)
-                self._tell(f"none can be made in namespace {namespace}: {error}")
-                return False
-            return True
+    async def _delete(self, worker: ReadyWorker) -> None:
+        if worker.uid in self._taken:
+            return  # A job has taken it since the plan was made.
+        _remember(self._taken, worker.uid)
+        try:
+            await self._kube.delete("Pod", worker.namespace, worker.name, grace=1, uid=worker.uid)
+        except KubeError:
+            self._taken.pop(worker.uid, None)
+            raise
 
-    async def _give_secret(self, pod: Object) -> bool:
-        """Make the Secret of a pod, which an operator that was killed may have left without one."""
-        async with self._places:
-            try:
-                await self._make_secret(pod)
-            except KubeError as error:
-                self._tell(f"{'/'.join(key_of(pod))}: {error}")
-                return False
-            return True
+    async def _create(self, namespace: str, number: int, shape: str) -> None:
+        try:
+            owner = await self._kube.apply(warm_owner(namespace, self._settings))
+            reference = warm_reference(owner["metadata"]["name"], uid_of(owner))
+            for _ in range(number):
+                # The name is random, because a token is made of it and is never valid for another pod.
+                name = f"{labels.READY_PREFIX}{secrets.token_hex(8)}"
+                made = await self._kube.create(ready_pod(name, namespace, self._settings, shape, reference))
+                await self._make_secret(made)
+                self._pods.put(made)
+        except KubeError:
+            self._rest(namespace)
+            raise
 
     async def _make_secret(self, pod: Object) -> None:
         data = self._token.of_ready(*key_of(pod))
@@ -260,10 +270,10 @@ class ReadyPool:
             return
         trouble = ""
         try:
-            offered = offer_of(pod)
-            if offered is None:
+            offer = offer_of(pod)
+            if offer is None:
                 return
-            await self._client.offer(offered)
+            await self._client.offer(offer)
         except ValueError as error:
             trouble = str(error)
         except RollyardError as error:

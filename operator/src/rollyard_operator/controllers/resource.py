@@ -10,9 +10,8 @@ from rollyard_crds.base import ObjectMeta
 from rollyard_crds.fields.annotations import OBJECT_UID
 from rollyard_crds.reading.manifest import ManifestError, describe
 
-from rollyard_operator.kube import event_messages
-from rollyard_operator.kube.event_recorder import EventRecorder
-from rollyard_operator.kube.interface import Kube
+from rollyard_operator.kube.client import KubeClient
+from rollyard_operator.kube.events import EventRecorder, notes
 from rollyard_operator.kube.labels import Object
 from rollyard_operator.kube.object_cache import ObjectCache, key_of, uid_of
 
@@ -126,7 +125,7 @@ def mirrored(obj: Object, view: RolloutJob | BackendPool, before: StatusT) -> St
 
 
 async def write_status(
-    kube: Kube,
+    kube: KubeClient,
     recorder: EventRecorder,
     cache: ObjectCache,
     obj: Object,
@@ -142,13 +141,13 @@ async def write_status(
     namespace, name = key_of(obj)
     body = after.to_json()
     # A merge patch keeps fields that it does not name, so removed fields are set to null.
-    gone = {field: None for field in before.to_json() if field not in body}
+    removed = {field: None for field in before.to_json() if field not in body}
     fresh = await kube.patch_status(
-        obj["kind"], namespace, name, body | gone, version=obj["metadata"]["resourceVersion"]
+        obj["kind"], namespace, name, body | removed, version=obj["metadata"]["resourceVersion"]
     )
     if fresh is None:
         cache.remove(key_of(obj), uid_of(obj))
         return
     cache.put(fresh)
-    for note in event_messages.notes(before.conditions, after.conditions):
-        recorder.tell(obj, note)
+    for note in notes(before.conditions, after.conditions):
+        recorder.put(obj, note)

@@ -15,7 +15,6 @@ from rollyard_client import NotFound, RollyardError
 from rollyard_crds import BackendPool, RolloutJob, RolloutJobStatus
 from rollyard_crds.fields.annotations import CANCEL_REASON, CLOSED, DELETE_REQUESTED
 from rollyard_drivers.reconcile import placement, reconcile_pass
-from rollyard_drivers.reconcile.conditions import ConditionUpdate, updated
 
 from rollyard_operator.controllers.context import DRIVER, OperatorContext
 from rollyard_operator.controllers.control_plane_view import object_uid, thing_key
@@ -54,7 +53,7 @@ class RestSync:
         self._refused = {where: one for where, one in self._refused.items() if where in here}
         await asyncio.gather(*(self._one(thing) for thing in things if self._ours(thing)))
         for thing in things:
-            await self._tell_unserved(thing)
+            await self._report_unserved(thing)
 
     async def sweep(self) -> None:
         """Catch up on what no operator saw: deleted objects, also of finished jobs, and ownerless pods."""
@@ -76,7 +75,7 @@ class RestSync:
         unspoken = not job.status.conditions and not object_uid(job)
         return elsewhere and unspoken and placement.is_for(job, DRIVER)
 
-    async def _tell_unserved(self, thing: RolloutJob | BackendPool) -> None:
+    async def _report_unserved(self, thing: RolloutJob | BackendPool) -> None:
         """Report why a job or pool does not start, if no driver would report it."""
         now, plane = self._context.now(), self._context.plane
         elsewhere = not placement.is_for(thing, DRIVER) and placement.is_unspoken(thing, now)
@@ -168,25 +167,24 @@ class RestSync:
             self._refused[where] = _Refusal(thing.metadata.uid or "", failures, again_at)
             if failures == 1:
                 _log.warning("%s %s: no object: %s", thing.kind, "/".join(thing_key(thing)), error)
-            await self._tell_refused(thing, error)
+            await self._report_refused(thing, error)
             return
         self._refused.pop(where, None)
         self._cache(thing).put(made)
 
-    async def _tell_refused(self, thing: RolloutJob | BackendPool, error: KubeError) -> None:
+    async def _report_refused(self, thing: RolloutJob | BackendPool, error: KubeError) -> None:
         now, generation = self._context.now(), thing.metadata.generation or 0
         text = f"no {thing.kind} object can be made of it: {error.message}"
         client = self._context.plane.client
+        before = reconcile_pass.in_words(thing.status.conditions)
         if isinstance(thing, RolloutJob):
-            told = reconcile_pass.refused(thing.status, generation, error.reason, text, now)
-            if reconcile_pass.in_words(told.conditions) != reconcile_pass.in_words(thing.status.conditions):
-                await client.put_job_status(thing, told)
+            job = reconcile_pass.refused(thing.status, generation, error.reason, text, now)
+            if reconcile_pass.in_words(job.conditions) != before:
+                await client.put_job_status(thing, job)
             return
-        conditions = updated(
-            thing.status.conditions, [ConditionUpdate("Ready", False, error.reason, text)], generation, now
-        )
-        if reconcile_pass.in_words(conditions) != reconcile_pass.in_words(thing.status.conditions):
-            await client.put_pool_status(thing, thing.status.model_copy(update={"conditions": conditions}))
+        pool = reconcile_pass.refused_pool(thing.status, generation, error.reason, text, now)
+        if reconcile_pass.in_words(pool.conditions) != before:
+            await client.put_pool_status(thing, pool)
 
     async def _sweep_pods(self) -> None:
         """Delete workers and backends whose object disappeared unobserved and without garbage collection."""

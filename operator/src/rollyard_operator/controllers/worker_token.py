@@ -17,8 +17,8 @@ from rollyard_crds.security.job_token import job_token
 from rollyard_crds.security.ready_token import ready_token
 
 from rollyard_operator.kube import labels
+from rollyard_operator.kube.client import KubeClient
 from rollyard_operator.kube.errors import KubeConflict, KubeError
-from rollyard_operator.kube.interface import Kube
 from rollyard_operator.kube.labels import Object
 from rollyard_operator.pods.parts import digest
 from rollyard_operator.settings import OperatorSettings
@@ -40,7 +40,7 @@ class JobSecret:
 class WorkerToken:
     """Makes the Secrets of jobs from the operator's own file, which is read again for each Secret."""
 
-    def __init__(self, kube: Kube, settings: OperatorSettings) -> None:
+    def __init__(self, kube: KubeClient, settings: OperatorSettings) -> None:
         self._kube = kube
         self._settings = settings
 

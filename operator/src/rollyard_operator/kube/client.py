@@ -1,10 +1,14 @@
-"""The client of the Kubernetes API. It uses plain dicts, few verbs and a limited number of retries."""
+"""The client of the Kubernetes API. It uses plain dicts, few verbs and a limited number of retries.
+
+A watch is one long answer with a line per event. Each line is parsed once.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Mapping
+import random
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, Final, Self
@@ -20,7 +24,6 @@ from rollyard_operator.kube.errors import KubeError, refusal
 from rollyard_operator.kube.labels import MANAGER, Object
 from rollyard_operator.kube.resources import RESOURCES
 
-FIELD_MANAGER = MANAGER
 TIMEOUT_SECONDS = 15.0
 ATTEMPTS = 5
 PAUSES: Final = Backoff(first=0.1, longest=2.0, jitter=0.5)
@@ -32,6 +35,31 @@ GONE = 410
 _JSON = "application/json"
 _MERGE = "application/merge-patch+json"
 _APPLY = "application/apply-patch+yaml"
+CONNECT_SECONDS = 10.0
+WATCH_SECONDS = (240, 300)
+"""The range, in seconds, from which the duration of a watch is chosen.
+
+It is random to spread the starts of the watches.
+"""
+SILENT_SECONDS = 90.0
+"""A watch without any line for this many seconds hangs, because a bookmark arrives every minute."""
+LINE_BYTES = 16 * 1024 * 1024
+"""The maximum length of a line in bytes. No object is that large."""
+_NEEDED = ("resourceVersion", "uid", "namespace", "name")
+
+
+@dataclass(frozen=True, slots=True)
+class WatchEvent:
+    """One line of a watch."""
+
+    type: str
+    """The type of the event: `ADDED`, `MODIFIED`, `DELETED` or `BOOKMARK`."""
+    object: Object
+    """The object. A bookmark contains only the resource version."""
+
+
+class WatchError(KubeError):
+    """The API server ended a watch with an event of type `ERROR`. Changes since then are unknown."""
 
 
 def _again(error: KubeError) -> bool:
@@ -41,28 +69,14 @@ def _again(error: KubeError) -> bool:
     return error.status in (0, 429) or error.status >= 500
 
 
-@dataclass(frozen=True, slots=True)
-class ClusterAccess:
-    """The address and the credentials of an API server, for other clients of the same server."""
-
-    server: str
-    ca_file: str | None
-    insecure: bool
-    scheme: str | None
-    token: str | None
-    cert_file: str | None
-    key_file: str | None
-    proxy: str | None
-
-
 UNREACHABLE = (aiohttp.ClientError, TimeoutError, OSError)
 """The errors of a call that does not reach the API server or whose connection breaks."""
 
 
 def unreachable(error: BaseException) -> KubeError:
     """Return such an error as a KubeError."""
-    told = f"{type(error).__name__}: {error}".rstrip(": ")
-    return KubeError(0, "Unreachable", f"the API server does not answer ({told})")
+    text = f"{type(error).__name__}: {error}".rstrip(": ")
+    return KubeError(0, "Unreachable", f"the API server does not answer ({text})")
 
 
 async def send(
@@ -83,14 +97,19 @@ async def send(
 
 
 class KubeClient:
-    """The implementation of Kube for a real API server, with `kubernetes.aio`."""
+    """The calls to a cluster that the operator needs. All of them raise KubeError."""
 
     def __init__(self, configuration: client.Configuration) -> None:
-        self._configuration = configuration
         # The API server is never behind the proxy that the environment may name.
         configuration.client_session_kwargs = {"trust_env": False}
+        self.configuration = configuration
+        """The address and the credentials, for other clients of the same API server."""
         self._api = client.ApiClient(configuration)
-        self._api.user_agent = FIELD_MANAGER
+        self._api.user_agent = MANAGER
+        # Watches have their own connections without a limit, because each namespace has a watch.
+        self._watch_api = client.ApiClient(configuration)
+        self._watch_api.rest_client.maxsize = 0
+        self._watch_api.user_agent = MANAGER
 
     @classmethod
     async def connect(cls) -> Self:
@@ -111,12 +130,8 @@ class KubeClient:
 
     async def close(self) -> None:
         """Close all connections."""
+        await self._watch_api.close()
         await self._api.close()
-
-    @property
-    def configuration(self) -> client.Configuration:
-        """The configuration of this client, for other clients that share its credentials."""
-        return self._configuration
 
     async def _once(self, method: str, url: str, kind: str, body: Any) -> Object:
         timeout = aiohttp.ClientTimeout(total=TIMEOUT_SECONDS)
@@ -127,8 +142,8 @@ class KubeClient:
             raise unreachable(error) from error
         if not 200 <= answer.status < 300:
             raise refusal(answer.status, content, answer.headers.get("Retry-After"))
-        found: Object = orjson.loads(content)
-        return found
+        document: Object = orjson.loads(content)
+        return document
 
     async def _call(
         self,
@@ -151,43 +166,27 @@ class KubeClient:
                 await asyncio.sleep(PAUSES.pause(attempt + 1, error.retry_after))
         raise AssertionError("unreachable: the last attempt returns or raises")
 
-    async def access(self) -> ClusterAccess:
-        """Return what this client uses to connect. A token that is replaced regularly is read again."""
-        own = self._configuration
-        header = await own.get_api_key_with_prefix("BearerToken") or ""
-        scheme, _, token = header.rpartition(" ")
-        return ClusterAccess(
-            server=own.host,
-            ca_file=own.ssl_ca_cert,
-            insecure=not own.verify_ssl,
-            scheme=scheme or None,
-            token=token or None,
-            cert_file=own.cert_file,
-            key_file=own.key_file,
-            proxy=own.proxy,
-        )
-
     async def version(self) -> str:
         """Return the version of the API server as `major.minor`."""
-        found = await self._call("GET", "/version")
-        return f"{found['major']}.{str(found['minor']).rstrip('+')}"
+        version = await self._call("GET", "/version")
+        return f"{version['major']}.{str(version['minor']).rstrip('+')}"
 
-    async def apply(self, obj: Object, *, force: bool = True) -> Object:
-        """Apply an object at the server, and return it as it is stored."""
+    async def apply(self, obj: Object) -> Object:
+        """Create or change an object by server-side apply, and return it as it is stored."""
         meta = obj["metadata"]
         path = RESOURCES[obj["kind"]].path(meta["namespace"], meta["name"])
-        query = {"fieldManager": FIELD_MANAGER, "force": "true" if force else "false"}
+        query = {"fieldManager": MANAGER, "force": "true"}
         return await self._call("PATCH", path, query=query, kind=_APPLY, body=obj)
 
     async def create(self, obj: Object) -> Object:
-        """Create an object, and return it as it is stored."""
+        """Create an object, and return it as it is stored. Raise KubeConflict if the name is taken."""
         path = RESOURCES[obj["kind"]].path(obj["metadata"]["namespace"])
-        return await self._call("POST", path, query={"fieldManager": FIELD_MANAGER}, body=obj)
+        return await self._call("POST", path, query={"fieldManager": MANAGER}, body=obj)
 
     async def delete(
         self, kind: str, namespace: str, name: str, *, grace: int | None = None, uid: str | None = None
     ) -> None:
-        """Delete an object. It need not exist."""
+        """Delete an object. It is no error if the object is gone or has another uid."""
         body: Object = {"apiVersion": "v1", "kind": "DeleteOptions", "propagationPolicy": "Background"}
         if grace is not None:
             body["gracePeriodSeconds"] = grace
@@ -211,20 +210,20 @@ class KubeClient:
     async def _pages(self, kind: str, namespace: str | None, selector: str) -> tuple[list[Object], str]:
         resource = RESOURCES[kind]
         query = {"limit": str(PAGE)} | ({"labelSelector": selector} if selector else {})
-        found: list[Object] = []
+        objects: list[Object] = []
         while True:
             page = await self._call("GET", resource.path(namespace), query=query)
             # The API server omits these two fields in the items of a list.
-            found += [{"apiVersion": resource.api, "kind": kind} | item for item in page["items"]]
+            objects += [{"apiVersion": resource.api, "kind": kind} | item for item in page["items"]]
             more = page["metadata"].get("continue")
             if not more:
-                return found, str(page["metadata"].get("resourceVersion", ""))
+                return objects, str(page["metadata"].get("resourceVersion", ""))
             query["continue"] = more
 
     async def snapshot(
         self, kind: str, namespace: str | None, selector: str = ""
     ) -> tuple[list[Object], str]:
-        """Return the same as `list`, and the resource version of the list, where a watch continues."""
+        """Return all objects of one namespace or (None) of all, and the resource version to watch from."""
         for attempt in range(ATTEMPTS):
             try:
                 return await self._pages(kind, namespace, selector)
@@ -236,13 +235,46 @@ class KubeClient:
         raise AssertionError("unreachable: the last attempt returns or raises")
 
     async def list(self, kind: str, namespace: str | None, selector: str = "") -> list[Object]:
-        """Return the objects of a namespace, or those that a selector chooses."""
+        """Return all objects of one namespace or (None) of all, or those that a selector chooses."""
         return (await self.snapshot(kind, namespace, selector))[0]
+
+    async def watch(
+        self, kind: str, namespace: str | None, selector: str, version: str
+    ) -> AsyncGenerator[WatchEvent, None]:
+        """Yield the events after a resource version until the API server ends the watch.
+
+        Raises:
+            WatchError: The API server ended the watch with an error.
+            KubeError: The API server refused the watch (410: the version is too old), or the connection broke
+                or hung (status 0).
+        """
+        seconds = random.randint(*WATCH_SECONDS)
+        query = {
+            "watch": "true",
+            "allowWatchBookmarks": "true",
+            "resourceVersion": version,
+            "timeoutSeconds": str(seconds),
+        } | ({"labelSelector": selector} if selector else {})
+        timeout = aiohttp.ClientTimeout(
+            total=seconds + SILENT_SECONDS, sock_connect=CONNECT_SECONDS, sock_read=SILENT_SECONDS
+        )
+        url = f"{RESOURCES[kind].path(namespace)}?{urlencode(query)}"
+        try:
+            answer = await send(self._watch_api, "GET", url, timeout)
+            try:
+                if answer.status != 200:
+                    raise refusal(answer.status, await answer.read(), answer.headers.get("Retry-After"))
+                async for line in _lines(answer.response.content):
+                    yield _event(line)
+            finally:
+                answer.response.close()
+        except UNREACHABLE as error:
+            raise unreachable(error) from error
 
     async def _merge(self, path: str, body: Object, *, again: bool = True) -> Object | None:
         try:
             return await self._call(
-                "PATCH", path, query={"fieldManager": FIELD_MANAGER}, kind=_MERGE, body=body, again=again
+                "PATCH", path, query={"fieldManager": MANAGER}, kind=_MERGE, body=body, again=again
             )
         except KubeError as error:
             if error.status == 404:
@@ -259,11 +291,15 @@ class KubeClient:
         uid: str | None = None,
         version: str | None = None,
     ) -> Object | None:
-        """Merge into an object, and return it, or None if it does not exist or is another one."""
-        conditions = {"uid": uid, "resourceVersion": version}
-        given = {key: value for key, value in conditions.items() if value is not None}
-        if given:
-            body = body | {"metadata": {**body.get("metadata", {}), **given}}
+        """Merge into an object, and return it, or None if it does not exist or has another uid.
+
+        Raises:
+            KubeConflict: The object has another resource version than `version`.
+        """
+        preconditions = {"uid": uid, "resourceVersion": version}
+        required = {key: value for key, value in preconditions.items() if value is not None}
+        if required:
+            body = body | {"metadata": {**body.get("metadata", {}), **required}}
         try:
             return await self._merge(RESOURCES[kind].path(namespace, name), body, again=version is None)
         except KubeError as error:
@@ -272,17 +308,20 @@ class KubeClient:
             raise
 
     async def patch_status(
-        self, kind: str, namespace: str, name: str, status: Object, *, version: str | None = None
+        self, kind: str, namespace: str, name: str, status: Object, *, version: str
     ) -> Object | None:
-        """Merge into an object's status, and return the object, or None if it does not exist."""
-        path = RESOURCES[kind].path(namespace, name, "status")
-        if version is None:
-            return await self._merge(path, {"status": status})
+        """Merge into an object's status, and return the object, or None if it does not exist.
+
+        The API server checks no uid when it writes a status.
+
+        Raises:
+            KubeConflict: The object has another resource version than `version`.
+        """
         body = {"metadata": {"resourceVersion": version}, "status": status}
-        return await self._merge(path, body, again=False)
+        return await self._merge(RESOURCES[kind].path(namespace, name, "status"), body, again=False)
 
     async def event(self, obj: Object, type: str, reason: str, message: str) -> None:
-        """Record an event about an object."""
+        """Create an event about an object. `type` is `Normal` or `Warning`."""
         meta = obj["metadata"]
         now = datetime.now(UTC)
         stamp = now.isoformat(timespec="seconds").replace("+00:00", "Z")
@@ -304,10 +343,38 @@ class KubeClient:
                 "type": type,
                 "reason": reason,
                 "message": message[:1024],
-                "source": {"component": FIELD_MANAGER},
-                "reportingComponent": FIELD_MANAGER,
+                "source": {"component": MANAGER},
+                "reportingComponent": MANAGER,
                 "firstTimestamp": stamp,
                 "lastTimestamp": stamp,
                 "count": 1,
             }
         )
+
+
+async def _lines(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
+    """Yield whole lines. A line without an end was cut off and comes again in the next watch."""
+    rest = b""
+    async for block in content.iter_any():
+        *lines, rest = (rest + block).split(b"\n")
+        for line in lines:
+            yield line
+        if len(rest) > LINE_BYTES:
+            raise WatchError(0, "BadEvent", f"a line of a watch is longer than {LINE_BYTES} bytes")
+
+
+def _event(line: bytes) -> WatchEvent:
+    try:
+        document = orjson.loads(line)
+        event = WatchEvent(str(document["type"]), document["object"])
+        if event.type != "ERROR":
+            meta = event.object["metadata"]
+            # These fields are checked here because every reader of the object uses them.
+            for name in ("resourceVersion",) if event.type == "BOOKMARK" else _NEEDED:
+                str(meta[name])
+            return event
+        code, reason = int(event.object.get("code") or 500), str(event.object.get("reason") or "Error")
+        message = str(event.object.get("message") or "the watch was ended")
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise WatchError(0, "BadEvent", f"a line of a watch is no event: {line[:100]!r}") from error
+    raise WatchError(code, reason, message)

@@ -38,10 +38,10 @@ def refusal(status: int, content: bytes, retry_after: str | None = None) -> Kube
         document = orjson.loads(content)
     except ValueError:
         document = None
-    told = document if isinstance(document, dict) else {}
-    message = str(told.get("message") or content[:500].decode(errors="replace") or f"HTTP {status}")
-    reason = str(told.get("reason") or f"Http{status}")
-    seconds = (told.get("details") or {}).get("retryAfterSeconds")
+    answer = document if isinstance(document, dict) else {}
+    message = str(answer.get("message") or content[:500].decode(errors="replace") or f"HTTP {status}")
+    reason = str(answer.get("reason") or f"Http{status}")
+    seconds = (answer.get("details") or {}).get("retryAfterSeconds")
     if retry_after is not None and retry_after.isdigit():
         seconds = float(retry_after)
     kind = KubeConflict if status == 409 else KubeError

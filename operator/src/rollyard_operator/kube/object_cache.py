@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 
@@ -42,18 +41,11 @@ class ObjectCache:
     def __init__(self, listener: Callable[[Object], None] = lambda obj: None) -> None:
         self._objects: dict[Key, Object] = {}
         self._gone: OrderedDict[str, None] = OrderedDict()
-        self._listener = listener
-        self._revision = 0
-        self._changed = asyncio.Event()
-
-    @property
-    def revision(self) -> int:
-        """A number that increases with every change."""
-        return self._revision
+        self._listeners = [listener]
 
     def listen(self, listener: Callable[[Object], None]) -> None:
-        """Call `listener` with each object that changes or disappears from now on."""
-        self._listener = listener
+        """Call a further listener with each object that changes or disappears from now on."""
+        self._listeners.append(listener)
 
     def __iter__(self) -> Iterator[Object]:
         return iter(list(self._objects.values()))
@@ -106,26 +98,14 @@ class ObjectCache:
             if ours and version_of(obj) <= version and uid_of(obj) not in there:
                 self.remove(key_of(obj), uid_of(obj))
 
-    async def wait(self, revision: int, timeout: float) -> int:
-        """Wait until the revision differs from `revision`, for at most `timeout` seconds, and return it."""
-        if self._revision == revision:
-            try:
-                async with asyncio.timeout(timeout):
-                    await self._changed.wait()
-            except TimeoutError:
-                pass
-        return self._revision
-
     def _bury(self, uid: str) -> None:
         self._gone[uid] = None
         while len(self._gone) > REMEMBERED:
             self._gone.popitem(last=False)
 
     def _tell(self, obj: Object) -> None:
-        self._revision += 1
-        self._changed.set()
-        self._changed = asyncio.Event()
-        self._listener(obj)
+        for listener in self._listeners:
+            listener(obj)
 
     def _index(self, obj: Object) -> None:
         """Add an object to additional indexes. The default does nothing."""

@@ -8,15 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
-from typing import Protocol
 
-from rollyard_operator.kube.client import GONE, TRY_AGAIN
+from rollyard_operator.kube.client import GONE, TRY_AGAIN, KubeClient, WatchError
 from rollyard_operator.kube.errors import KubeError
-from rollyard_operator.kube.labels import Object
 from rollyard_operator.kube.object_cache import ObjectCache, key_of, uid_of
-from rollyard_operator.kube.watch import WatchError, WatchEvent
 
 REFUSED_SECONDS = 120.0
 """A cluster that refuses a watch for this many seconds will not accept it later, and the operator ends."""
@@ -26,16 +22,34 @@ FORBIDDEN = 403
 _log = logging.getLogger(__name__)
 
 
-class Watcher(Protocol):
-    """The calls to a cluster that a reflector needs. Both raise KubeError. KubeWatch implements them."""
+class NamespaceAccess:
+    """Collects what the reflectors of each namespace may read.
 
-    async def snapshot(self, kind: str, namespace: str | None, selector: str) -> tuple[list[Object], str]:
-        """Return the objects of a namespace, and the version of the list."""
+    The contents of a `denied` namespace are unknown. An object that is missing in the caches may exist there.
+    """
 
-    def watch(
-        self, kind: str, namespace: str | None, selector: str, version: str
-    ) -> AsyncGenerator[WatchEvent, None]:
-        """Yield the changes after a version, until the watch ends."""
+    def __init__(self) -> None:
+        self._refused: dict[str, set[str]] = {}
+
+    @property
+    def denied(self) -> frozenset[str]:
+        """The namespaces in which at least one kind of object may not be read."""
+        return frozenset(self._refused)
+
+    def refuse(self, namespace: str, kind: str, error: KubeError) -> None:
+        """Note that objects of a kind may not be read."""
+        if namespace not in self._refused:
+            _log.warning("namespace %s is left alone until it may be read: %s", namespace, error)
+        self._refused.setdefault(namespace, set()).add(kind)
+
+    def permit(self, namespace: str | None, kind: str) -> None:
+        """Note that objects of a kind were read."""
+        kinds = self._refused.get(namespace or "", set())
+        if kind in kinds:
+            kinds.discard(kind)
+            if not kinds:
+                del self._refused[namespace or ""]
+                _log.info("namespace %s may be read again", namespace)
 
 
 class Reflector:
@@ -46,25 +60,24 @@ class Reflector:
 
     Args:
         selector: A label selector. An empty selector selects all objects.
-        access: Called with the refusal when a single namespace may not be read, and with None whenever it was
-            read. It may be called repeatedly with the same state.
+        access: Learns whether a single namespace may be read.
     """
 
     def __init__(
         self,
-        watcher: Watcher,
+        kube: KubeClient,
         kind: str,
         namespace: str | None,
         selector: str,
         cache: ObjectCache,
-        access: Callable[[KubeError | None], None] = lambda refused: None,
+        access: NamespaceAccess | None = None,
     ) -> None:
-        self._watcher = watcher
+        self._kube = kube
         self._kind = kind
         self._namespace = namespace
         self._selector = selector
         self._cache = cache
-        self._access = access
+        self._access = access or NamespaceAccess()
         self.settled = asyncio.Event()
         """Set once the objects were listed, or once a single namespace has refused to list them."""
         self.readable = False
@@ -98,15 +111,15 @@ class Reflector:
             self._failures += 1
 
     async def _list(self) -> None:
-        listed, version = await self._watcher.snapshot(self._kind, self._namespace, self._selector)
+        listed, version = await self._kube.snapshot(self._kind, self._namespace, self._selector)
         self._cache.take(listed, int(version or 0), self._namespace)
         self._version = version
-        self._access(None)
+        self._access.permit(self._namespace, self._kind)
         self.readable = True
         self.settled.set()
 
     async def _watch(self) -> None:
-        stream = self._watcher.watch(self._kind, self._namespace, self._selector, self._version)
+        stream = self._kube.watch(self._kind, self._namespace, self._selector, self._version)
         async with aclosing(stream) as events:
             async for event in events:
                 if event.type == "DELETED":
@@ -118,7 +131,7 @@ class Reflector:
 
     def _progressed(self) -> None:
         self._failures, self._refused_since = 0, None
-        self._access(None)
+        self._access.permit(self._namespace, self._kind)
         if self._trouble:
             self._trouble = ""
             _log.info("%s: watched again", self._where())
@@ -127,7 +140,7 @@ class Reflector:
         if isinstance(error, WatchError) or 400 <= error.status < 500:
             self._version = ""
         if error.status == FORBIDDEN and self._namespace is not None:
-            self._access(error)
+            self._access.refuse(self._namespace, self._kind, error)
             self.readable = False
             self.settled.set()
         elif (
@@ -162,13 +175,13 @@ class Lister(Reflector):
 
     def __init__(
         self,
-        watcher: Watcher,
+        kube: KubeClient,
         kind: str,
         namespace: str | None,
         cache: ObjectCache,
-        access: Callable[[KubeError | None], None] = lambda refused: None,
+        access: NamespaceAccess,
     ) -> None:
-        super().__init__(watcher, kind, namespace, "", cache, access)
+        super().__init__(kube, kind, namespace, "", cache, access)
         self._due = asyncio.Event()
 
     def look(self) -> None:

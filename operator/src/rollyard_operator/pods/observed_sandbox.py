@@ -1,4 +1,4 @@
-"""A sandbox pod as the cluster shows it, for the planner of sandboxes. This module is pure data."""
+"""A sandbox pod as the cluster shows it, and what is wrong with a pod. This module is pure data."""
 
 from __future__ import annotations
 
@@ -6,7 +6,26 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Literal
 
-from rollyard_operator.pods.trouble import Trouble
+Hope = Literal["none", "kubelet", "scheduler", "gate"]
+"""What may still solve a problem with a pod.
+
+This is nothing, the kubelet (by a retry), the scheduler (once a node has room), or the opening of the gate.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Trouble:
+    """What is wrong with a pod."""
+
+    reason: str
+    """A CamelCase word for programs. A claim that fails reports it."""
+    message: str
+    """The message as the cluster reports it."""
+    since: datetime
+    hope: Hope = "none"
+    retryable: bool = True
+    """Whether another pod may succeed."""
+
 
 SandboxState = Literal["starting", "ready", "failed", "stopping"]
 

@@ -106,15 +106,15 @@ def with_template(spec: Object, template: PodTemplate, field: str) -> None:
 
 
 def _named(entries: Iterable[Mapping[str, Any]], key: str, field: str) -> dict[str, Mapping[str, Any]]:
-    found: dict[str, Mapping[str, Any]] = {}
+    by_name: dict[str, Mapping[str, Any]] = {}
     for index, entry in enumerate(entries):
         name = entry.get(key)
         if not isinstance(name, str) or not name:
             raise PodTemplateError(f"{field}[{index}]: {key!r} is missing; give it a text")
-        if name in found:
+        if name in by_name:
             raise PodTemplateError(f"{field}[{index}]: {key} {name!r} is there twice; remove one")
-        found[name] = entry
-    return found
+        by_name[name] = entry
+    return by_name
 
 
 def foreign_pull_policy(settings: OperatorSettings) -> str:

@@ -234,13 +234,13 @@ def sandbox_pod(
             {"name": "rollyard-tmp", "emptyDir": {"sizeLimit": disk}},
         ],
     }
-    for place, folder in enumerate(shape.folders):
-        container["volumeMounts"].append({"name": f"rollyard-folder-{place}", "mountPath": folder})
-        spec["volumes"].append({"name": f"rollyard-folder-{place}", "emptyDir": {"sizeLimit": disk}})
+    for index, folder in enumerate(shape.folders):
+        container["volumeMounts"].append({"name": f"rollyard-folder-{index}", "mountPath": folder})
+        spec["volumes"].append({"name": f"rollyard-folder-{index}", "emptyDir": {"sizeLimit": disk}})
     _mount_runtime(spec, settings)
     with_placement(spec, owner.placement, settings.image_pull_secrets)
-    given = spec.get("tolerations", ())
-    spec["tolerations"] = [*given, *_node_lost(given)]
+    tolerations = spec.get("tolerations", ())
+    spec["tolerations"] = [*tolerations, *_node_lost(tolerations)]
     return {
         "apiVersion": "v1",
         "kind": "Pod",
@@ -285,9 +285,9 @@ def _mount_runtime(spec: Object, settings: OperatorSettings) -> None:
     ]
 
 
-def _node_lost(given: Sequence[Object]) -> list[Object]:
+def _node_lost(tolerations: Sequence[Object]) -> list[Object]:
     """Return short tolerations of an unreachable node, for the keys that the template does not name."""
-    keys = {one.get("key") for one in given}
+    keys = {one.get("key") for one in tolerations}
     return [
         {
             "key": key,

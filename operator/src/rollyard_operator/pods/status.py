@@ -15,8 +15,7 @@ from rollyard_drivers.reconcile.log_errors import last_line, points_elsewhere, t
 from rollyard_drivers.reconcile.plan import ObservedWorkload, WorkloadState
 
 from rollyard_operator.kube import labels
-from rollyard_operator.pods.observed_sandbox import ObservedSandbox, SandboxState
-from rollyard_operator.pods.trouble import Hope, Trouble
+from rollyard_operator.pods.observed_sandbox import Hope, ObservedSandbox, SandboxState, Trouble
 
 BACKEND_PORT = 8000
 MESSAGE_LIMIT = 512

@@ -43,11 +43,11 @@ _CODE_ENV: Final = re.compile(
 def job_violations(job: RolloutJob, settings: OperatorSettings) -> tuple[str, ...]:
     """Return the fields of a job's templates that the installation refuses, each with the value to change."""
     check = _Check(settings, job.metadata.namespace)
-    found = [check.placement(job.spec.sandbox.template, "spec.sandbox.template")]
+    violations = [check.placement(job.spec.sandbox.template, "spec.sandbox.template")]
     for stage in STAGES:
         template: PodTemplate = getattr(job.spec.stages, stage).template
-        found.append(check.template(template, f"spec.stages.{stage}.template", worker=True))
-    return _first(found)
+        violations.append(check.template(template, f"spec.stages.{stage}.template", worker=True))
+    return _first(violations)
 
 
 def pool_violations(pool: BackendPool, settings: OperatorSettings) -> tuple[str, ...]:
@@ -61,8 +61,8 @@ def sandbox_violations(placement: Placement, namespace: str, settings: OperatorS
     return _first([_Check(settings, namespace).placement(placement, "spec.sandbox.template")])
 
 
-def _first(found: Iterable[Iterator[str]]) -> tuple[str, ...]:
-    lines = [line for lines in found for line in lines]
+def _first(violations: Iterable[Iterator[str]]) -> tuple[str, ...]:
+    lines = [line for lines in violations for line in lines]
     left = len(lines) - MOST
     return (*lines[:MOST], *([f"{left} further fields"] if left > 0 else ()))
 

@@ -75,10 +75,10 @@ def installation_digest(settings: OperatorSettings) -> str:
 def _telemetry(settings: OperatorSettings) -> dict[str, str]:
     """Return the variables of a stage worker for traces and log lines."""
     traces = settings.traces
-    found: dict[str, str] = {LOG_FORMAT: settings.log_format} if settings.log_format != "text" else {}
+    variables: dict[str, str] = {LOG_FORMAT: settings.log_format} if settings.log_format != "text" else {}
     if traces.endpoint:
-        found |= trace_variables(traces.endpoint, traces.sample, None)
-    return found
+        variables |= trace_variables(traces.endpoint, traces.sample, None)
+    return variables
 
 
 def _env(values: Mapping[str, str]) -> list[Object]:
@@ -256,10 +256,10 @@ def backend_pod(workload: Workload, pool: BackendPool, settings: OperatorSetting
         if settings.log_format != "text":
             env[LOG_FORMAT] = settings.log_format
         command = ("python", *ENGINE_MODULE, *engine_arguments(workload, "0.0.0.0", BACKEND_PORT))
-    wanted = resources(defaults, template.resources)
+    amounts = resources(defaults, template.resources)
     if workload.gpus:
-        wanted.setdefault("limits", {})["nvidia.com/gpu"] = str(workload.gpus)
-        wanted.get("requests", {}).pop("nvidia.com/gpu", None)
+        amounts.setdefault("limits", {})["nvidia.com/gpu"] = str(workload.gpus)
+        amounts.get("requests", {}).pop("nvidia.com/gpu", None)
     port = given_port(workload.args, BACKEND_PORT)
     container: Object = {
         "name": "backend",
@@ -267,7 +267,7 @@ def backend_pod(workload: Workload, pool: BackendPool, settings: OperatorSetting
         "command": list(command),
         "env": _env({**env, **dict(workload.env)}),
         "ports": [{"name": "http", "containerPort": port, "protocol": "TCP"}],
-        "resources": wanted,
+        "resources": amounts,
         "volumeMounts": mounts,
         "readinessProbe": {
             "httpGet": {"path": "/health", "port": "http"},

@@ -10,23 +10,25 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Awaitable, Callable, Iterator, Sequence, Set
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from functools import partial
 from typing import Final
 
-from rollyard_client import RollyardError
-from rollyard_crds.claims import Claim, ClaimStatus, SandboxShape, WarmWant
+from rollyard_client import DriverClient, NotFound, RollyardError
+from rollyard_crds.claims import Claim, ClaimList, ClaimStatus, SandboxShape, WarmWant
+from rollyard_drivers.loop.driver import run_passes
 from rollyard_drivers.reconcile.workloads import earliest
 from rollyard_process.backoff import Backoff
 from rollyard_process.token_bucket import TokenBucket
 
 from rollyard_operator.kube import labels
+from rollyard_operator.kube.client import KubeClient
 from rollyard_operator.kube.errors import KubeConflict, KubeError
-from rollyard_operator.kube.interface import Kube
 from rollyard_operator.kube.labels import Object
 from rollyard_operator.kube.object_cache import PodCache, uid_of
+from rollyard_operator.pods.observed_sandbox import Trouble
 from rollyard_operator.pods.sandboxes import (
     SandboxOwner,
     claim_labels,
@@ -37,43 +39,147 @@ from rollyard_operator.pods.sandboxes import (
     secret_of,
     token_hash,
 )
-from rollyard_operator.pods.trouble import Trouble
-from rollyard_operator.sandboxes.claims import POLL_SECONDS, Claims, ClaimSource
-from rollyard_operator.sandboxes.guard import Guard
-from rollyard_operator.sandboxes.job_events import JobEvents
-from rollyard_operator.sandboxes.namespaces import Namespaces
-from rollyard_operator.sandboxes.observations import SandboxObservations
-from rollyard_operator.sandboxes.planning.doubts import Doubts, doubts_of, without
-from rollyard_operator.sandboxes.planning.plan import (
+from rollyard_operator.sandboxes.observations import PortProbes, SandboxObservations
+from rollyard_operator.sandboxes.planning import (
+    NOT_ISOLATED,
     BindSandbox,
     DeleteSandbox,
+    Doubts,
     FailSandbox,
     LaunchSandbox,
     ObservedSandboxes,
+    Refusals,
     SandboxLimits,
     SandboxPlan,
     TakeSandbox,
     WantedSandbox,
     WarmNeed,
+    WarmNumbers,
+    doubts_of,
+    reconcile_sandboxes,
+    without,
 )
-from rollyard_operator.sandboxes.planning.reconcile import reconcile_sandboxes
-from rollyard_operator.sandboxes.planning.warm_names import WarmNumbers
-from rollyard_operator.sandboxes.port_probes import PortProbes
-from rollyard_operator.sandboxes.refusals import NOT_ISOLATED, Refusals
+from rollyard_operator.sandboxes.policies import Guard, Namespaces
 from rollyard_operator.settings import OperatorSettings
 
+POLL_SECONDS = 30.0
+"""The longest time that one long poll waits for a change of claims, in seconds."""
 AT_ONCE = 16
 """The number of simultaneous calls to the API server and the control plane."""
-_PAUSES: Final = Backoff(first=0.5, longest=10.0)
 OWNER_SECONDS = 1.0
 """The time between two lookups of a job's object that claims need and that does not exist yet, in seconds."""
+EVENT_PAUSE_SECONDS = 300.0
+"""The minimum time between two events with the same reason for the same job, in seconds."""
+_PAUSES: Final = Backoff(first=0.5, longest=10.0)
 _log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class _Recipe:
-    shape: SandboxShape
-    owner: SandboxOwner
+class Claims:
+    """The claims and the warm wants as the control plane listed them last.
+
+    Args:
+        serves: Returns whether this operator looks after a namespace.
+        changed: Called when the claims have changed.
+    """
+
+    def __init__(
+        self,
+        control: DriverClient,
+        serves: Callable[[str], bool],
+        now: Callable[[], datetime],
+        changed: Callable[[], object],
+    ) -> None:
+        self._control = control
+        self._serves = serves
+        self._now = now
+        self._changed = changed
+        self._claims: dict[str, Claim] = {}
+        self._revision: int | None = None
+        self._listed_at = now()
+        self.warm: list[WarmWant] = []
+
+    def __iter__(self) -> Iterator[Claim]:
+        return iter(self._claims.values())
+
+    @property
+    def listed(self) -> bool:
+        """Whether the control plane has listed its claims at least once."""
+        return self._revision is not None
+
+    @property
+    def ids(self) -> Set[str]:
+        """The ids of all claims."""
+        return self._claims.keys()
+
+    def get(self, claim: str) -> Claim | None:
+        """Return the claim with this id, or None if there is none."""
+        return self._claims.get(claim)
+
+    def age(self, claim: Claim, now: datetime) -> float:
+        """Return how long the claim has existed, in seconds."""
+        return claim.age_seconds + (now - self._listed_at).total_seconds()
+
+    async def listen(self) -> None:
+        """Follow the claims until cancelled."""
+        failures = 0
+        while True:
+            try:
+                self.learn(await self._control.claims(self._revision, POLL_SECONDS))
+                failures = 0
+            except RollyardError as error:
+                _log.warning("claims cannot be read: %s", error)
+                failures += 1
+                await asyncio.sleep(_PAUSES.pause(failures))
+
+    async def look(self) -> None:
+        """Read the claims now, or raise RollyardError."""
+        self.learn(await self._control.claims())
+
+    def learn(self, listed: ClaimList) -> None:
+        """Store the claims and the warm wants that the control plane listed."""
+        self._claims = {claim.id: claim for claim in listed.claims if self._serves(claim.namespace)}
+        self.warm = [want for want in listed.warm if self._serves(want.namespace)]
+        self._revision, self._listed_at = listed.revision, self._now()
+        self._changed()
+
+    async def report(self, claim: str, status: ClaimStatus) -> None:
+        """Report the state of a claim, and store the answer, or raise RollyardError."""
+        try:
+            now = await self._control.put_claim_status(claim, status)
+        except NotFound:
+            now = None
+        if now is None:
+            self._claims.pop(claim, None)
+        elif claim in self._claims:
+            # A list that is on its way may be older than this answer. In that case the same step is planned
+            # again.
+            self._claims[claim] = now
+        self._changed()
+
+
+class JobEvents:
+    """Creates events about jobs, at most one per job and reason in EVENT_PAUSE_SECONDS.
+
+    Args:
+        jobs: Returns the RolloutJob object for a namespace and a name, as it is in the cluster.
+    """
+
+    def __init__(self, kube: KubeClient, jobs: Callable[[str, str], Object | None]) -> None:
+        self._kube = kube
+        self._jobs = jobs
+        self._created: dict[tuple[str, str], float] = {}
+
+    async def warn(self, namespace: str, job: str, reason: str, message: str) -> None:
+        """Create an event `SandboxFailed` for the job. Raises KubeError."""
+        obj = self._jobs(namespace, job)
+        if obj is None:
+            return
+        key, now = (uid_of(obj), reason), asyncio.get_running_loop().time()
+        if now - self._created.get(key, -EVENT_PAUSE_SECONDS) < EVENT_PAUSE_SECONDS:
+            return
+        self._created = {one: at for one, at in self._created.items() if now - at < EVENT_PAUSE_SECONDS}
+        self._created[key] = now
+        await self._kube.event(obj, "Warning", "SandboxFailed", f"{reason}: {message}"[:1024])
 
 
 class SandboxLoop:
@@ -90,9 +196,9 @@ class SandboxLoop:
 
     def __init__(
         self,
-        kube: Kube,
+        kube: KubeClient,
         pods: PodCache,
-        control: ClaimSource,
+        control: DriverClient,
         jobs: Callable[[str, str], Object | None],
         settings: OperatorSettings,
         key: str,
@@ -115,10 +221,12 @@ class SandboxLoop:
             pull_seconds=settings.image_pull_seconds,
         )
         self._wake = asyncio.Event()
-        self._places = asyncio.Semaphore(AT_ONCE)
+        pods.listen(lambda pod: self.wake())
+        self._at_once = asyncio.Semaphore(AT_ONCE)
         self._refusals = Refusals()
         self._numbers = WarmNumbers()
-        self._recipes: dict[tuple[str, str], _Recipe] = {}
+        self._recipes: dict[tuple[str, str], tuple[SandboxShape, SandboxOwner]] = {}
+        """How to make a pod of each flavor of a namespace."""
         self._namespaces = Namespaces(kube, settings)
         self._guard = Guard(kube, self._namespaces, doubt)
         self._probes = PortProbes(self.wake)
@@ -132,8 +240,7 @@ class SandboxLoop:
         """Run until cancelled."""
         async with asyncio.TaskGroup() as group:
             group.create_task(self.claims.listen(), name="claims")
-            group.create_task(self._watch(), name="changes of pods")
-            group.create_task(self._work(), name="sandboxes")
+            group.create_task(run_passes(self.run_pass, self._wake, POLL_SECONDS), name="sandboxes")
             group.create_task(self._probes.run(), name="ports of sandboxes")
             policies = self._guard.run(lambda: self._pods.pods(component="sandbox"), self._jobs)
             group.create_task(policies, name="policies over sandboxes")
@@ -141,23 +248,6 @@ class SandboxLoop:
     def wake(self) -> None:
         """Start another pass. This is called when the object of a job appeared or changed."""
         self._wake.set()
-
-    async def _watch(self) -> None:
-        revision = self._pods.revision
-        while True:
-            revision = await self._pods.wait(revision, POLL_SECONDS)
-            self._wake.set()
-
-    async def _work(self) -> None:
-        after: float | None = None
-        while True:
-            try:
-                async with asyncio.timeout(POLL_SECONDS if after is None else min(after, POLL_SECONDS)):
-                    await self._wake.wait()
-            except TimeoutError:
-                pass
-            self._wake.clear()
-            after = await self.run_pass()
 
     # One pass
 
@@ -167,7 +257,7 @@ class SandboxLoop:
             return SandboxPlan()
         now = self._now()
         claims, needs = self._wanted(now)
-        limits = replace(self._limits, tokens=self._bucket.tokens(self._clock()))
+        limits = replace(self._limits, tokens=self._bucket.tokens(asyncio.get_running_loop().time()))
         pods = self._observations.look()
         observed = ObservedSandboxes(pods, self._refusals.current(now), self._numbers.see(pods))
         return reconcile_sandboxes(claims, needs, observed, now, limits)
@@ -189,7 +279,8 @@ class SandboxLoop:
         steps += [partial(self._bind, bind) for claim, bind in binding.items() if claim not in taking]
         steps += [partial(self._launch, launch) for launch in plan.launch]
         steps += [partial(self._fail, fail) for fail in plan.fail]
-        steps += [partial(self._removed, claim) for claim in plan.remove]
+        removed = ClaimStatus(state="Removed")
+        steps += [partial(self.claims.report, claim, removed) for claim in plan.remove]
         steps += [partial(self._delete, delete) for delete in plan.delete]
         fine = await asyncio.gather(*(self._step(step) for step in steps))
         self._failures = 0 if all(fine) else self._failures + 1
@@ -220,17 +311,13 @@ class SandboxLoop:
 
     async def _step(self, step: Callable[[], Awaitable[None]]) -> bool:
         """Return whether the step succeeded. A step that failed is planned again in the next pass."""
-        async with self._places:
+        async with self._at_once:
             try:
                 await step()
             except (KubeError, RollyardError) as error:
                 _log.warning("sandboxes: %s: %s", type(error).__name__, error)
                 return False
             return True
-
-    @staticmethod
-    def _clock() -> float:
-        return asyncio.get_running_loop().time()
 
     def _wanted(self, now: datetime) -> tuple[list[WantedSandbox], list[WarmNeed]]:
         """Return claims and warm wants with their flavors, and remember how to make a pod of each flavor."""
@@ -241,24 +328,20 @@ class SandboxLoop:
                 claim.namespace,
                 claim.state,
                 self.claims.age(claim, now),
-                self._flavor(claim, claim.shape) if claim.state == "Pending" else "",
+                self._flavor(claim) if claim.state == "Pending" else "",
                 claim.address,
             )
             for claim in self.claims
         ]
-        needs = []
-        for want in self.claims.warm:
-            flavor = self._flavor(want, want.shape)
-            if flavor:
-                needs.append(WarmNeed(want.namespace, flavor, want.count))
-        return claims, needs
+        flavors = [(want, self._flavor(want)) for want in self.claims.warm]
+        return claims, [WarmNeed(want.namespace, flavor, want.count) for want, flavor in flavors if flavor]
 
-    def _flavor(self, wish: Claim | WarmWant, shape: SandboxShape) -> str:
+    def _flavor(self, wish: Claim | WarmWant) -> str:
         owner = self._owner(wish)
         if owner is None:
             return ""
-        flavor = flavor_of(shape, owner, self._settings)
-        self._recipes.setdefault((wish.namespace, flavor), _Recipe(shape, owner))
+        flavor = flavor_of(wish.shape, owner, self._settings)
+        self._recipes.setdefault((wish.namespace, flavor), (wish.shape, owner))
         return flavor
 
     def _owner(self, wish: Claim | WarmWant | None) -> SandboxOwner | None:
@@ -270,13 +353,12 @@ class SandboxLoop:
 
     async def _launch(self, launch: LaunchSandbox) -> None:
         key = launch.namespace, launch.name
-        recipe = self._recipes.get((launch.namespace, launch.flavor))
-        owner = recipe.owner if recipe is not None else None
-        if launch.claim:  # The pod belongs to the job of its claim, not to the first job of that flavor.
-            owner = self._owner(self.claims.get(launch.claim))
-        if recipe is None or owner is None:
+        shape, flavor_owner = self._recipes[launch.namespace, launch.flavor]
+        # The pod belongs to the job of its claim, not to the first job of that flavor.
+        owner = self._owner(self.claims.get(launch.claim)) if launch.claim else flavor_owner
+        if owner is None:
             return
-        self._bucket.take(self._clock())
+        self._bucket.take(asyncio.get_running_loop().time())
         try:
             if launch.claim:
                 reference = job_reference(owner)
@@ -285,7 +367,7 @@ class SandboxLoop:
             nonce = secrets.token_hex(8)
             pod = sandbox_pod(
                 launch.name,
-                recipe.shape,
+                shape,
                 owner,
                 self._settings,
                 nonce=nonce,
@@ -297,7 +379,7 @@ class SandboxLoop:
             await self._guard.close(launch.namespace, pod["metadata"]["labels"])
             self._pods.put(await self._kube.create(pod))
             self._refusals.clear(key)
-            await self._guard.tell_doubt(self._jobs(launch.namespace, owner.name))
+            await self._guard.report_doubt(self._jobs(launch.namespace, owner.name))
         except KubeConflict as error:
             self._bucket.give_back()
             await self._look(key, error)
@@ -390,9 +472,6 @@ class SandboxLoop:
         )
         await self.claims.report(fail.claim, status)
         await self._events.warn(claim.namespace, claim.job, trouble.reason, trouble.message)
-
-    async def _removed(self, claim: str) -> None:
-        await self.claims.report(claim, ClaimStatus(state="Removed"))
 
     async def _delete(self, delete: DeleteSandbox) -> None:
         grace = 0 if delete.force else self._settings.sandbox.termination_grace_seconds

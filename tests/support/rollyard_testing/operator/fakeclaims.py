@@ -7,7 +7,7 @@ from collections.abc import Callable
 from datetime import datetime
 from typing import Any
 
-from rollyard_client import NotFound, ServerUnavailable
+from rollyard_client import DriverClient, NotFound, ServerUnavailable
 from rollyard_crds.claims import Claim, ClaimList, ClaimStatus, SandboxShape, WarmWant
 
 SHAPE = SandboxShape(
@@ -15,7 +15,7 @@ SHAPE = SandboxShape(
 )
 
 
-class ClaimDesk:
+class ClaimDesk(DriverClient):
     """The claims of a control plane."""
 
     def __init__(self, now: Callable[[], datetime]) -> None:

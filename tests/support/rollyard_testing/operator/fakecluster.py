@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import builtins
 import copy
 import itertools
 import json
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
-from rollyard_client import Conflict, Invalid, NotFound, ServerUnavailable
+from rollyard_client import Conflict, DriverClient, Invalid, NotFound, ServerUnavailable
 from rollyard_crds import (
     STAGES,
     BackendPool,
@@ -25,8 +26,8 @@ from rollyard_crds.fields.skipped_rows import SkippedRows
 from rollyard_crds.unfinished import UnfinishedJob, UnfinishedJobs
 from rollyard_crds.workers import AssignmentOffer, AssignmentOffered, WorkerDeath, WorkerDied
 from rollyard_operator.controllers.control_plane_view import object_uid, thing_key
+from rollyard_operator.kube.client import KubeClient, WatchError, WatchEvent
 from rollyard_operator.kube.errors import KubeConflict, KubeError
-from rollyard_operator.kube.watch import WatchError, WatchEvent
 
 Object = dict[str, Any]
 Where = tuple[str, str, str]
@@ -57,7 +58,7 @@ def _chosen(obj: Object, namespace: str | None, wanted: dict[str, str]) -> bool:
     return namespace in (None, obj["metadata"]["namespace"]) and wanted.items() <= labels.items()
 
 
-class FakeKube:
+class FakeKube(KubeClient):
     """An API server: uids, generations, resource versions, preconditions, owners, a watch, and refusals."""
 
     def __init__(self) -> None:
@@ -103,7 +104,7 @@ class FakeKube:
     def of(self, kind: str) -> list[Object]:
         return [obj for (one, _, _), obj in sorted(self.objects.items()) if one == kind]
 
-    def version(self) -> int:
+    def list_version(self) -> int:
         """Return the resource version of a list that is made now."""
         return next(self._versions)
 
@@ -115,11 +116,13 @@ class FakeKube:
         for _, _, _, queue in self._watches:
             queue.put_nowait(None)
 
-    # The Watcher protocol.
+    # What the operator calls.
 
-    async def snapshot(self, kind: str, namespace: str | None, selector: str) -> tuple[list[Object], str]:
+    async def snapshot(
+        self, kind: str, namespace: str | None, selector: str = ""
+    ) -> tuple[builtins.list[Object], str]:
         listed = await self.list(kind, namespace, selector)
-        return listed, str(self.version())
+        return listed, str(self.list_version())
 
     async def watch(
         self, kind: str, namespace: str | None, selector: str, version: str
@@ -142,9 +145,7 @@ class FakeKube:
         finally:
             self._watches.remove(mine)
 
-    # The Kube protocol.
-
-    async def apply(self, obj: Object, *, force: bool = True) -> Object:
+    async def apply(self, obj: Object) -> Object:
         await self._enter("apply", obj)
         where = self._where(obj)
         if where not in self.objects:
@@ -192,7 +193,7 @@ class FakeKube:
         return await self._patch("patch", (kind, namespace, name), body, uid, version)
 
     async def patch_status(
-        self, kind: str, namespace: str, name: str, status: Object, *, version: str | None = None
+        self, kind: str, namespace: str, name: str, status: Object, *, version: str
     ) -> Object | None:
         return await self._patch("patch_status", (kind, namespace, name), {"status": status}, None, version)
 
@@ -271,7 +272,7 @@ def _new() -> dict[str, Any]:
     return {"generation": 1, "creation_timestamp": datetime.now(UTC)}
 
 
-class FakeControlPlane:
+class FakeControlPlane(DriverClient):
     """Jobs and pools as the control plane keeps them; rollouts are only counts."""
 
     def __init__(self) -> None:
@@ -324,7 +325,7 @@ class FakeControlPlane:
     def delete_over_rest(self, key: tuple[str, str]) -> None:
         self.all_jobs[key].metadata.annotations[CANCEL_REASON] = "Deleted"
 
-    # The ControlPlaneClient protocol.
+    # What the operator calls.
 
     async def _enter(self) -> None:
         await asyncio.sleep(0)
@@ -363,7 +364,10 @@ class FakeControlPlane:
         return self.all_jobs[namespace, name].model_copy(deep=True)
 
     async def register_job(
-        self, job: RolloutJob, tasks: Sequence[Task] | None = None, skipped: SkippedRows | None = None
+        self,
+        job: RolloutJob,
+        tasks: Sequence[Task | Mapping[str, Any]] | None = None,
+        skipped: SkippedRows | None = None,
     ) -> RolloutJob:
         await self._enter()
         refusal = self.refuse(job)
@@ -390,8 +394,11 @@ class FakeControlPlane:
         self.all_jobs[key] = there.model_copy(update={"metadata": meta})
         return self.all_jobs[key].model_copy(deep=True)
 
-    def _insert(self, job: RolloutJob, tasks: Sequence[Task] | None) -> RolloutJob:
-        given = list(tasks if tasks is not None else job.spec.tasks.inline or ())
+    def _insert(self, job: RolloutJob, tasks: Sequence[Task | Mapping[str, Any]] | None) -> RolloutJob:
+        given = [
+            Task.model_validate(task)
+            for task in (tasks if tasks is not None else job.spec.tasks.inline or ())
+        ]
         total = len(given) * job.spec.samples_per_task
         annotations = dict(job.metadata.annotations)
         if not job.spec.tasks.stream:

@@ -80,7 +80,7 @@ class Lab:
         """The hosts of backends that do not answer."""
         self.http = httpx.AsyncClient(transport=httpx.MockTransport(self._backend))
         profile = Profile(backoff_seconds=0.01, blocked_seconds=0.05, max_active_jobs=2, drain_seconds=3600.0)
-        self.operator = Operator(settings, profile, kube, kube, control, self.http)
+        self.operator = Operator(settings, profile, kube, control, self.http)
 
     def _backend(self, request: httpx.Request) -> httpx.Response:
         if request.url.host in self.sick:
@@ -146,12 +146,12 @@ def hurry(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make pauses short, for tests."""
     monkeypatch.setattr("rollyard_operator.installation.POLL_SECONDS", 0.02)
     monkeypatch.setattr("rollyard_operator.installation.WORKERS_SECONDS", 0.01)
-    monkeypatch.setattr("rollyard_operator.controllers.job.POLL_SECONDS", 0.02)
-    monkeypatch.setattr("rollyard_operator.controllers.job.COUNTS_SECONDS", 0.0)
-    monkeypatch.setattr("rollyard_operator.controllers.job.REFUSED_SECONDS", 0.05)
+    for user in ("job", "object_loop"):
+        monkeypatch.setattr(f"rollyard_operator.controllers.{user}.POLL_SECONDS", 0.02)
+    monkeypatch.setattr("rollyard_operator.controllers.object_loop.REFUSED_SECONDS", 0.05)
+    monkeypatch.setattr("rollyard_operator.controllers.job.JobLoop.counts_seconds", 0.0)
+    monkeypatch.setattr("rollyard_operator.controllers.pool.PoolLoop.counts_seconds", 0.02)
     monkeypatch.setattr("rollyard_operator.controllers.children.LEFTOVER_SECONDS", 0.02)
-    for name in ("POLL_SECONDS", "COUNTS_SECONDS"):
-        monkeypatch.setattr(f"rollyard_operator.controllers.pool.{name}", 0.02)
     monkeypatch.setattr("rollyard_drivers.health.FIRST_CHECK_SECONDS", 0.01)
     monkeypatch.setattr("rollyard_drivers.health.CHECK_SECONDS", 0.02)
     for user in ("controllers.object_loop", "controllers.rest_sync", "kube.reflector"):

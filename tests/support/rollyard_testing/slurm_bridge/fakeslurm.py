@@ -9,7 +9,7 @@ from typing import Any
 
 from rollyard_crds import BackendPool, BackendPoolStatus, BackendStatus, RolloutJob, RolloutJobStatus
 from rollyard_crds.workers import AssignmentOffer, WorkerDeath, WorkerDied
-from rollyard_drivers.loop.driver import StoreTrouble
+from rollyard_drivers.loop.driver import Store, StoreTrouble
 from rollyard_slurm.errors import SlurmUnavailable, SubmitRefused
 from rollyard_slurm.readers.job_identity import SlurmJobIdentity
 from rollyard_slurm.readers.jobs import JobDetails, QueuedJob
@@ -128,7 +128,7 @@ class FakeSlurm:
 
 
 @dataclass
-class FakeStore:
+class FakeStore(Store):
     """The jobs and pools that concern the driver."""
 
     listed: list[RolloutJob] = field(default_factory=list)

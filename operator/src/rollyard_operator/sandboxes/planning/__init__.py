@@ -1,1 +1,0 @@
-"""Decisions about sandbox pods. They are pure functions from claims and observed pods to a plan."""

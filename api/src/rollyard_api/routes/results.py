@@ -26,7 +26,7 @@ from rollyard_api.core.codec import MSGPACK, dumps
 from rollyard_api.core.problems import ApiError, Invalid, QueryRefused, TooLarge
 from rollyard_api.core.wakeups import job_topic
 from rollyard_api.jobs import job_views
-from rollyard_api.jobs.events import Event, SlowConsumer
+from rollyard_api.jobs.events import Event
 from rollyard_api.machine.states import ENDED
 from rollyard_api.routes.common import (
     Named,
@@ -329,26 +329,23 @@ async def _stream(plane: ControlPlane, job: JobRow, after: int | None) -> AsyncI
     sent: dict[str, Any] | None = None
     looked = -COUNTS_SECONDS
     now = asyncio.get_running_loop().time
-    try:
-        async for item in plane.events.subscribe(job.id, after, COUNTS_SECONDS / 4):
-            if isinstance(item, Event):
-                yield plane.events.format(job.uid, item)
-            if item is not None and now() - looked < COUNTS_SECONDS:
-                continue
-            looked = now()
-            counts = await plane.look(job.namespace, partial(_counts, job_id=job.id))
-            if counts is None or plane.bus.closing:
-                return
-            if counts[0] != sent:
-                sent = counts[0]
-                yield b"event: counts\ndata: " + dumps(sent) + b"\n\n"
-            elif item is None:
-                yield b": idle\n\n"
-            if counts[1] and item is None:
-                yield b"event: end\ndata: {}\n\n"
-                return
-    except SlowConsumer as error:
-        yield b"event: dropped\ndata: " + dumps({"reason": error.reason}) + b"\n\n"
+    async for item in plane.events.subscribe(job.id, after, COUNTS_SECONDS / 4):
+        if isinstance(item, Event):
+            yield plane.events.format(job.uid, item)
+        if item is not None and now() - looked < COUNTS_SECONDS:
+            continue
+        looked = now()
+        counts = await plane.look(job.namespace, partial(_counts, job_id=job.id))
+        if counts is None or plane.bus.closing:
+            return
+        if counts[0] != sent:
+            sent = counts[0]
+            yield b"event: counts\ndata: " + dumps(sent) + b"\n\n"
+        elif item is None:
+            yield b": idle\n\n"
+        if counts[1] and item is None:
+            yield b"event: end\ndata: {}\n\n"
+            return
 
 
 class Acknowledge(Model, strict=True):

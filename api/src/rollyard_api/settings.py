@@ -10,9 +10,8 @@ from rollyard_process.telemetry.options import TraceOptions
 from rollyard_api.browsers.config import BrowserSettings
 from rollyard_api.core.limits import Quota
 from rollyard_api.jobs import blobs, task_reader
+from rollyard_api.jobs.allow_lists import AllowList, SandboxHosts
 from rollyard_api.jobs.reward_services import ServiceAllowList
-from rollyard_api.jobs.sandbox_hosts import SandboxHosts
-from rollyard_api.jobs.task_sources import AllowList
 from rollyard_api.options.declared import ControlPlaneOptions
 from rollyard_api.weights.coordinator import UpdateLimits
 

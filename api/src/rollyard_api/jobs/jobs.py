@@ -18,8 +18,8 @@ from rollyard_api.core.conditions import differs
 from rollyard_api.core.limits import Quota
 from rollyard_api.core.problems import Conflict, NotFound
 from rollyard_api.jobs import blobs, manifests
+from rollyard_api.jobs.allow_lists import blob_of
 from rollyard_api.jobs.manifests import NewJob
-from rollyard_api.jobs.task_sources import blob_of
 from rollyard_api.jobs.tasks import TaskRow
 from rollyard_api.machine.events import BackendAwaited, Cancelled
 from rollyard_api.machine.jobs import prefix_of

@@ -37,7 +37,7 @@ from rollyard_api.metrics import Metrics
 from rollyard_api.rollouts import assignments, claims, heartbeats, sweeps
 from rollyard_api.settings import Settings
 from rollyard_api.storage import jobs as job_rows
-from rollyard_api.storage import lock, migrate
+from rollyard_api.storage import opening
 from rollyard_api.storage.database import Database, Transaction
 from rollyard_api.storage.rows import EndedRollout, RolloutSize
 from rollyard_api.trajectories.archive import Archive
@@ -328,22 +328,21 @@ async def running(settings: Settings) -> AsyncIterator[ControlPlane]:
 
     Raises:
         TokenFileError: The token file cannot be used.
-        StateFolderInUse: Another process serves this state folder.
+        StateRefused: Another process serves this state folder, or this version does not know the database's.
         TraceLibrariesMissing: Traces are asked for, and the extra `traces` is not installed.
-        UnknownSchema: The database is that of a version which this one does not know.
         sqlalchemy.exc.OperationalError: The database cannot be opened.
     """
     settings.state_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
     async with AsyncExitStack() as stack:
         if make_url(settings.database_url).get_backend_name() == "sqlite":
-            stack.enter_context(lock.held(settings.state_dir))
+            stack.enter_context(opening.locked(settings.state_dir))
         tokens = TokenFile(settings.state_dir, settings.tokens_file)
         instance = f"{socket.gethostname()}-{os.getpid()}"
         requested = settings.traces_asked
         traces = stack.enter_context(exporting(settings.traces, SERVICE, instance, asked=requested))
         database = Database(settings.database_url, sqlite_max_pages=settings.sqlite_max_pages)
         stack.push_async_callback(database.close)
-        await asyncio.to_thread(migrate.upgrade, database.writer)
+        await asyncio.to_thread(opening.upgrade, database.writer)
         plane = ControlPlane(settings, tokens, database, traces)
         stack.callback(plane.close)
         database.start(plane.after_commit)

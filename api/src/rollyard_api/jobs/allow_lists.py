@@ -1,4 +1,4 @@
-"""The installer's lists decide which URLs the control plane reads for a job, and which hosts its sandboxes reach.
+"""The installer's lists: which URLs the control plane reads for jobs, and which hosts sandboxes may reach.
 
 Nothing here reads or connects. `source_readers` does, and it consults this module about every file that it
 has opened, every address to which it is about to connect, and every redirect.

@@ -231,7 +231,7 @@ class Database:
         return self._job_changes if self._watches_jobs else None
 
     def start(self, after_commit: AfterCommit) -> None:
-        """Start the writer, once the schema is up to date (see `migrate.upgrade`).
+        """Start the writer, once the schema is up to date (see `opening.upgrade`).
 
         `after_commit` is called in the event loop's thread, before the answers.
         """

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from rollyard_api.backends import stats
-from rollyard_api.backends.stats import MIN_TOKENS, WINDOW_SECONDS, Poller, Speeds, Window
+from rollyard_api.backends.monitoring import MIN_TOKENS, WINDOW_SECONDS, Poller, Speeds, Window
 from rollyard_inference.transports.with_httpx import HttpxTransport
 from rollyard_testing.api.plane import Worker, make_manifest
 from rollyard_testing.crds.segments import reported

@@ -18,8 +18,8 @@ from sqlalchemy.engine import Connection, make_url
 
 from rollyard_api.access.bearer_tokens import TokenFile, Tokens
 from rollyard_api.access.permissions import BoundJobs
-from rollyard_api.backends import circuits, health
-from rollyard_api.backends.stats import Poller, Speeds
+from rollyard_api.backends import circuits, monitoring
+from rollyard_api.backends.monitoring import Poller, Speeds
 from rollyard_api.browsers.door import Door
 from rollyard_api.browsers.sessions import Sessions, WrongCodes
 from rollyard_api.core import entrypoints
@@ -177,7 +177,7 @@ class ControlPlane:
         self.unclaimed = heartbeats.Unclaimed()
         self.speeds = Speeds()
         self.poller = Poller()
-        self.http = httpx.AsyncClient(timeout=health.CHECK_TIMEOUT, trust_env=False)
+        self.http = httpx.AsyncClient(timeout=monitoring.CHECK_TIMEOUT, trust_env=False)
         self.transport = HttpxTransport(self.http)
         """The transport that every call to a backend uses."""
         python = settings.verify_python or checkpoints.default_python()
@@ -297,7 +297,7 @@ class ControlPlane:
 
     async def check_health(self, *, ready: bool) -> None:
         """Run one round of health checks of the external backends that are ready, or of all others."""
-        await health.check_all(self.database, self.transport, ready=ready)
+        await monitoring.check_all(self.database, self.transport, ready=ready)
 
 
 async def _every(seconds: float, retry: float, name: str, work: Callable[[], Awaitable[None]]) -> None:

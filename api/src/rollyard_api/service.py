@@ -265,7 +265,7 @@ class ControlPlane:
         settings = self.settings
         # Each operation has the size of its batches, or 0 if it does everything at once.
         work: tuple[tuple[Callable[[Transaction], int | None], int], ...] = (
-            (partial(sweeps.expire, max_expiries=settings.max_expiries), sweeps.EXPIRY_BATCH),
+            (sweeps.expire, sweeps.EXPIRY_BATCH),
             (partial(heartbeats.give_up_silent, silent_seconds=NODE_SECONDS), heartbeats.NODE_BATCH),
             (sweeps.note_outages, 0),
             (partial(sweeps.end_overdue, patience=settings.no_backend_seconds), sweeps.OUTAGE_BATCH),

@@ -25,8 +25,6 @@ class Settings(ControlPlaneOptions):
     """The largest number of claims whose sandbox is not removed. Further ones are answered with 429."""
     max_claims_per_namespace: int = 10_000
     max_body_bytes: int = 64 << 20
-    max_expiries: int = 10
-    """The number of leases of a rollout that may expire. One more ends it as Failed/LeaseExpired."""
     sweep_seconds: float = 1.0
     health_seconds: float = 5.0
     """The time between two health checks of an external backend, in seconds."""

@@ -33,7 +33,7 @@ from rollyard_api.core.codec import encode
 from rollyard_api.core.problems import Conflict, NotFound
 from rollyard_api.core.wakeups import QUEUE, queue_topic
 from rollyard_api.jobs import job_views, reward_services
-from rollyard_api.rollouts import heartbeats, leasing, outcomes, wire
+from rollyard_api.rollouts import heartbeats, leasing, reports
 from rollyard_api.routes.common import Named, RestCall, StrictRoute, answer, body_schema
 from rollyard_api.service import ControlPlane
 from rollyard_api.storage import jobs as job_rows
@@ -163,23 +163,23 @@ async def heartbeat(request: Request) -> Response:
 async def complete(request: Request) -> Response:
     """Report stage results. Each is committed before it is answered."""
     call = RestCall(request)
-    reports, sandboxes = wire.check_results(await call.document())
-    return await _reported(call, reports, sandboxes)
+    reported, sandboxes = reports.check_results(await call.document())
+    return await _reported(call, reported, sandboxes)
 
 
 @router.post("/fail", responses={200: {"model": OutcomeResponse}}, openapi_extra=body_schema(FailRequest))
 async def fail(request: Request) -> Response:
     """Report infrastructure failures. The rollouts are retried while attempts are left."""
     call = RestCall(request)
-    return await _reported(call, wire.check_failures(await call.document()))
+    return await _reported(call, reports.check_failures(await call.document()))
 
 
 async def _reported(
-    call: RestCall, reports: Sequence[wire.ReportedEvent], sandboxes: Collection[str] = ()
+    call: RestCall, reported: Sequence[reports.ReportedEvent], sandboxes: Collection[str] = ()
 ) -> Response:
     await call.plane.refuse_when_full()
-    op = partial(outcomes.report, reports=reports)
-    result = await call.write_own(op, [report.rollout for report in reports], sandboxes)
+    op = partial(reports.accept, reports=reported)
+    result = await call.write_own(op, [report.rollout for report in reported], sandboxes)
     return _reply(call.request, {"outcomes": result})
 
 

@@ -28,8 +28,7 @@ router = APIRouter(prefix="/v1/workers", tags=["workers"], route_class=StrictRou
 async def died(call: Call) -> Response:
     """Take back the leases of a worker that its driver saw die. A repeat changes nothing."""
     report = await call.body(WorkerDied)
-    op = partial(sweeps.worker_died, report=report, max_expiries=call.plane.settings.max_expiries)
-    death = await call.plane.database.write(op, durable=False)
+    death = await call.plane.database.write(partial(sweeps.worker_died, report=report), durable=False)
     return answer(death.model_dump())
 
 

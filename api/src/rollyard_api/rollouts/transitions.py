@@ -27,7 +27,7 @@ from rollyard_api.storage import groups as group_rows
 from rollyard_api.storage import jobs as job_rows
 from rollyard_api.storage import rollouts as rollout_rows
 from rollyard_api.storage.database import StageTrouble, Transaction
-from rollyard_api.trajectories import attempts, spans, traces
+from rollyard_api.trajectories import attempts, traces
 
 Decided = tuple[Rollout, Transition]
 
@@ -144,7 +144,7 @@ class _Batch:
             # Every lease of a stage is one of its attempts, counted as one or not.
             number: int = timings[stage]["attempts"]
             changes["attempts"] = attempts.added(rollout.attempts, self._attempt(rollout, transition, number))
-        spans.left(tx, rollout, reason=transition.reason)
+        traces.left(tx, rollout, reason=transition.reason)
         if after.has_ended:
             ending = _Ending(rollout, transition, changes, _seconds(timings))
             self.endings[rollout.job_id].append(ending)
@@ -280,7 +280,7 @@ class _Batch:
             tx.emit(
                 job_id, rollout=rollout.id, stage=rollout.stage, status=status, reward=reward, reason=reason
             )
-            spans.ended(tx, rollout.id, job, ending.transition, ending.seconds)
+            traces.ended(tx, rollout.id, job, ending.transition, ending.seconds)
         return job
 
     def _complete(self, job_id: int, job: job_rows.EndedCounts) -> None:

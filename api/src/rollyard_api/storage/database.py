@@ -70,7 +70,7 @@ class Transaction:
     events: list[tuple[int, dict[str, Any]]] = field(default_factory=list)
     counted: list[tuple[str, tuple[str, ...], float]] = field(default_factory=list)
     spans: list[TraceSpan] = field(default_factory=list)
-    """The spans that end with this transaction; see `trajectories.spans`."""
+    """The spans that end with this transaction; see `trajectories.traces`."""
     trace_sample: float = 0.0
     """The fraction of groups whose rollouts are traced; 0 if nothing is."""
     measured: list[Measured] = field(default_factory=list)

@@ -40,7 +40,7 @@ BATCH: Final = 2000
 """The number of rollouts that are ended or removed in one transaction. Other requests run between two
 transactions."""
 CANCELLED: Final = Cancelled("Cancelled")
-"""What happens to a rollout that somebody does not want any more."""
+"""What happens to a rollout that is no longer wanted."""
 MAX_STEPS: Final = 100_000
 """The most steps of one job, which bounds what their ids take in the database."""
 _INSERT_BYTES: Final = 8 << 20

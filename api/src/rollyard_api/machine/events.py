@@ -121,7 +121,7 @@ class Failed(Struct, frozen=True):
         """Whether a Run failed because its pool had no ready backend.
 
         A worker that knows this reports the reason NoBackend. The others report BackendUnavailable, and the
-        pool is looked at.
+        control plane checks the pool.
         """
         no_backend = self.reason == NO_BACKEND or (self.pool_is_down and self.reason == BACKEND_UNAVAILABLE)
         return no_backend and self.stage == "run"

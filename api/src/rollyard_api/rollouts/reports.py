@@ -221,7 +221,8 @@ def accept(tx: Transaction, reports: Sequence[ReportedEvent]) -> list[dict[str, 
         if isinstance(transition.event, RunDone) and row.policy_index is not None
     ]
     if ran:
-        staleness.enforce_among(tx, ran)
+        for namespace, pool in rollout_rows.stale_pools(tx, ran):
+            staleness.enforce(tx, namespace, pool)
     return outcomes
 
 

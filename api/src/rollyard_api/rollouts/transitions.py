@@ -1,7 +1,7 @@
 """Transitions of rollouts are written here and nowhere else, with everything that belongs to them.
 
 These are the timings and spans, the attempts that did not end well, the events and metrics, what one stage
-leaves for the next, and the wake-ups. The groups and jobs that are complete thereby are ended, too, and a job
+leaves for the next, and the wake-ups. Groups and jobs that become complete are ended, too, and a job
 with dynamic sampling takes its next step.
 """
 
@@ -33,7 +33,7 @@ Decided = tuple[Rollout, Transition]
 
 CANCEL_BATCH: Final = 2000
 """The most rollouts that are cancelled in the transaction that meets a target. The sweep ends the rest, which
-nobody can lease any more."""
+can no longer be leased."""
 _BACKENDS_FAULT: Final = ("BackendMismatch",)
 """The reasons of Run failures that count for a circuit. Calls of `route` report unreachable backends."""
 _TIMED: Final = ("queued_seconds", "active_seconds", "attempts")
@@ -185,7 +185,7 @@ class _Batch:
         )
 
     def _note(self, rollout: Rollout, transition: Transition) -> None:
-        """Note what belongs to the event itself: metrics, what a stage leaves, and who may go on with it."""
+        """Note what belongs to the event itself: metrics, what a stage leaves, and who may continue."""
         tx, event, spent = self.tx, transition.event, max(0.0, self.tx.now - rollout.since)
         match event:
             case events.Leased():

@@ -46,7 +46,7 @@ def _wake_all(tx: Transaction, job_id: int) -> None:
         tx.wake(topic)
 
 
-# Jobs are found.
+# Finding jobs.
 
 _FIND: Final = sa.select(jobs).where(
     jobs.c.namespace == bindparam("b_namespace"),
@@ -134,7 +134,7 @@ def removable(conn: Connection) -> list[int]:
     return list(conn.scalars(_REMOVABLE))
 
 
-# Jobs begin and are changed.
+# Creating and changing jobs.
 
 
 def create(tx: Transaction, values: Mapping[str, Any]) -> JobRow:
@@ -211,7 +211,7 @@ def note_read(tx: Transaction, job_id: int, kind: Kind, position: int) -> None:
     tx.conn.execute(ahead.values({_READ[kind]: position}))
 
 
-# Rollouts and groups end, and with them jobs.
+# Ending rollouts and groups, and with them jobs.
 
 
 class EndedCounts(NamedTuple):
@@ -293,7 +293,7 @@ def finish_concluded(tx: Transaction, job_id: int) -> None:
         _wake_all(tx, job_id)
 
 
-# Jobs are deleted and removed.
+# Deleting and removing jobs.
 
 _OLD: Final = (jobs.c.deleted_at.is_(None), jobs.c.finished_at + jobs.c.ttl_seconds < bindparam("b_now"))
 _DELETE_OLD: Final = (

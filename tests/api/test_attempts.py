@@ -56,7 +56,7 @@ async def test_every_way_back_into_a_queue_is_explained(served: Any, worker: Any
     (lease,) = await worker.lease(init=1)
     await worker.complete(worker.result(lease))
     await worker.lease(run=1)
-    await _later(served, 60, lambda tx: sweeps.expire(tx))
+    await _later(served, 60, sweeps.expire)
     (lease,) = await worker.lease(init=1)
     await worker.complete(worker.result(lease))
     await worker.heartbeat()
@@ -130,7 +130,7 @@ async def test_a_lease_that_is_lost_too_often_ends_as_an_attempt(
     monkeypatch.setattr(failure_policy, "MAX_EXPIRIES", 2)
     for _ in range(3):
         (lease,) = await worker.lease(init=1)
-        await _later(served, 60, lambda tx: sweeps.expire(tx))
+        await _later(served, 60, sweeps.expire)
     assert await worker.lease(init=1) == []
     assert await worker.complete(worker.result(lease)) == ["stale"]
     record = await _record(served)

@@ -114,7 +114,7 @@ def register_pool(tx: Transaction, pool: BackendPool) -> bool:
     own = {k: v for k, v in annotations.items() if k in (OBJECT_UID, DELETE_REQUESTED)}
     merged = {"labels": meta.labels, "annotations": own | meta.annotations}
     if known != merged:
-        pool_rows.put_metadata(tx, row.id, dumps(merged))
+        pool_rows.describe(tx, row.id, metadata=dumps(merged))
     return False
 
 
@@ -149,5 +149,5 @@ def delete_pool(tx: Transaction, namespace: str, name: str) -> bool:
         pools.delete(tx, namespace, name)
         return True
     meta["annotations"] = annotations | {DELETE_REQUESTED: "true"}
-    pool_rows.put_metadata(tx, row.id, dumps(meta))
+    pool_rows.describe(tx, row.id, metadata=dumps(meta))
     return False

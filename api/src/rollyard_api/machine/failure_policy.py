@@ -80,7 +80,7 @@ class PolicyRule:
         )
 
 
-def bound(counter: Counter, event: Mishap, stage: StageName, limits: Limits | None) -> int:
+def bound(counter: Counter, stage: StageName, limits: Limits | None) -> int:
     """Return how far a counter may rise before the rules that raise it match no more."""
     match counter:
         case Counter.FAILURES:

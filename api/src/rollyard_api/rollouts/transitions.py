@@ -216,8 +216,7 @@ class _Batch:
     def _ran(self, rollout: Rollout, event: events.RunDone, seconds: float) -> None:
         tx, counts = self.tx, event.counts
         tx.count("stage_seconds", "run", value=seconds)
-        tx.wake(queue_topic("eval"))
-        tx.wake(queue_topic("run"))  # The backend has room for another one.
+        tx.wake(queue_topic("eval"), queue_topic("run"))  # The backend has room for another one.
         values = {
             "rollout_id": rollout.id,
             "trajectory": event.record,

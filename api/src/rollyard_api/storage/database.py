@@ -78,9 +78,9 @@ class Transaction:
     """The active rollouts by backend, if this transaction counted them."""
     troubles: list[StageTrouble] = field(default_factory=list)
 
-    def wake(self, topic: str) -> None:
-        """Make long polls on this topic check again after the commit."""
-        self.wakes.add(topic)
+    def wake(self, *topics: str) -> None:
+        """Make long polls on these topics check again after the commit."""
+        self.wakes.update(topics)
 
     def emit(self, job_id: int, **data: Any) -> None:
         """Add a stage transition to the job's event stream."""

@@ -42,8 +42,7 @@ def _set(tx: Transaction, job_id: int, **values: Any) -> None:
 
 
 def _wake_all(tx: Transaction, job_id: int) -> None:
-    for topic in (job_topic(job_id), QUEUE, CLAIMS, UNFINISHED):
-        tx.wake(topic)
+    tx.wake(job_topic(job_id), QUEUE, CLAIMS, UNFINISHED)
 
 
 # Finding jobs.
@@ -155,8 +154,7 @@ def change(tx: Transaction, job_id: int, values: Mapping[str, Any]) -> None:
 def put_status(tx: Transaction, job_id: int, status: bytes) -> None:
     """Write what the driver reported of a job, as JSON."""
     _set(tx, job_id, status=status)
-    tx.wake(job_topic(job_id))
-    tx.wake(CLAIMS)
+    tx.wake(job_topic(job_id), CLAIMS)
 
 
 def add_groups(tx: Transaction, job_id: int, count: int) -> None:
@@ -167,8 +165,7 @@ def add_groups(tx: Transaction, job_id: int, count: int) -> None:
 def add_rollouts(tx: Transaction, job_id: int, count: int) -> None:
     """Count rollouts that were added to a job, and wait for Init."""
     tx.conn.execute(_UPDATE.values(total=jobs.c.total + count), {"b_job": job_id})
-    tx.wake(QUEUE)
-    tx.wake(job_topic(job_id))
+    tx.wake(job_topic(job_id), QUEUE)
 
 
 def hold(tx: Transaction, job_id: int, *, holding: bool) -> None:
@@ -314,15 +311,13 @@ _REMOVE_PARTS: Final = (
 def delete(tx: Transaction, job_id: int) -> None:
     """Hide a job, whose name is free from now on. `remove` removes its row."""
     _set(tx, job_id, deleted_at=tx.now)
-    tx.wake(job_topic(job_id))
-    tx.wake(UNFINISHED)
+    tx.wake(job_topic(job_id), UNFINISHED)
 
 
 def ask_for_deletion(tx: Transaction, job_id: int) -> None:
     """Let the driver of a job's object know that the object is to be deleted, and then the job."""
     _set(tx, job_id, cancel_reason=DELETED)
-    tx.wake(job_topic(job_id))
-    tx.wake(UNFINISHED)
+    tx.wake(job_topic(job_id), UNFINISHED)
 
 
 def past_deadline(tx: Transaction) -> list[int]:

@@ -13,7 +13,6 @@ completion pays for it, and the end of a short job can rely on them.
 
 from __future__ import annotations
 
-import asyncio
 import math
 import time
 from collections import deque
@@ -32,17 +31,16 @@ from rollyard_inference.transports.interface import Transport, base_url
 from sqlalchemy.engine import Connection
 
 from rollyard_api.backends import pools
+from rollyard_api.backends.circuits import each
 from rollyard_api.backends.pools import Seen
 from rollyard_api.core.codec import dumps, loads
 from rollyard_api.storage import pools as pool_rows
 from rollyard_api.storage.database import Database, Measured
 from rollyard_api.storage.pools import MeasuredRuns
-from rollyard_api.storage.rows import BackendRow
+from rollyard_api.storage.rows import BackendRow, PoolRow
 from rollyard_api.storage.schema import backends
 from rollyard_api.storage.schema import pools as pools_table
 
-MAX_AT_ONCE: Final = 32
-"""The number of servers that are asked at the same time."""
 CHECK_TIMEOUT: Final = 5.0
 """The time limit for each request except the first completion, in seconds."""
 FIRST_REQUEST_SECONDS: Final = 30.0
@@ -85,20 +83,16 @@ async def check_all(database: Database, transport: Transport, *, ready: bool | N
     where = [pools_table.c.external.is_(True)]
     if ready is not None:
         where.append(backends.c.ready.is_(ready))
-    places = asyncio.Semaphore(MAX_AT_ONCE)
 
-    async def one(row: BackendRow, model: str) -> None:
+    async def one(row: BackendRow, pool: PoolRow) -> None:
         before = Seen.of(row)
-        async with places:
-            after = await check(transport, row.url, model, warm=row.ready)
+        after = await check(transport, row.url, pool.model, warm=row.ready)
         label = row.policy_version if after.policy_version is None else after.policy_version
         if replace(after, policy_version=label) != before:
             write = partial(pools.mark, pool_id=row.pool_id, url=row.url, before=before, after=after)
             await database.write(write)
 
-    async with asyncio.TaskGroup() as group:
-        for row, pool in await database.read(lambda conn: pool_rows.with_pools(conn, *where)):
-            group.create_task(one(row, pool.model))
+    await each(await database.read(lambda conn: pool_rows.with_pools(conn, *where)), one)
 
 
 WINDOW_SECONDS: Final = 300.0
@@ -170,15 +164,13 @@ class Poller:
     async def poll(self, database: Database, transport: Transport) -> None:
         """Read all metrics once, and write the changes in one transaction."""
         rows = await database.read(_rows)
-        urls = sorted({row.url for row in rows if row.ready})
         self._windows = {url: self._windows.get(url) or Window() for url in {row.url for row in rows}}
-        places = asyncio.Semaphore(MAX_AT_ONCE)
+        read: dict[str, dict[str, Any] | None] = {}
 
-        async def one(url: str) -> dict[str, Any] | None:
-            async with places:
-                return await self._read(transport, url)
+        async def one(url: str) -> None:
+            read[url] = await self._read(transport, url)
 
-        read = dict(zip(urls, await asyncio.gather(*map(one, urls)), strict=True))
+        await each([(url,) for url in sorted({row.url for row in rows if row.ready})], one)
         changes = []
         for row in rows:
             after = read.get(row.url)

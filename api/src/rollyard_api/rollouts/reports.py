@@ -29,7 +29,6 @@ from rollyard_api.machine.rollout import Rejection, decide
 from rollyard_api.rollouts import staleness, transitions
 from rollyard_api.storage import rollouts as rollout_rows
 from rollyard_api.storage.database import Transaction
-from rollyard_api.storage.rollouts import JobOfRollouts
 from rollyard_api.trajectories import packed
 from rollyard_api.trajectories.traces import MAX_REASON
 
@@ -196,7 +195,11 @@ def accept(tx: Transaction, reports: Sequence[ReportedEvent]) -> list[dict[str, 
         if isinstance(event, Failed) and name in rows
     ]
     jobs = rollout_rows.jobs_of(tx, {job_id for job_id, _ in failures}) if failures else {}
-    down = _without_backend(tx, jobs, {reason for _, reason in failures})
+    down: set[int] = set()
+    if any(reason == BACKEND_UNAVAILABLE for _, reason in failures):
+        pools = {job_id: (job.namespace, job.pool) for job_id, job in jobs.items() if job.pool is not None}
+        lost = without_backend(tx, set(pools.values()))
+        down = {job_id for job_id, key in pools.items() if key in lost}
     accepted: dict[str, transitions.Decided] = {}
     outcomes = []
     for name, event in reports:
@@ -224,12 +227,3 @@ def accept(tx: Transaction, reports: Sequence[ReportedEvent]) -> list[dict[str, 
         for namespace, pool in rollout_rows.stale_pools(tx, ran):
             staleness.enforce(tx, namespace, pool)
     return outcomes
-
-
-def _without_backend(tx: Transaction, jobs: dict[int, JobOfRollouts], reasons: set[str]) -> set[int]:
-    """Return the jobs whose pool has no ready backend, if a Run failed because its backend did not answer."""
-    if BACKEND_UNAVAILABLE not in reasons:
-        return set()
-    keys = {job_id: (job.namespace, job.pool) for job_id, job in jobs.items() if job.pool is not None}
-    lost = without_backend(tx, set(keys.values()))
-    return {job_id for job_id, key in keys.items() if key in lost}

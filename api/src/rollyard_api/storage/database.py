@@ -288,8 +288,10 @@ class Database:
             raise Unavailable("too many requests wait for the database", headers={"Retry-After": "1"})
         if self._closed:
             raise Unavailable("the database is closed")
-        if not self._readers:
-            self._start_readers()
+        for number in range(len(self._readers), READERS):
+            reader = threading.Thread(target=self._read_forever, name=f"reader_{number}", daemon=True)
+            reader.start()
+            self._readers.append(reader)
         future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
         self._reading += 1
         try:
@@ -297,12 +299,6 @@ class Database:
             return await future
         finally:
             self._reading -= 1
-
-    def _start_readers(self) -> None:
-        for number in range(READERS):
-            reader = threading.Thread(target=self._read_forever, name=f"reader_{number}", daemon=True)
-            reader.start()
-            self._readers.append(reader)
 
     def _read_forever(self) -> None:
         while (request := self._queries.get()) is not None:

@@ -28,10 +28,10 @@ BOUNDS: Final = {
 
 SOURCES: Final = {
     events.Leased: ("leasing",),
-    events.InitDone: ("wire",),
-    events.RunDone: ("wire",),
-    events.Scored: ("wire",),
-    events.Failed: ("wire",),
+    events.InitDone: ("reports",),
+    events.RunDone: ("reports",),
+    events.Scored: ("reports",),
+    events.Failed: ("reports",),
     events.LeaseLost: ("sweeps",),
     events.NodeLost: ("heartbeats",),
     events.NewWeights: ("staleness",),

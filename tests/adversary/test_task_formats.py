@@ -13,8 +13,8 @@ import pyarrow as arrow
 import pyarrow.parquet as parquet
 import pytest
 from rollyard_api.core.problems import Invalid
+from rollyard_api.jobs.allow_lists import AllowList
 from rollyard_api.jobs.task_reader import TaskFileLimits, TaskReader
-from rollyard_api.jobs.task_sources import AllowList
 from rollyard_crds.rolloutjob import TaskSource
 from rollyard_tasks.task_list import TaskListError, parse_lines
 from rollyard_testing.pace import patience

@@ -7,6 +7,7 @@ from typing import Any
 
 import pyarrow.parquet
 import pytest
+from rollyard_api.machine import failure_policy
 from rollyard_api.rollouts import heartbeats, sweeps
 from rollyard_api.storage.database import Transaction
 from rollyard_api.trajectories import attempts
@@ -55,7 +56,7 @@ async def test_every_way_back_into_a_queue_is_explained(served: Any, worker: Any
     (lease,) = await worker.lease(init=1)
     await worker.complete(worker.result(lease))
     await worker.lease(run=1)
-    await _later(served, 60, lambda tx: sweeps.expire(tx, 10))
+    await _later(served, 60, sweeps.expire)
     (lease,) = await worker.lease(init=1)
     await worker.complete(worker.result(lease))
     await worker.heartbeat()
@@ -123,10 +124,13 @@ async def test_failures_are_retried_and_the_last_is_final(served: Any, worker: A
     assert _told(record) == [("init", number, "ImageBroken", True) for number in (1, 2, 3)]
 
 
-async def test_a_lease_that_is_lost_too_often_ends_as_an_attempt(served: Any, worker: Any) -> None:
+async def test_a_lease_that_is_lost_too_often_ends_as_an_attempt(
+    served: Any, worker: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(failure_policy, "MAX_EXPIRIES", 2)
     for _ in range(3):
         (lease,) = await worker.lease(init=1)
-        await _later(served, 60, lambda tx: sweeps.expire(tx, 2))
+        await _later(served, 60, sweeps.expire)
     assert await worker.lease(init=1) == []
     assert await worker.complete(worker.result(lease)) == ["stale"]
     record = await _record(served)

@@ -69,7 +69,7 @@ def _handle(claim: dict[str, Any]) -> dict[str, Any]:
 async def _expire_all(served: Any) -> None:
     def op(tx: Transaction) -> None:
         tx.now += 3600
-        sweeps.expire(tx, 10)
+        sweeps.expire(tx)
 
     await served.plane.database.write(op)
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import sqlalchemy as sa
+from rollyard_api.machine import failure_policy
 from rollyard_api.rollouts import sweeps
 from rollyard_api.storage.database import Transaction
 from rollyard_api.storage.schema import claims as claim_table
@@ -177,7 +178,7 @@ class Simulation:
     async def expire(self) -> None:
         def op(tx: Transaction) -> int:
             tx.now += 3600
-            return sweeps.expire(tx, 1000)
+            return sweeps.expire(tx)
 
         await self.served.plane.database.write(op)
 
@@ -221,7 +222,8 @@ async def _stored(served: Any) -> int:
 
 @pytest.mark.parametrize("end", ["finish", "cancel", "delete"])
 @pytest.mark.parametrize("seed", range(2))
-async def test_no_sandbox_leaks(seed: int, end: str, settings: Any) -> None:
+async def test_no_sandbox_leaks(seed: int, end: str, settings: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(failure_policy, "MAX_EXPIRIES", 1000)
     tasks = [{"id": f"t{i}", "prompt": "p"} for i in range(ROLLOUTS)]
     simulation: Simulation | None = None
     for _ in range(2):

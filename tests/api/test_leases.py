@@ -17,7 +17,7 @@ from rollyard_api.core.codec import MAX_KEYS, unpack
 from rollyard_api.core.problems import Invalid
 from rollyard_api.jobs import jobs
 from rollyard_api.machine.events import RunDone
-from rollyard_api.rollouts import heartbeats, sweeps, wire
+from rollyard_api.rollouts import heartbeats, reports, sweeps
 from rollyard_api.storage.database import Transaction
 from rollyard_api.trajectories.packed import segments_of
 from rollyard_crds.names import NO_TOOL_PARSER
@@ -28,12 +28,12 @@ from rollyard_testing.crds.segments import packed, reported
 from rollyard_testing.pace import patience
 
 
-async def _expire_all(served: Any, max_expiries: int = 10) -> int:
+async def _expire_all(served: Any) -> int:
     """Let every lease run out at this moment, and return the number of rollouts that were returned."""
 
     def op(tx: Transaction) -> int:
         tx.now += 3600
-        return sweeps.expire(tx, max_expiries)
+        return sweeps.expire(tx)
 
     count: int = await served.plane.database.write(op)
     return count
@@ -73,7 +73,7 @@ async def test_heartbeat_renews(served: Any, worker: Any) -> None:
 
     def op(tx: Transaction) -> int:
         tx.now = before + 29.0  # seconds; the lease of 30 s was renewed after `before`
-        return sweeps.expire(tx, 10)
+        return sweeps.expire(tx)
 
     assert await served.plane.database.write(op) == 0
 
@@ -90,7 +90,7 @@ async def test_a_heartbeat_renews_every_lease_that_it_names_and_no_other(served:
         stale = (forgotten["rollout"], forgotten["token"] - 1)
         assert heartbeats.renew(tx, [*held, stale], 30.0) == ([stale], [])
         tx.now += 20.0
-        return sweeps.expire(tx, 10)
+        return sweeps.expire(tx)
 
     assert await served.plane.database.write(later) == 1
     assert (await worker.heartbeat(*named, forgotten))["lost"] == [
@@ -433,7 +433,7 @@ def _ran(trajectory: dict[str, Any], **fields: Any) -> dict[str, Any]:
     ids=["no segments", "two segments", "turns of two segments", "a replayed turn without tokens"],
 )
 def test_trajectories_that_are_taken(trajectory: dict[str, Any]) -> None:
-    ((rollout, event),), _ = wire.check_results(_ran(trajectory))
+    ((rollout, event),), _ = reports.check_results(_ran(trajectory))
     assert isinstance(event, RunDone)
     assert (rollout, event.token, event.tokens_in_eval) == ("r", 1, False)
     assert event.counts.sampled_tokens == len(trajectory["segments"])
@@ -493,7 +493,7 @@ UNEVEN_LISTS = pytest.mark.attack(
 )
 def test_trajectories_that_are_refused(trajectory: dict[str, Any], problem: str) -> None:
     with pytest.raises(Invalid) as refused:
-        wire.check_results(_ran(trajectory))
+        reports.check_results(_ran(trajectory))
     assert problem in refused.value.errors[0]
 
 
@@ -523,12 +523,12 @@ def test_trajectories_that_are_refused(trajectory: dict[str, Any], problem: str)
 def test_arrays_that_are_refused(change: dict[str, Any], problem: str) -> None:
     (segment,) = packed(_GOOD)
     with pytest.raises(Invalid) as refused:
-        wire.check_results(_ran(_trajectory(), segments=[segment | change]))
+        reports.check_results(_ran(_trajectory(), segments=[segment | change]))
     assert problem in refused.value.errors[0]
     missing = {name: value for name, value in segment.items() if name not in change}
     if len(missing) < len(segment):
         with pytest.raises(Invalid, match=f"{next(iter(change))}: Field required"):
-            wire.check_results(_ran(_trajectory(), segments=[missing]))
+            reports.check_results(_ran(_trajectory(), segments=[missing]))
 
 
 WRONG_ITEMS = pytest.mark.attack(
@@ -560,7 +560,7 @@ def test_a_list_of_wrong_items_is_described_by_the_first(change: dict[str, Any],
     item = body["results"][0] if "segments" in change else body["results"][0]["trajectory"]
     item |= change
     with pytest.raises(Invalid) as refused:
-        wire.check_results(body)
+        reports.check_results(body)
     assert len(refused.value.errors) <= len(PackedSegment.model_fields)
     assert all(line.startswith(f"results[0].{field}") for line in refused.value.errors)
 
@@ -627,7 +627,7 @@ async def test_one_wrong_report_refuses_all_of_its_request(served: Any) -> None:
         ({"token": "1"}, f"{name}.token: Input should be a valid integer (got '1')"),
         ({"stage": "end"}, f"{name}.stage: Input should be 'init', 'run' or 'eval' (got 'end')"),
         ({"carry": [1]}, f"{name}.carry: Input should be a valid dictionary"),
-        ({"carry": {"k": "x" * wire.MAX_CARRY_BYTES}}, f"{name}.carry: is longer than"),
+        ({"carry": {"k": "x" * reports.MAX_CARRY_BYTES}}, f"{name}.carry: is longer than"),
         (
             {"trajectory": record},
             f"{name}.trajectory: only the Run stage gives one",
@@ -777,7 +777,7 @@ async def test_start_gives_every_lease_its_full_time(served: Any, worker: Any) -
         tx.now += 100
         heartbeats.grace(tx, 30.0)
         tx.now += 29
-        return sweeps.expire(tx, 10)
+        return sweeps.expire(tx)
 
     assert await served.plane.database.write(late_start) == 0
     assert await worker.complete(worker.result(lease)) == ["accepted"]

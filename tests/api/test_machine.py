@@ -19,7 +19,6 @@ from rollyard_api.machine.states import BY_NUMBER, TRANSITIONS, RolloutState
 from rollyard_crds.names import NO_TOOL_PARSER, STAGES
 
 LIMITS = Limits(max_attempts={"init": 2, "run": 3, "eval": 1}, samples=2, min_group_size=1)
-MOST_LEASES = 3
 FIELDS = set(Rollout.__struct_fields__)
 NEW = Rollout(
     id="job-1-0",
@@ -41,7 +40,7 @@ NEW = Rollout(
     failures_init=0,
     failures_run=0,
     failures_eval=0,
-    expiries=0,
+    expiries=failure_policy.MAX_EXPIRIES - 3,
     eval_expiries=0,
     outages=0,
 )
@@ -60,7 +59,7 @@ def others(token: int) -> list[events.Event]:
         events.Leased("w", "n", 9.0),
         *(done(token) for done in DONE.values()),
         *(events.Failed(token, stage, "Broken") for stage in STAGES),
-        events.LeaseLost("LeaseExpired", "it expired", MOST_LEASES),
+        events.LeaseLost("LeaseExpired", "it expired"),
         events.NodeLost("it is gone"),
         events.NewWeights("PolicyTooStale", "too old"),
         events.NewWeights("PolicyTooStale", "too old", cancel=True),
@@ -155,13 +154,13 @@ class Life(RuleBasedStateMachine):
 
     @rule(which=st.sampled_from([-1, -2, -3, -4]))
     def less_final(self, which: int) -> None:
-        lost = events.LeaseLost("WorkerDied", "", MOST_LEASES)
+        lost = events.LeaseLost("WorkerDied", "")
         self.happens((lost, events.NodeLost("n"), events.Moved(self.rollout.token, "http://c"), lost)[which])
 
     @invariant()
     def counters_are_bounded(self) -> None:
         rollout = self.rollout
-        assert rollout.expiries <= MOST_LEASES
+        assert rollout.expiries <= failure_policy.MAX_EXPIRIES
         assert rollout.eval_expiries <= failure_policy.MAX_EVAL_EXPIRIES
         assert rollout.outages <= failure_policy.MAX_OUTAGES
         for stage in STAGES:

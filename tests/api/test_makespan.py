@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from rollyard_api.backends.monitoring import WEIGHT
 from rollyard_api.backends.router import Backend, Pace, Router
-from rollyard_api.backends.stats import WEIGHT
 from rollyard_api.settings import Settings
 
 CONSTANT, MIXED, SHARED = 0.0, 0.5, 1.0

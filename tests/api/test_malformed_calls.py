@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from rollyard_api.jobs.job_views import MALFORMED_ROLLOUTS
 from rollyard_api.machine.events import RunDone
-from rollyard_api.rollouts import wire
+from rollyard_api.rollouts import reports
 from rollyard_testing.api.plane import Worker, make_manifest, serving
 from rollyard_testing.crds.segments import reported
 
@@ -48,7 +48,7 @@ def test_what_counts_as_a_call(turns: list[dict[str, Any]], total: int, malforme
     names = dict.fromkeys(("id", "job", "task_id", "group_id"), "x")
     trajectory = names | {"sample_index": 0, "turns": turns, "segments": [segment]}
     item = reported({"rollout": "x", "token": 1, "stage": "run", "trajectory": trajectory})
-    (report,), _ = wire.check_results({"worker": "w", "results": [item]})
+    (report,), _ = reports.check_results({"worker": "w", "results": [item]})
     assert isinstance(report.event, RunDone)
     counts = report.event.counts
     assert (counts.written_calls, counts.malformed_calls) == (total, malformed)

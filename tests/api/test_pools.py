@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 import sqlalchemy as sa
-from rollyard_api.backends import health
+from rollyard_api.backends import monitoring
 from rollyard_api.service import ControlPlane
 from rollyard_api.storage.schema import backends, pools, rollouts
 from rollyard_api.weights.coordinator import Coordinator
@@ -172,7 +172,7 @@ async def test_health_of_external_servers(served: Any, worker: Any, fake: Any) -
     external = pool(type="external", external={"urls": ["http://up/v1", "http://down"]})
     assert (await served.admin.post("/v1/backendpools", json=external)).status_code == 201
     assert await worker.lease(run=1) == []
-    await health.check_all(served.plane.database, transport)
+    await monitoring.check_all(served.plane.database, transport)
     backends = (await served.admin.get("/v1/backendpools/pool")).json()["status"]["backends"]
     assert [b["ready"] for b in backends] == [True, False]
     assert "cannot be reached" in backends[1]["message"]
@@ -183,7 +183,7 @@ async def test_health_of_external_servers(served: Any, worker: Any, fake: Any) -
     ):
         for name, value in change.items():
             setattr(server, name, value)
-        await health.check_all(served.plane.database, transport)
+        await monitoring.check_all(served.plane.database, transport)
         backends = (await served.admin.get("/v1/backendpools/pool")).json()["status"]["backends"]
         assert not backends[0]["ready"]
         assert message in backends[0]["message"]
@@ -403,7 +403,7 @@ async def test_patch_of_external_urls(
     other = await scripted()
     external = pool(type="external", external={"urls": [engine]})
     await served.admin.post("/v1/backendpools", json=external)
-    await health.check_all(served.plane.database, transport)
+    await monitoring.check_all(served.plane.database, transport)
     await _set(served, backends, speed=50.0)
     leases = await worker.lease(run=2)
     assert {lease["backend"]["url"] for lease in leases} == {engine}
@@ -421,7 +421,7 @@ async def test_patch_of_external_urls(
     ]
     scaled = await served.admin.patch("/v1/backendpools/pool", json={"spec": {"replicas": 5}})
     assert "engine.external.urls" in scaled.json()["detail"]
-    await health.check_all(served.plane.database, transport)
+    await monitoring.check_all(served.plane.database, transport)
     await put(other.url)
     assert (await _route(served, leases[0]))["backend"]["url"] == other.url
 
@@ -444,7 +444,7 @@ async def test_first_check_of_an_external_server(
     server = await scripted()
     for name, value in change.items():
         setattr(server, name, value)
-    found = await health.check(transport, server.url, MODEL, warm=False)
+    found = await monitoring.check(transport, server.url, MODEL, warm=False)
     assert not found.ready
     assert says in found.message
 
@@ -470,14 +470,14 @@ async def test_an_external_servers_label(
 ) -> None:
     """A restart is noticed by the label, without any check that failed."""
     # A machine that stands still for seconds makes no check of this test fail.
-    monkeypatch.setattr(health, "CHECK_TIMEOUT", 30.0)
+    monkeypatch.setattr(monitoring, "CHECK_TIMEOUT", 30.0)
     server = await scripted()
     await served.admin.post(
         "/v1/backendpools", json=pool(type="external", external={"urls": [server.url, "http://["]})
     )
 
     async def check() -> dict[str, Any]:
-        await health.check_all(served.plane.database, transport)
+        await monitoring.check_all(served.plane.database, transport)
         return (await _status(served))[server.url]
 
     first = await check()

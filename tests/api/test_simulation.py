@@ -124,7 +124,7 @@ class Simulation:
     async def expire(self) -> None:
         def op(tx: Transaction) -> int:
             tx.now += 3600
-            return sweeps.expire(tx, 10)
+            return sweeps.expire(tx)
 
         await self.served.plane.database.write(op)
 

@@ -41,7 +41,7 @@ async def _expire(served: Any) -> None:
     def op(tx: Transaction) -> None:
         late = rollouts.c.lease_expires.is_not(None)
         tx.conn.execute(sa.update(rollouts).where(late).values(lease_expires=tx.now - 1.0))
-        sweeps.expire(tx, 10)
+        sweeps.expire(tx)
 
     await served.plane.database.write(op)
 

@@ -9,8 +9,8 @@ import httpx
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from rollyard_api.backends import stats
-from rollyard_api.backends.stats import MIN_TOKENS, WINDOW_SECONDS, Poller, Speeds, Window
+from rollyard_api.backends import monitoring
+from rollyard_api.backends.monitoring import MIN_TOKENS, WINDOW_SECONDS, Poller, Speeds, Window
 from rollyard_inference.transports.with_httpx import HttpxTransport
 from rollyard_testing.api.plane import Worker, make_manifest
 from rollyard_testing.crds.segments import reported
@@ -52,13 +52,13 @@ def test_a_restart_that_was_not_seen_at_zero() -> None:
 
 def test_only_material_changes_are_written() -> None:
     one = {"runningRequests": 1, "prefixCacheHitRate": 0.5}
-    assert not stats.material(one, one | {"prefixCacheHitRate": 0.502})
-    assert stats.material(one, one | {"prefixCacheHitRate": 0.51})
-    assert stats.material(one, one | {"runningRequests": 2})
-    assert stats.material(None, one)
-    assert stats.material(one, None)
-    assert stats.material(one, {"runningRequests": 1})
-    assert not stats.material(None, None)
+    assert not monitoring.material(one, one | {"prefixCacheHitRate": 0.502})
+    assert monitoring.material(one, one | {"prefixCacheHitRate": 0.51})
+    assert monitoring.material(one, one | {"runningRequests": 2})
+    assert monitoring.material(None, one)
+    assert monitoring.material(one, None)
+    assert monitoring.material(one, {"runningRequests": 1})
+    assert not monitoring.material(None, None)
 
 
 POOL = pool_manifest("pool", {"model": "tiny"})

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import pytest
+from rollyard_api.core.problems import StorageFull
 from rollyard_api.settings import Settings
 from rollyard_testing.api.plane import Worker, make_manifest, serving
 from rollyard_testing.waiting import eventually
@@ -78,7 +79,7 @@ async def test_full_trajectory_store(sqlite: Settings, tiny: Path) -> None:
         assert set(await worker.complete(*evals[:4])) == {"accepted"}
 
         async def full() -> bool:
-            return bool(served.plane.archive.full)
+            return isinstance(served.plane.archive.refused, StorageFull)
 
         await eventually(full)
         refused = await served.worker.post("/v1/leases/complete", json={"worker": "w", "results": evals[4:]})

@@ -16,8 +16,8 @@ import pyarrow.parquet as parquet
 import pytest
 from rollyard_api.core.codec import unpack
 from rollyard_api.core.problems import Invalid
+from rollyard_api.jobs.allow_lists import AllowList
 from rollyard_api.jobs.task_reader import TaskFileLimits, TaskReader
-from rollyard_api.jobs.task_sources import AllowList
 from rollyard_api.jobs.tasks import read_lines
 from rollyard_crds import Task
 from rollyard_crds.fields.harbor import HarborOptions

@@ -22,8 +22,8 @@ from hypothesis import strategies as st
 from rollyard_api.core.errors import OptionInvalid
 from rollyard_api.core.problems import ApiError, Invalid, LimitReached
 from rollyard_api.jobs import source_readers
+from rollyard_api.jobs.allow_lists import AllowList, blob_of
 from rollyard_api.jobs.task_reader import TaskFileLimits, TaskReader
-from rollyard_api.jobs.task_sources import AllowList, SourceNotAllowed, blob_of
 from rollyard_testing.pace import patience
 from rollyard_testing.sandboxes.outside import HOST, certificate
 
@@ -78,7 +78,7 @@ def test_no_text_leads_out_of_the_list(text: str) -> None:
     for url in (text, f"file:///data/x{text}", f"http://host/x{text}", f"s3://bucket/x{text}"):
         try:
             source = allowed.source(url, "default")
-        except SourceNotAllowed:
+        except Invalid:
             continue
         assert source.location.path == "/x" or source.location.path.startswith(("/x/", "/data/x"))
         assert ".." not in source.location.path.split("/")
@@ -127,7 +127,7 @@ async def test_the_checked_address_is_the_one_that_is_connected_to(monkeypatch: 
     with pytest.raises(Invalid, match="cannot be reached"):
         await reader.read("http://host/x", "default")
     assert connected == ["93.184.216.34"]
-    with pytest.raises(SourceNotAllowed):
+    with pytest.raises(Invalid, match="cannot be used"):
         await reader.read("http://host/x", "default")
     assert connected == ["93.184.216.34"]
     reader.close()
@@ -137,7 +137,7 @@ async def test_one_forbidden_address_of_several_refuses_the_host(monkeypatch: An
     found = [ipaddress.ip_address(text) for text in ("93.184.216.34", "10.0.0.1")]
     monkeypatch.setattr(source_readers, "_resolve", lambda _host, _port: found)
     reader = reader_of("http://host/")
-    with pytest.raises(SourceNotAllowed):
+    with pytest.raises(Invalid, match="cannot be used"):
         await reader.read("http://host/x", "default")
     reader.close()
 
@@ -194,7 +194,7 @@ async def test_a_bucket(monkeypatch: Any) -> None:
     MemoryFileSystem().pipe_file("/bucket/team-b/tasks.jsonl", b"secret\n")
     reader = reader_of("s3://bucket/{namespace}/")
     assert len(await reader.read("s3://bucket/team-a/tasks.jsonl", "team-a")) == 1
-    with pytest.raises(SourceNotAllowed):
+    with pytest.raises(Invalid, match="cannot be used"):
         await reader.read("s3://bucket/team-b/tasks.jsonl", "team-a")
     with pytest.raises(Invalid, match="line 1: not valid JSON") as refused:
         await reader.read("s3://bucket/team-b/tasks.jsonl", "team-b")

@@ -250,7 +250,7 @@ def test_the_largest_difference_decides(
     measured: tuple[float, ...], difference: float, place: int, agrees: bool
 ) -> None:
     found = compare(Reference((1, 2, 3, 4), (-1.0, -2.0, -3.0), 0.25, "reference"), measured)
-    assert (found.max_difference, found.place, found.agrees) == (difference, place, agrees)
+    assert (found.max_difference, found.position, found.agrees) == (difference, place, agrees)
 
 
 def test_a_fixed_prompt_fits_the_vocabulary_and_the_context() -> None:

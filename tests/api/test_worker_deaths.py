@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from rollyard_api.machine.failure_policy import MAX_EXPIRIES
 from rollyard_api.rollouts import sweeps
 from rollyard_testing.api.plane import Worker, make_manifest
 
@@ -102,7 +103,7 @@ async def test_more_leases_than_one_batch(served: Any, monkeypatch: pytest.Monke
 
 @pytest.mark.usefixtures("job")
 async def test_a_rollout_that_kills_every_worker_ends_as_failed(served: Any) -> None:
-    for number in range(served.plane.settings.max_expiries + 1):
+    for number in range(MAX_EXPIRIES + 1):
         assert len(await Worker(served.worker, name=f"w{number}").lease(init=4)) == 4
         await _died(served, f"w{number}")
     assert (await _counts(served))["failed"] == 4

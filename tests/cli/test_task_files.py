@@ -22,8 +22,8 @@ from rollyard.errors import LookupFailed
 from rollyard.jobs.manifests import check_file, read_tasks
 from rollyard_api.core.codec import unpack
 from rollyard_api.core.problems import Invalid
+from rollyard_api.jobs.allow_lists import AllowList
 from rollyard_api.jobs.task_reader import TaskFileLimits, TaskReader
-from rollyard_api.jobs.task_sources import AllowList
 from rollyard_crds import Task
 from rollyard_crds.rolloutjob import TaskSource
 from rollyard_tasks.task_list import TaskListError

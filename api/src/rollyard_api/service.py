@@ -18,8 +18,8 @@ from sqlalchemy.engine import Connection, make_url
 
 from rollyard_api.access.bearer_tokens import TokenFile, Tokens
 from rollyard_api.access.permissions import BoundJobs
-from rollyard_api.backends import circuits, health
-from rollyard_api.backends.stats import Poller, Speeds
+from rollyard_api.backends import circuits, monitoring
+from rollyard_api.backends.monitoring import Poller, Speeds
 from rollyard_api.browsers.door import Door
 from rollyard_api.browsers.sessions import Sessions, WrongCodes
 from rollyard_api.core import entrypoints
@@ -37,7 +37,7 @@ from rollyard_api.metrics import Metrics
 from rollyard_api.rollouts import assignments, claims, heartbeats, sweeps
 from rollyard_api.settings import Settings
 from rollyard_api.storage import jobs as job_rows
-from rollyard_api.storage import lock, migrate
+from rollyard_api.storage import opening
 from rollyard_api.storage.database import Database, Transaction
 from rollyard_api.storage.rows import EndedRollout, RolloutSize
 from rollyard_api.trajectories.archive import Archive
@@ -179,7 +179,7 @@ class ControlPlane:
         self.unclaimed = heartbeats.Unclaimed()
         self.speeds = Speeds()
         self.poller = Poller()
-        self.http = httpx.AsyncClient(timeout=health.CHECK_TIMEOUT, trust_env=False)
+        self.http = httpx.AsyncClient(timeout=monitoring.CHECK_TIMEOUT, trust_env=False)
         self.transport = HttpxTransport(self.http)
         """The transport that every call to a backend uses."""
         python = settings.verify_python or checkpoints.default_python()
@@ -267,7 +267,7 @@ class ControlPlane:
         settings = self.settings
         # Each operation has the size of its batches, or 0 if it does everything at once.
         work: tuple[tuple[Callable[[Transaction], int | None], int], ...] = (
-            (partial(sweeps.expire, max_expiries=settings.max_expiries), sweeps.EXPIRY_BATCH),
+            (sweeps.expire, sweeps.EXPIRY_BATCH),
             (partial(heartbeats.give_up_silent, silent_seconds=NODE_SECONDS), heartbeats.NODE_BATCH),
             (sweeps.note_outages, 0),
             (partial(sweeps.end_overdue, patience=settings.no_backend_seconds), sweeps.OUTAGE_BATCH),
@@ -299,7 +299,7 @@ class ControlPlane:
 
     async def check_health(self, *, ready: bool) -> None:
         """Run one round of health checks of the external backends that are ready, or of all others."""
-        await health.check_all(self.database, self.transport, ready=ready)
+        await monitoring.check_all(self.database, self.transport, ready=ready)
 
 
 async def _every(seconds: float, retry: float, name: str, work: Callable[[], Awaitable[None]]) -> None:
@@ -330,22 +330,21 @@ async def running(settings: Settings) -> AsyncIterator[ControlPlane]:
 
     Raises:
         OptionInvalid: The token file cannot be used.
-        StateFolderInUse: Another process serves this state folder.
+        StateRefused: Another process serves this state folder, or this version does not know the database's.
         TraceLibrariesMissing: Traces are asked for, and the extra `traces` is not installed.
-        UnknownSchema: The database is that of a version which this one does not know.
         sqlalchemy.exc.OperationalError: The database cannot be opened.
     """
     settings.state_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
     async with AsyncExitStack() as stack:
         if make_url(settings.database_url).get_backend_name() == "sqlite":
-            stack.enter_context(lock.held(settings.state_dir))
+            stack.enter_context(opening.locked(settings.state_dir))
         tokens = TokenFile(settings.state_dir, settings.tokens_file)
         instance = f"{socket.gethostname()}-{os.getpid()}"
         requested = settings.traces_asked
         traces = stack.enter_context(exporting(settings.traces, SERVICE, instance, required=requested))
         database = Database(settings.database_url, sqlite_max_pages=settings.sqlite_max_pages)
         stack.push_async_callback(database.close)
-        await asyncio.to_thread(migrate.upgrade, database.writer)
+        await asyncio.to_thread(opening.upgrade, database.writer)
         plane = ControlPlane(settings, tokens, database, traces)
         stack.callback(plane.close)
         database.start(plane.after_commit)

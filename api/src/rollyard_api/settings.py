@@ -10,9 +10,8 @@ from rollyard_process.telemetry.options import TraceOptions
 from rollyard_api.core.hosts import HostCheck
 from rollyard_api.core.limits import Quota
 from rollyard_api.jobs import blobs, task_reader
+from rollyard_api.jobs.allow_lists import AllowList, SandboxHosts
 from rollyard_api.jobs.reward_services import ServiceAllowList
-from rollyard_api.jobs.sandbox_hosts import SandboxHosts
-from rollyard_api.jobs.task_sources import AllowList
 from rollyard_api.options.declared import ControlPlaneOptions
 from rollyard_api.weights.coordinator import UpdateLimits
 
@@ -26,8 +25,6 @@ class Settings(ControlPlaneOptions):
     """The largest number of claims whose sandbox is not removed. Further ones are answered with 429."""
     max_claims_per_namespace: int = 10_000
     max_body_bytes: int = 64 << 20
-    max_expiries: int = 10
-    """The number of leases of a rollout that may expire. One more ends it as Failed/LeaseExpired."""
     sweep_seconds: float = 1.0
     health_seconds: float = 5.0
     """The time between two health checks of an external backend, in seconds."""

@@ -13,10 +13,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Collection
+from collections.abc import Awaitable, Callable, Collection, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, TypeVarTuple
 
 from rollyard_crds.backendpool import Circuit
 from rollyard_inference import health
@@ -29,6 +29,8 @@ from rollyard_api.storage import pools as pool_rows
 from rollyard_api.storage.database import Database, Transaction
 from rollyard_api.storage.rows import BackendRow, PoolRow
 from rollyard_api.storage.schema import backends, pools
+
+Ts = TypeVarTuple("Ts")
 
 THRESHOLD: Final = 3
 """The number of failures in a row that open a circuit."""
@@ -97,7 +99,7 @@ class Breaker:
 log = logging.getLogger("rollyard.api")
 
 MAX_AT_ONCE: Final = 32
-"""The number of probes that may be in flight at once."""
+"""The number of servers that are asked at the same time, by a probe, a health check or a poll."""
 
 
 def of(row: BackendRow) -> Breaker:
@@ -169,14 +171,20 @@ async def _probe(database: Database, transport: Transport, row: BackendRow, mode
 
 async def probe_all(database: Database, transport: Transport) -> None:
     """Probe each open circuit whose pause is over, once."""
+    now = time.time()
+    suspects = await database.read(_suspects)
+    due = [(row, pool.served_model or pool.model) for row, pool in suspects if of(row).due_in(now) == 0]
+    await each(due, partial(_probe, database, transport))
+
+
+async def each(items: Iterable[tuple[*Ts]], ask: Callable[[*Ts], Awaitable[None]]) -> None:
+    """Call `ask` for each of these items, for at most MAX_AT_ONCE at the same time."""
     places = asyncio.Semaphore(MAX_AT_ONCE)
 
-    async def one(row: BackendRow, pool: PoolRow) -> None:
+    async def one(item: tuple[*Ts]) -> None:
         async with places:
-            await _probe(database, transport, row, pool.served_model or pool.model)
+            await ask(*item)
 
-    now = time.time()
     async with asyncio.TaskGroup() as group:
-        for row, pool in await database.read(_suspects):
-            if of(row).due_in(now) == 0:
-                group.create_task(one(row, pool))
+        for item in items:
+            group.create_task(one(item))

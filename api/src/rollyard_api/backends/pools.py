@@ -229,7 +229,7 @@ def put_status(tx: Transaction, namespace: str, name: str, status: dict[str, Any
     before = loads(pool.status)
     after = merge_status(before, status, ("conditions", "observedGeneration", "replicas", "selector"))
     if after != before:
-        pool_rows.put_status(tx, pool.id, dumps(after))
+        pool_rows.describe(tx, pool.id, status=dumps(after))
 
 
 def delete(tx: Transaction, namespace: str, name: str) -> None:

@@ -30,7 +30,7 @@ from rollyard_api.core.problems import (
     NotFound,
     TooLarge,
 )
-from rollyard_api.jobs.task_sources import FIELD
+from rollyard_api.jobs.allow_lists import FIELD
 from rollyard_api.storage.database import Database, Transaction
 from rollyard_api.storage.rows import BlobRow, read_one
 from rollyard_api.storage.schema import blob_pieces, blobs, jobs

@@ -13,7 +13,6 @@ from typing import Any, Final
 
 from rollyard_api.core import cursors
 from rollyard_api.core.codec import dumps
-from rollyard_api.core.errors import ControlPlaneError
 from rollyard_api.storage.rows import JobRow
 
 MAX_JOBS: Final = 1024
@@ -34,10 +33,6 @@ class Event:
     number: int
     name: str
     data: bytes
-
-
-class SlowConsumer(ControlPlaneError):
-    """The subscriber fell behind by more events than are kept. It may resume with Last-Event-ID."""
 
 
 class _Stream:
@@ -145,10 +140,8 @@ class EventHub:
         """Yield the events after number `after`, or only new ones if it is None.
 
         None is yielded after every `idle` seconds without an event. If some of the events are not kept, the
-        first event is `missed`.
-
-        Raises:
-            SlowConsumer: While the subscriber took the events that there were, more came than are kept.
+        first event is `missed`. If more events come than are kept while the subscriber takes those that there
+        were, the last event is `dropped`; the subscriber may resume with Last-Event-ID.
         """
         stream = self._stream(job_id)
         missed = after is not None and after + 1 < stream.kept
@@ -169,7 +162,7 @@ class EventHub:
                             await stream.more.wait()
                     except TimeoutError:
                         yield None
-            raise SlowConsumer("fell behind the events of this job")
+            yield Event(0, "dropped", dumps({"reason": "SlowConsumer"}))
         finally:
             stream.subscribers -= 1
 

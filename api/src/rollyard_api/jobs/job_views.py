@@ -38,7 +38,7 @@ _WAITING: Final = (
 AHEAD: Final = 64
 """The number of tasks, from the front of the queue of Init, whose images are named."""
 _ROLLOUTS: Final = 4096
-"""The number of rollouts that are looked at for these tasks."""
+"""The number of rollouts that are read to find these tasks."""
 MALFORMED_ROLLOUTS: Final = 32
 """The number of rollouts with tool calls, all malformed, after which a job says so."""
 _QUEUE: Final = (
@@ -228,7 +228,7 @@ def waiting_images(conn: Connection, namespace: str, name: str, uid: str | None,
         namespace: The namespace of the job.
         name: The name of the job.
         uid: The uid that the job must have, or None for any.
-        max_bytes: The size of the tasks that are looked at, in bytes. At least one is.
+        max_bytes: The size of the tasks that are read, in bytes. At least one is read.
 
     Raises:
         NotFound: There is no such job, or another job of this name has replaced it.

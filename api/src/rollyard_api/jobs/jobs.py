@@ -18,8 +18,8 @@ from rollyard_api.core.conditions import differs
 from rollyard_api.core.limits import Quota
 from rollyard_api.core.problems import Conflict, NotFound
 from rollyard_api.jobs import blobs, manifests
+from rollyard_api.jobs.allow_lists import blob_of
 from rollyard_api.jobs.manifests import NewJob
-from rollyard_api.jobs.task_sources import blob_of
 from rollyard_api.jobs.tasks import TaskRow
 from rollyard_api.machine.events import BackendAwaited, Cancelled
 from rollyard_api.machine.jobs import prefix_of
@@ -40,7 +40,7 @@ BATCH: Final = 2000
 """The number of rollouts that are ended or removed in one transaction. Other requests run between two
 transactions."""
 CANCELLED: Final = Cancelled("Cancelled")
-"""What happens to a rollout that somebody does not want any more."""
+"""What happens to a rollout that is no longer wanted."""
 MAX_STEPS: Final = 100_000
 """The most steps of one job, which bounds what their ids take in the database."""
 _INSERT_BYTES: Final = 8 << 20

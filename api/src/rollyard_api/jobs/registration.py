@@ -1,6 +1,6 @@
 """Drivers register the jobs and pools whose spec is kept elsewhere, as an object of Kubernetes.
 
-Registration is level-based. The driver sends the state of the object as often as it likes, and the control
+Registration is level-based. The driver sends the state of the object at any time, and the control
 plane creates, changes or keeps its own job or pool. An object that was deleted and created again has another
 uid. The job or pool that was registered for the old object is then replaced.
 """
@@ -114,7 +114,7 @@ def register_pool(tx: Transaction, pool: BackendPool) -> bool:
     own = {k: v for k, v in annotations.items() if k in (OBJECT_UID, DELETE_REQUESTED)}
     merged = {"labels": meta.labels, "annotations": own | meta.annotations}
     if known != merged:
-        pool_rows.put_metadata(tx, row.id, dumps(merged))
+        pool_rows.describe(tx, row.id, metadata=dumps(merged))
     return False
 
 
@@ -149,5 +149,5 @@ def delete_pool(tx: Transaction, namespace: str, name: str) -> bool:
         pools.delete(tx, namespace, name)
         return True
     meta["annotations"] = annotations | {DELETE_REQUESTED: "true"}
-    pool_rows.put_metadata(tx, row.id, dumps(meta))
+    pool_rows.describe(tx, row.id, metadata=dumps(meta))
     return False

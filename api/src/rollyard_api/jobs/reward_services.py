@@ -26,9 +26,9 @@ from sqlalchemy.engine import Connection
 
 from rollyard_api.core.codec import dumps
 from rollyard_api.core.limits import Limit
-from rollyard_api.core.problems import Conflict, LimitReached, NotFound
+from rollyard_api.core.problems import Conflict, Invalid, LimitReached, NotFound
+from rollyard_api.jobs.allow_lists import AllowList
 from rollyard_api.jobs.source_readers import Blocking, SourceUnreadable, exchange
-from rollyard_api.jobs.task_sources import AllowList, SourceNotAllowed
 from rollyard_api.machine.states import RolloutState
 from rollyard_api.storage.schema import jobs, rollouts
 
@@ -128,7 +128,7 @@ class RewardServices:
         """Check the service that a job names, if it names one, without connecting to it.
 
         Raises:
-            SourceNotAllowed: The installer's list does not contain it.
+            Invalid: The installer's list does not contain it.
         """
         if spec.reward is not None and spec.reward.service is not None:
             self._allowed.source(spec.reward.service.url, namespace)
@@ -158,7 +158,7 @@ class RewardServices:
             except TimeoutError:
                 seconds = f"{call.service.timeout_seconds:g} s"
                 return _failure(f"the service did not answer within {seconds}", retryable=True)
-            except SourceNotAllowed as error:
+            except Invalid as error:
                 return _failure(error.detail, retryable=False)
             except SourceUnreadable as error:
                 return _failure(str(error), retryable=error.retryable)

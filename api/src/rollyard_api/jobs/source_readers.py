@@ -18,7 +18,7 @@ import fsspec
 import httpcore
 
 from rollyard_api.core.errors import ControlPlaneError
-from rollyard_api.jobs.task_sources import Address, AllowList, Source
+from rollyard_api.jobs.allow_lists import Address, AllowList, Source
 
 T = TypeVar("T")
 
@@ -104,8 +104,7 @@ def pieces(
     """Return the bytes of a source as they arrive, never more than one piece at a time.
 
     Raises:
-        SourceNotAllowed: The source leads to a link target, a redirect target or an address that is not
-            allowed.
+        Invalid: The source leads to a link target, a redirect target or an address that is not allowed.
         SourceUnreadable: The source cannot be read.
     """
     match source.location.kind:
@@ -138,7 +137,7 @@ def open_file(source: Source, allowed: AllowList) -> BinaryIO:
     has for it. An author who swaps a link or a folder between the check and the opening gains nothing.
 
     Raises:
-        SourceNotAllowed: The file is elsewhere once links are followed.
+        Invalid: The file is elsewhere once links are followed.
         SourceUnreadable: There is no such file, or it cannot be read.
     """
     path = source.location.path

@@ -29,8 +29,8 @@ from rollyard_tasks.task_list import MAX_SPECS_BYTES, TaskListError, parse_specs
 from rollyard_api.core.codec import pack, unpack
 from rollyard_api.core.limits import Limit
 from rollyard_api.core.problems import ApiError, Invalid, LimitReached, Unavailable
+from rollyard_api.jobs.allow_lists import FIELD, AllowList, blob_of, shown
 from rollyard_api.jobs.source_readers import Blocking, SourceUnreadable, pieces
-from rollyard_api.jobs.task_sources import FIELD, AllowList, blob_of, shown
 from rollyard_api.jobs.tasks import TaskRow, refusing
 
 PARSERS: Final = 2
@@ -101,9 +101,8 @@ class TaskReader:
             skipped: Takes the rows that are left out, where the options say `onBadRow: skip`.
 
         Raises:
-            SourceNotAllowed: The installer's list does not contain the URL, or a place that it leads to.
-            Invalid: The file cannot be read in time, or a line is refused and not skipped. The whole list is
-                refused in this case.
+            Invalid: The installer's list does not contain the URL, or a place that it leads to; or the file
+                cannot be read in time, or a line is refused and not skipped. The whole list is refused then.
             LimitReached, Unavailable: Too many files are being read.
         """
         specs = await self._specs(options, namespace)

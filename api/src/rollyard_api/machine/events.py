@@ -9,12 +9,14 @@ from __future__ import annotations
 from typing import Final, Literal
 
 from msgspec import Struct
+from rollyard_crds.lease import StageTimes
 from rollyard_crds.rolloutjob import StageName
 
 NO_BACKEND: Final = "NoBackend"
 """The reason of a rollout whose pool had no ready backend for too long."""
 BACKEND_UNAVAILABLE: Final = "BackendUnavailable"
 """The reason of a Run whose backend did not answer."""
+NO_TIMES: Final = StageTimes()
 
 
 class InitSandbox(Struct, frozen=True):
@@ -25,17 +27,6 @@ class InitSandbox(Struct, frozen=True):
     """The node whose workers reach the sandbox."""
     handle: bytes
     """The whole SandboxHandle as JSON, which leases carry."""
-
-
-class Times(Struct, frozen=True):
-    """What a worker measured in one stage, in seconds."""
-
-    model_seconds: float = 0.0
-    tool_seconds: float = 0.0
-    own_seconds: float = 0.0
-
-
-NO_TIMES: Final = Times()
 
 
 class RunCounts(Struct, frozen=True):
@@ -75,7 +66,7 @@ class InitDone(Struct, frozen=True):
     sandbox: InitSandbox | None = None
     carry: bytes | None = None
     """What Init leaves for Run, packed, or None if it is empty."""
-    times: Times = NO_TIMES
+    times: StageTimes = NO_TIMES
 
 
 class RunDone(Struct, frozen=True):
@@ -91,7 +82,7 @@ class RunDone(Struct, frozen=True):
     carry: bytes | None = None
     """What Run leaves for Eval, packed, or None if Init's stays."""
     counts: RunCounts = RunCounts()
-    times: Times = NO_TIMES
+    times: StageTimes = NO_TIMES
 
 
 class Scored(Struct, frozen=True):
@@ -104,7 +95,7 @@ class Scored(Struct, frozen=True):
     reason: str | None = None
     output: str | None = None
     """The end of what the evaluation printed."""
-    times: Times = NO_TIMES
+    times: StageTimes = NO_TIMES
 
 
 class Failed(Struct, frozen=True):
@@ -123,14 +114,14 @@ class Failed(Struct, frozen=True):
     """Whether it is an attempt. It is false for hand-overs and preemptions."""
     pool_is_down: bool = False
     """Whether the job's pool has no ready backend, which the control plane has looked up."""
-    times: Times = NO_TIMES
+    times: StageTimes = NO_TIMES
 
     @property
     def is_outage(self) -> bool:
         """Whether a Run failed because its pool had no ready backend.
 
         A worker that knows this reports the reason NoBackend. The others report BackendUnavailable, and the
-        pool is looked at.
+        control plane checks the pool.
         """
         no_backend = self.reason == NO_BACKEND or (self.pool_is_down and self.reason == BACKEND_UNAVAILABLE)
         return no_backend and self.stage == "run"
@@ -141,8 +132,6 @@ class LeaseLost(Struct, frozen=True):
 
     reason: Literal["LeaseExpired", "WorkerDied"]
     message: str
-    most: int
-    """The number of leases of one rollout that may be lost. One more ends it."""
 
 
 class NodeLost(Struct, frozen=True):

@@ -18,8 +18,7 @@ from rollyard_api.machine.events import BackendAwaited, Failed, LeaseLost, NewWe
 from rollyard_api.machine.limits import Limits
 
 MAX_EXPIRIES: Final = 10
-"""The number of leases of a rollout that may be lost, unless the control plane is set to another. One more
-ends it."""
+"""The number of leases of a rollout that may be lost. One more ends it."""
 MAX_EVAL_EXPIRIES: Final = 1
 """The number of Eval leases that may be lost before the sandbox is no longer trusted and the rollout returns
 to Init."""
@@ -81,7 +80,7 @@ class PolicyRule:
         )
 
 
-def bound(counter: Counter, event: Mishap, stage: StageName, limits: Limits | None) -> int:
+def bound(counter: Counter, stage: StageName, limits: Limits | None) -> int:
     """Return how far a counter may rise before the rules that raise it match no more."""
     match counter:
         case Counter.FAILURES:
@@ -92,7 +91,7 @@ def bound(counter: Counter, event: Mishap, stage: StageName, limits: Limits | No
         case Counter.EVAL_EXPIRIES:
             return MAX_EVAL_EXPIRIES
         case Counter.EXPIRIES:
-            return event.most if isinstance(event, LeaseLost) else 0
+            return MAX_EXPIRIES
 
 
 RULES: Final[Mapping[type[Mishap], tuple[PolicyRule, ...]]] = {

@@ -238,8 +238,7 @@ def _not_done(rollout: Rollout, event: Mishap, limits: Limits | None, now: float
         for rule in RULES[type(event)]
         if rule.matches(event, stage)
         and all(
-            getattr(rollout, raised.column(stage)) < bound(raised, event, stage, limits)
-            for raised in rule.raises
+            getattr(rollout, raised.column(stage)) < bound(raised, stage, limits) for raised in rule.raises
         )
     )
     match rule.action:

@@ -75,9 +75,7 @@ _RELEASE: Final = (
 
 def _changed(tx: Transaction, ids: Sequence[str]) -> None:
     if ids:
-        tx.wake(CLAIMS)
-    for claim in ids:
-        tx.wake(claim_topic(claim))
+        tx.wake(CLAIMS, *map(claim_topic, ids))
 
 
 def _write(tx: Transaction, claim: str, **values: Any) -> ClaimRow:

@@ -104,7 +104,7 @@ def give_up(tx: Transaction, sandboxes: Sequence[str]) -> list[str]:
     return [sandbox for sandbox in sandboxes if sandbox not in used]
 
 
-# When a worker of each node was last heard.
+# When each node was last heard from.
 
 _HEARD: Final = by_dialect(
     lambda insert: (new := insert(nodes)).on_conflict_do_update(
@@ -152,7 +152,7 @@ def give_up_silent(tx: Transaction, silent_seconds: float) -> int:
     now. A caller that gets NODE_BATCH or more calls this function again.
     """
     given_up = 0
-    waited_for = rollout_rows.waited_for(tx, apart_from=("", NODE))
+    waited_for = rollout_rows.waited_for(tx)
     if not waited_for:
         return 0
     known = {row.name: row.heard_at for row in tx.conn.execute(sa.select(nodes))}
@@ -170,7 +170,7 @@ def give_up_silent(tx: Transaction, silent_seconds: float) -> int:
 
 def forget(tx: Transaction, silent_seconds: float) -> None:
     """Delete the rows of nodes that have long been silent and for which no rollout waits."""
-    waited_for = {node for node, _ in rollout_rows.waited_for(tx, apart_from=("", NODE))}
+    waited_for = {node for node, _ in rollout_rows.waited_for(tx)}
     old = sa.select(nodes.c.name).where(nodes.c.heard_at < tx.now - 10 * silent_seconds)
     for name in set(tx.conn.scalars(old)) - waited_for:
         tx.conn.execute(sa.delete(nodes).where(nodes.c.name == name))

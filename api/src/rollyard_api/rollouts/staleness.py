@@ -8,7 +8,6 @@ its node therefore names it an orphan.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Final
 
 from rollyard_api.machine.events import NewWeights
@@ -34,12 +33,6 @@ def enforce(tx: Transaction, namespace: str, pool: str) -> int:
                 decided.append((row, decision))
     transitions.apply(tx, decided)
     return len(decided)
-
-
-def enforce_among(tx: Transaction, ids: Sequence[str]) -> None:
-    """Call `enforce` for the pools that have got newer weights since one of these rollouts entered Run."""
-    for namespace, pool in rollout_rows.stale_pools(tx, ids):
-        enforce(tx, namespace, pool)
 
 
 def fence(tx: Transaction, namespace: str, pool: str, url: str) -> int:

@@ -14,7 +14,6 @@ from rollyard_crds.workers import WorkerDeath, WorkerDied
 
 from rollyard_api.backends.assignment import Key, without_backend
 from rollyard_api.machine.events import BackendAwaited, LeaseLost
-from rollyard_api.machine.failure_policy import MAX_EXPIRIES
 from rollyard_api.rollouts import transitions
 from rollyard_api.storage import jobs as job_rows
 from rollyard_api.storage import rollouts as rollout_rows
@@ -32,24 +31,20 @@ _WITH_POOLS: Final = (
 )
 
 
-def expire(tx: Transaction, max_expiries: int = MAX_EXPIRIES) -> int:
+def expire(tx: Transaction) -> int:
     """Take back expired leases, and return their number, which is at most EXPIRY_BATCH.
 
     A caller that gets EXPIRY_BATCH calls this function again. After Init and Run the rollout begins again at
     Init, because its sandbox is dirty or gone. Eval is tried once more in the same sandbox, and then the
     rollout begins again at Init.
-
-    Args:
-        tx: The transaction.
-        max_expiries: The number of leases of a rollout that may be lost.
     """
     rows = rollout_rows.expired(tx, EXPIRY_BATCH)
     message = "the lease expired, because its worker did not renew it"
-    transitions.happened(tx, rows, LeaseLost("LeaseExpired", message, max_expiries))
+    transitions.happened(tx, rows, LeaseLost("LeaseExpired", message))
     return len(rows)
 
 
-def worker_died(tx: Transaction, report: WorkerDied, max_expiries: int) -> WorkerDeath:
+def worker_died(tx: Transaction, report: WorkerDied) -> WorkerDeath:
     """Take back the leases of a dead worker of one job, as if they had expired now.
 
     A repeat finds no lease and changes nothing. A worker that is not dead after all loses its leases and
@@ -58,14 +53,13 @@ def worker_died(tx: Transaction, report: WorkerDied, max_expiries: int) -> Worke
     Args:
         tx: The transaction.
         report: The worker, whose process its driver saw end, and the job.
-        max_expiries: The number of leases of one rollout that may be lost, as for `expire`.
     """
     job = job_rows.named(tx.conn, report.namespace, report.job)
     if job is None:
         return WorkerDeath(returned=0, completed=False)
     completed = rollout_rows.has_completed(tx, job.id, report.worker)
     returned = 0
-    died = LeaseLost("WorkerDied", "its driver saw the worker end", max_expiries)
+    died = LeaseLost("WorkerDied", "its driver saw the worker end")
     while rows := rollout_rows.held_by(tx, job.id, report.worker, EXPIRY_BATCH):
         transitions.happened(tx, rows, died)
         returned += len(rows)

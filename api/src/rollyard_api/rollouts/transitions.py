@@ -1,7 +1,7 @@
 """Transitions of rollouts are written here and nowhere else, with everything that belongs to them.
 
 These are the timings and spans, the attempts that did not end well, the events and metrics, what one stage
-leaves for the next, and the wake-ups. The groups and jobs that are complete thereby are ended, too, and a job
+leaves for the next, and the wake-ups. Groups and jobs that become complete are ended, too, and a job
 with dynamic sampling takes its next step.
 """
 
@@ -27,13 +27,13 @@ from rollyard_api.storage import groups as group_rows
 from rollyard_api.storage import jobs as job_rows
 from rollyard_api.storage import rollouts as rollout_rows
 from rollyard_api.storage.database import StageTrouble, Transaction
-from rollyard_api.trajectories import attempts, spans, traces
+from rollyard_api.trajectories import attempts, traces
 
 Decided = tuple[Rollout, Transition]
 
 CANCEL_BATCH: Final = 2000
 """The most rollouts that are cancelled in the transaction that meets a target. The sweep ends the rest, which
-nobody can lease any more."""
+can no longer be leased."""
 _BACKENDS_FAULT: Final = ("BackendMismatch",)
 """The reasons of Run failures that count for a circuit. Calls of `route` report unreachable backends."""
 _TIMED: Final = ("queued_seconds", "active_seconds", "attempts")
@@ -144,7 +144,7 @@ class _Batch:
             # Every lease of a stage is one of its attempts, counted as one or not.
             number: int = timings[stage]["attempts"]
             changes["attempts"] = attempts.added(rollout.attempts, self._attempt(rollout, transition, number))
-        spans.left(tx, rollout, reason=transition.reason)
+        traces.left(tx, rollout, reason=transition.reason)
         if after.has_ended:
             ending = _Ending(rollout, transition, changes, _seconds(timings))
             self.endings[rollout.job_id].append(ending)
@@ -185,7 +185,7 @@ class _Batch:
         )
 
     def _note(self, rollout: Rollout, transition: Transition) -> None:
-        """Note what belongs to the event itself: metrics, what a stage leaves, and who may go on with it."""
+        """Note what belongs to the event itself: metrics, what a stage leaves, and who may continue."""
         tx, event, spent = self.tx, transition.event, max(0.0, self.tx.now - rollout.since)
         match event:
             case events.Leased():
@@ -216,8 +216,7 @@ class _Batch:
     def _ran(self, rollout: Rollout, event: events.RunDone, seconds: float) -> None:
         tx, counts = self.tx, event.counts
         tx.count("stage_seconds", "run", value=seconds)
-        tx.wake(queue_topic("eval"))
-        tx.wake(queue_topic("run"))  # The backend has room for another one.
+        tx.wake(queue_topic("eval"), queue_topic("run"))  # The backend has room for another one.
         values = {
             "rollout_id": rollout.id,
             "trajectory": event.record,
@@ -280,7 +279,7 @@ class _Batch:
             tx.emit(
                 job_id, rollout=rollout.id, stage=rollout.stage, status=status, reward=reward, reason=reason
             )
-            spans.ended(tx, rollout.id, job, ending.transition, ending.seconds)
+            traces.ended(tx, rollout.id, job, ending.transition, ending.seconds)
         return job
 
     def _complete(self, job_id: int, job: job_rows.EndedCounts) -> None:

@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Annotated, Any, Final, Generic, TypeVar
+from typing import Annotated, Any, Final
 
 from fastapi import APIRouter, Header, Path, Query
 from pydantic import Field
@@ -26,7 +26,7 @@ from rollyard_api.core.codec import MSGPACK, dumps
 from rollyard_api.core.problems import ApiError, Invalid, Malformed, TooLarge
 from rollyard_api.core.wakeups import job_topic
 from rollyard_api.jobs import job_views
-from rollyard_api.jobs.events import Event, SlowConsumer
+from rollyard_api.jobs.events import Event
 from rollyard_api.machine.states import ENDED
 from rollyard_api.routes.common import (
     Named,
@@ -45,6 +45,7 @@ from rollyard_api.storage.rows import EndedGroup, EndedRollout, JobRow, RolloutS
 from rollyard_api.trajectories import acknowledged, delivery, grouping, records
 from rollyard_api.trajectories.delivery import NDJSON, PARQUET, Delivery, Piece
 from rollyard_api.trajectories.packed import ARRAYS
+from rollyard_api.trajectories.records import EndedResults
 from rollyard_api.views.job.lists import MAX_ROWS, RolloutFilter
 
 router = APIRouter(prefix="/v1/rolloutjobs", tags=["results"], route_class=StrictRoute)
@@ -55,11 +56,10 @@ COUNTS_SECONDS: Final = 1.0
 
 Cursor = Annotated[str, Query()]
 CursorName = Annotated[str, Path(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=63)]
-E = TypeVar("E", records.EndedRollouts, grouping.EndedGroups)
 
 
 @dataclass(frozen=True, slots=True)
-class ResultPage(Generic[E]):
+class ResultPage:
     """The results that one long poll found, with a place held for the answer."""
 
     plane: ControlPlane
@@ -67,7 +67,7 @@ class ResultPage(Generic[E]):
     job: JobRow
     after: int
     """The place of the cursor, after which results were requested."""
-    results: E
+    results: EndedResults
     finished: bool
     """Whether no results will follow these."""
     form: str
@@ -110,8 +110,8 @@ async def result_page(
     kind: cursors.Kind,
     cursor: str,
     wait: float,
-    look: Callable[[Connection, int, int], E],
-) -> AsyncIterator[ResultPage[E]]:
+    look: Callable[[Connection, int, int], EndedResults],
+) -> AsyncIterator[ResultPage]:
     """Wait for results of a job after a cursor, and hold a place for the answer with them.
 
     Args:
@@ -133,7 +133,7 @@ async def result_page(
         with suppress(ApiError):  # A full disk must not prevent reading.
             await plane.database.write(partial(job_rows.note_read, job_id=job.id, kind=kind, position=after))
 
-    def query(conn: Connection, namespace: str, name: str) -> tuple[E, bool]:
+    def query(conn: Connection, namespace: str, name: str) -> tuple[EndedResults, bool]:
         now = job_rows.find(conn, namespace, name)
         if now.uid != job.uid:
             raise cursors.gone(name)
@@ -142,7 +142,7 @@ async def result_page(
 
     async with AsyncExitStack() as stack:
         results, finished = await call.follow(
-            job_topic(job.id), query, lambda got: not got[0].empty or got[1], wait
+            job_topic(job.id), query, lambda got: bool(got[0].sizes or got[0].groups) or got[1], wait
         )
         # The records themselves are in memory only while a place for the answer is held.
         await stack.enter_async_context(plane.pages_of(results.sizes).turn(job.namespace))
@@ -226,7 +226,7 @@ async def groups(
 
 
 async def _large_group(
-    page: ResultPage[grouping.EndedGroups], group: EndedGroup, members: list[RolloutSize]
+    page: ResultPage, group: EndedGroup, members: list[RolloutSize]
 ) -> AsyncIterator[bytes]:
     """Read and send a group that has more bytes than a page, piece by piece.
 
@@ -328,26 +328,23 @@ async def _stream(plane: ControlPlane, job: JobRow, after: int | None) -> AsyncI
     sent: dict[str, Any] | None = None
     looked = -COUNTS_SECONDS
     now = asyncio.get_running_loop().time
-    try:
-        async for item in plane.events.subscribe(job.id, after, COUNTS_SECONDS / 4):
-            if isinstance(item, Event):
-                yield plane.events.format(job.uid, item)
-            if item is not None and now() - looked < COUNTS_SECONDS:
-                continue
-            looked = now()
-            counts = await plane.look(job.namespace, partial(_counts, job_id=job.id))
-            if counts is None or plane.bus.closing:
-                return
-            if counts[0] != sent:
-                sent = counts[0]
-                yield b"event: counts\ndata: " + dumps(sent) + b"\n\n"
-            elif item is None:
-                yield b": idle\n\n"
-            if counts[1] and item is None:
-                yield b"event: end\ndata: {}\n\n"
-                return
-    except SlowConsumer as error:
-        yield b"event: dropped\ndata: " + dumps({"reason": error.reason}) + b"\n\n"
+    async for item in plane.events.subscribe(job.id, after, COUNTS_SECONDS / 4):
+        if isinstance(item, Event):
+            yield plane.events.format(job.uid, item)
+        if item is not None and now() - looked < COUNTS_SECONDS:
+            continue
+        looked = now()
+        counts = await plane.look(job.namespace, partial(_counts, job_id=job.id))
+        if counts is None or plane.bus.closing:
+            return
+        if counts[0] != sent:
+            sent = counts[0]
+            yield b"event: counts\ndata: " + dumps(sent) + b"\n\n"
+        elif item is None:
+            yield b": idle\n\n"
+        if counts[1] and item is None:
+            yield b"event: end\ndata: {}\n\n"
+            return
 
 
 class Acknowledge(Model, strict=True):

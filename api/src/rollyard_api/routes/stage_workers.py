@@ -47,7 +47,7 @@ from rollyard_api.core.codec import encode
 from rollyard_api.core.problems import Conflict, Forbidden, NotFound
 from rollyard_api.core.wakeups import CLAIMS, QUEUE, claim_topic, queue_topic, ready_topic
 from rollyard_api.jobs import job_views, reward_services
-from rollyard_api.rollouts import assignments, claims, heartbeats, leasing, outcomes, sweeps, wire
+from rollyard_api.rollouts import assignments, claims, heartbeats, leasing, reports, sweeps
 from rollyard_api.routes.common import Call, Named, RestCall, StrictRoute, Wait, answer, body_schema
 from rollyard_api.service import ControlPlane
 from rollyard_api.storage import jobs as job_rows
@@ -160,23 +160,23 @@ async def heartbeat(request: Request) -> Response:
 async def complete(request: Request) -> Response:
     """Report stage results. Each is committed before it is answered."""
     call = RestCall(request)
-    reports, sandboxes = wire.check_results(await call.document())
-    return await _reported(call, reports, sandboxes)
+    reported, sandboxes = reports.check_results(await call.document())
+    return await _reported(call, reported, sandboxes)
 
 
 @router.post("/fail", responses={200: {"model": OutcomeResponse}}, openapi_extra=body_schema(FailRequest))
 async def fail(request: Request) -> Response:
     """Report infrastructure failures. The rollouts are retried while attempts are left."""
     call = RestCall(request)
-    return await _reported(call, wire.check_failures(await call.document()))
+    return await _reported(call, reports.check_failures(await call.document()))
 
 
 async def _reported(
-    call: RestCall, reports: Sequence[wire.ReportedEvent], sandboxes: Collection[str] = ()
+    call: RestCall, reported: Sequence[reports.ReportedEvent], sandboxes: Collection[str] = ()
 ) -> Response:
     await call.plane.refuse_when_full()
-    op = partial(outcomes.report, reports=reports)
-    result = await call.write_own(op, [report.rollout for report in reports], sandboxes)
+    op = partial(reports.accept, reports=reported)
+    result = await call.write_own(op, [report.rollout for report in reported], sandboxes)
     return _reply(call.request, {"outcomes": result})
 
 
@@ -337,8 +337,7 @@ async def put_status(call: Call, claim: str) -> Response:
 async def died(call: Call) -> Response:
     """Take back the leases of a worker that its driver saw die. A repeat changes nothing."""
     report = await call.body(WorkerDied)
-    op = partial(sweeps.worker_died, report=report, max_expiries=call.plane.settings.max_expiries)
-    death = await call.plane.database.write(op, durable=False)
+    death = await call.plane.database.write(partial(sweeps.worker_died, report=report), durable=False)
     return answer(death.model_dump())
 
 

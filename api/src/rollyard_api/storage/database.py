@@ -70,7 +70,7 @@ class Transaction:
     events: list[tuple[int, dict[str, Any]]] = field(default_factory=list)
     counted: list[tuple[str, tuple[str, ...], float]] = field(default_factory=list)
     spans: list[TraceSpan] = field(default_factory=list)
-    """The spans that end with this transaction; see `trajectories.spans`."""
+    """The spans that end with this transaction; see `trajectories.traces`."""
     trace_sample: float = 0.0
     """The fraction of groups whose rollouts are traced; 0 if nothing is."""
     measured: list[Measured] = field(default_factory=list)
@@ -78,9 +78,9 @@ class Transaction:
     """The active rollouts by backend, if this transaction counted them."""
     troubles: list[StageTrouble] = field(default_factory=list)
 
-    def wake(self, topic: str) -> None:
-        """Make long polls on this topic check again after the commit."""
-        self.wakes.add(topic)
+    def wake(self, *topics: str) -> None:
+        """Make long polls on these topics check again after the commit."""
+        self.wakes.update(topics)
 
     def emit(self, job_id: int, **data: Any) -> None:
         """Add a stage transition to the job's event stream."""
@@ -231,7 +231,7 @@ class Database:
         return self._job_changes if self._watches_jobs else None
 
     def start(self, after_commit: AfterCommit) -> None:
-        """Start the writer, once the schema is up to date (see `migrate.upgrade`).
+        """Start the writer, once the schema is up to date (see `opening.upgrade`).
 
         `after_commit` is called in the event loop's thread, before the answers.
         """
@@ -288,8 +288,10 @@ class Database:
             raise Unavailable("too many requests wait for the database", headers={"Retry-After": "1"})
         if self._closed:
             raise Unavailable("the database is closed")
-        if not self._readers:
-            self._start_readers()
+        for number in range(len(self._readers), READERS):
+            reader = threading.Thread(target=self._read_forever, name=f"reader_{number}", daemon=True)
+            reader.start()
+            self._readers.append(reader)
         future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
         self._reading += 1
         try:
@@ -297,12 +299,6 @@ class Database:
             return await future
         finally:
             self._reading -= 1
-
-    def _start_readers(self) -> None:
-        for number in range(READERS):
-            reader = threading.Thread(target=self._read_forever, name=f"reader_{number}", daemon=True)
-            reader.start()
-            self._readers.append(reader)
 
     def _read_forever(self) -> None:
         while (request := self._queries.get()) is not None:

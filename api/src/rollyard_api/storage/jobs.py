@@ -42,11 +42,10 @@ def _set(tx: Transaction, job_id: int, **values: Any) -> None:
 
 
 def _wake_all(tx: Transaction, job_id: int) -> None:
-    for topic in (job_topic(job_id), QUEUE, CLAIMS, UNFINISHED):
-        tx.wake(topic)
+    tx.wake(job_topic(job_id), QUEUE, CLAIMS, UNFINISHED)
 
 
-# Jobs are found.
+# Finding jobs.
 
 _FIND: Final = sa.select(jobs).where(
     jobs.c.namespace == bindparam("b_namespace"),
@@ -134,7 +133,7 @@ def removable(conn: Connection) -> list[int]:
     return list(conn.scalars(_REMOVABLE))
 
 
-# Jobs begin and are changed.
+# Creating and changing jobs.
 
 
 def create(tx: Transaction, values: Mapping[str, Any]) -> JobRow:
@@ -155,8 +154,7 @@ def change(tx: Transaction, job_id: int, values: Mapping[str, Any]) -> None:
 def put_status(tx: Transaction, job_id: int, status: bytes) -> None:
     """Write what the driver reported of a job, as JSON."""
     _set(tx, job_id, status=status)
-    tx.wake(job_topic(job_id))
-    tx.wake(CLAIMS)
+    tx.wake(job_topic(job_id), CLAIMS)
 
 
 def add_groups(tx: Transaction, job_id: int, count: int) -> None:
@@ -167,8 +165,7 @@ def add_groups(tx: Transaction, job_id: int, count: int) -> None:
 def add_rollouts(tx: Transaction, job_id: int, count: int) -> None:
     """Count rollouts that were added to a job, and wait for Init."""
     tx.conn.execute(_UPDATE.values(total=jobs.c.total + count), {"b_job": job_id})
-    tx.wake(QUEUE)
-    tx.wake(job_topic(job_id))
+    tx.wake(job_topic(job_id), QUEUE)
 
 
 def hold(tx: Transaction, job_id: int, *, holding: bool) -> None:
@@ -211,7 +208,7 @@ def note_read(tx: Transaction, job_id: int, kind: Kind, position: int) -> None:
     tx.conn.execute(ahead.values({_READ[kind]: position}))
 
 
-# Rollouts and groups end, and with them jobs.
+# Ending rollouts and groups, and with them jobs.
 
 
 class EndedCounts(NamedTuple):
@@ -293,7 +290,7 @@ def finish_concluded(tx: Transaction, job_id: int) -> None:
         _wake_all(tx, job_id)
 
 
-# Jobs are deleted and removed.
+# Deleting and removing jobs.
 
 _OLD: Final = (jobs.c.deleted_at.is_(None), jobs.c.finished_at + jobs.c.ttl_seconds < bindparam("b_now"))
 _DELETE_OLD: Final = (
@@ -314,15 +311,13 @@ _REMOVE_PARTS: Final = (
 def delete(tx: Transaction, job_id: int) -> None:
     """Hide a job, whose name is free from now on. `remove` removes its row."""
     _set(tx, job_id, deleted_at=tx.now)
-    tx.wake(job_topic(job_id))
-    tx.wake(UNFINISHED)
+    tx.wake(job_topic(job_id), UNFINISHED)
 
 
 def ask_for_deletion(tx: Transaction, job_id: int) -> None:
     """Let the driver of a job's object know that the object is to be deleted, and then the job."""
     _set(tx, job_id, cancel_reason=DELETED)
-    tx.wake(job_topic(job_id))
-    tx.wake(UNFINISHED)
+    tx.wake(job_topic(job_id), UNFINISHED)
 
 
 def past_deadline(tx: Transaction) -> list[int]:

@@ -131,14 +131,9 @@ def change(tx: Transaction, pool_id: int, values: Mapping[str, Any]) -> None:
     tx.wake(QUEUE)
 
 
-def put_status(tx: Transaction, pool_id: int, status: bytes) -> None:
-    """Write what the driver reported of a pool, as JSON."""
-    tx.conn.execute(_UPDATE, {"b_pool": pool_id, "status": status})
-
-
-def put_metadata(tx: Transaction, pool_id: int, metadata: bytes) -> None:
-    """Write the labels and annotations of a pool, as JSON."""
-    tx.conn.execute(_UPDATE, {"b_pool": pool_id, "metadata": metadata})
+def describe(tx: Transaction, pool_id: int, **documents: bytes) -> None:
+    """Write the status that a driver reported, or the labels and annotations (`metadata`), as JSON."""
+    tx.conn.execute(_UPDATE, {"b_pool": pool_id, **documents})
 
 
 def remove(tx: Transaction, pool_id: int) -> None:

@@ -12,6 +12,7 @@ from functools import lru_cache
 from typing import Any, Final, NamedTuple
 
 import sqlalchemy as sa
+from rollyard_crds.names import NODE
 from sqlalchemy import bindparam
 from sqlalchemy.engine import Connection
 
@@ -221,10 +222,10 @@ def oldest_init(tx: Transaction, node: str) -> float | None:
     return since
 
 
-def waited_for(tx: Transaction, apart_from: Sequence[str]) -> list[tuple[str, int]]:
-    """Return each node for whose workers rollouts wait, and their jobs, apart from the nodes named."""
+def waited_for(tx: Transaction) -> list[tuple[str, int]]:
+    """Return each node with sandboxes of its own whose workers are waited for, and each job that waits."""
     query = sa.select(rollouts.c.node, rollouts.c.job_id).distinct().where(_IN_SANDBOX)
-    rows = tx.conn.execute(query.where(rollouts.c.node.not_in(apart_from)))
+    rows = tx.conn.execute(query.where(rollouts.c.node.not_in(("", NODE))))
     return sorted((row.node, row.job_id) for row in rows)
 
 
@@ -387,7 +388,7 @@ def begin_part(tx: Transaction, job_id: int, part: int, limit: int) -> None:
 
 
 def place(tx: Transaction, job_id: int, part: int, lengths: Sequence[tuple[str, int]]) -> None:
-    """Note where the records of a part stand, in their order, and drop what the database has of them.
+    """Note where the records of a part stand, in their order, and drop their copies in the database.
 
     Members of the part that are not named wait for another part.
     """

@@ -75,7 +75,7 @@ class JobRow:
     deadline_at: float | None
     finished_at: float | None
     ttl_seconds: int | None
-    """How long the job is kept after it has ended, in seconds, or null for ever."""
+    """How long the job is kept after it has ended, in seconds; null means for ever."""
     deleted_at: float | None
     object_uid: Chars128 | None
     """The uid of the Kubernetes object that the job was last registered for, or null if there is none."""

@@ -1,4 +1,4 @@
-"""The tables of what people look at. All of it follows from the other tables and can be made again."""
+"""The tables that pages are made from. Their content follows from the other tables and can be made again."""
 
 from __future__ import annotations
 

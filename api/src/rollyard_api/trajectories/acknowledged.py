@@ -4,7 +4,7 @@ A cursor moves forward only, unless its reader asks to rewind it, and a reader m
 to replace. A trainer that was thought dead and comes back therefore never undoes what its successor did.
 
 A cursor that is acknowledged, or sent with a request, shows that all results before it were read. A trainer
-that never reads is found out by how many results of its stream nobody has read.
+that never reads is noticed by the number of unread results of its stream.
 """
 
 from __future__ import annotations

@@ -173,11 +173,6 @@ class Archive:
         self.refused: ApiError | None = None
         """The reason why the store refused the last write, or None if it did not."""
 
-    @property
-    def full(self) -> bool:
-        """Whether the store's last refusal was for lack of space."""
-        return isinstance(self.refused, StorageFull)
-
     async def open(self) -> None:
         """Create the store's root if necessary.
 

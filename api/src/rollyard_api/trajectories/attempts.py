@@ -45,7 +45,7 @@ def attempt(
 
 
 def _cut(text: str, limit: int) -> str:
-    # Escaping makes a text longer at most, so what is beyond the limit is not looked at.
+    # Escaping makes a text longer at most, so what is beyond the limit is not read.
     escaped = one_line(text[:limit])
     return escaped if len(escaped) <= limit and len(text) <= limit else f"{escaped[: limit - 1]}…"
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import msgpack
@@ -17,29 +16,7 @@ from rollyard_api.storage.schema import groups, jobs, rollouts
 from rollyard_api.trajectories import records
 from rollyard_api.trajectories.delivery import Piece
 from rollyard_api.trajectories.packed import ARRAYS
-
-
-@dataclass(frozen=True, slots=True)
-class EndedGroups:
-    """Some ended groups of a job, oldest first, with rows of `records.sizes` for their trajectories."""
-
-    groups: list[tuple[EndedGroup, list[RolloutSize]]]
-    after: int
-    """The place in the order of ends up to which groups were read, including those not requested."""
-    ended: int
-    """The number of groups of the job that have ended."""
-    large: bool
-    """Whether the first group has more than a page's bytes. Then it is alone and must be read in parts."""
-
-    @property
-    def empty(self) -> bool:
-        """Whether there are no groups."""
-        return not self.groups
-
-    @property
-    def sizes(self) -> list[RolloutSize]:
-        """All trajectories of the groups, in their order."""
-        return [row for _, members in self.groups for row in members]
+from rollyard_api.trajectories.records import EndedResults
 
 
 def ended_after(
@@ -51,7 +28,7 @@ def ended_after(
     informative: bool,
     dropped: bool,
     max_bytes: int,
-) -> EndedGroups:
+) -> EndedResults:
     """Return groups that ended after a cursor: at most `limit`, with at most `max_bytes` if several.
 
     Args:
@@ -76,7 +53,8 @@ def ended_after(
     full = count < len(rows) or len(rows) == limit
     after = rows[count - 1].seq if full else max(cursor, ended)
     large = count == 1 and sizes[0] > max_bytes
-    return EndedGroups([(group, members[group.no]) for group in rows[:count]], after, ended, large)
+    chosen = [(group, members[group.no]) for group in rows[:count]]
+    return EndedResults([row for _, its in chosen for row in its], after, ended, chosen, large)
 
 
 def rows_of(conn: Connection, job_id: int, of: Sequence[EndedGroup]) -> dict[str, EndedRollout]:

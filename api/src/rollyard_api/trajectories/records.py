@@ -16,7 +16,7 @@ from sqlalchemy.engine import Connection
 
 from rollyard_api.core.codec import dumps, loads, unpack
 from rollyard_api.machine.states import RolloutState
-from rollyard_api.storage.rows import EndedRollout, JobRow, RolloutSize, columns, read_all
+from rollyard_api.storage.rows import EndedGroup, EndedRollout, JobRow, RolloutSize, columns, read_all
 from rollyard_api.storage.schema import groups, jobs, payloads, rollouts
 from rollyard_api.trajectories import attempts, packed, traces
 
@@ -167,7 +167,7 @@ def sizes() -> sa.Select[Any]:
 
 
 def fitting(sizes: Iterable[int], max_bytes: int) -> int:
-    """Return how many sizes, from the first on, have at most `max_bytes` together; one always fits."""
+    """Return how many of the first sizes together have at most `max_bytes`; one always fits."""
     total = count = 0
     for size in sizes:
         total += size
@@ -190,19 +190,19 @@ def first_rows(
 
 
 @dataclass(frozen=True, slots=True)
-class EndedRollouts:
-    """Some ended rollouts of a job, oldest first."""
+class EndedResults:
+    """Some ended rollouts or groups of a job, oldest first."""
 
     sizes: list[RolloutSize]
+    """The rollouts, or all trajectories of the groups, in their order."""
     after: int
-    """The place in the order of ends up to which rollouts were read, including those of another status."""
+    """The place in the order of ends up to which results were read, including those not requested."""
     ended: int
-    """The number of rollouts of the job that have ended."""
-
-    @property
-    def empty(self) -> bool:
-        """Whether there are no rollouts."""
-        return not self.sizes
+    """The number of rollouts or groups of the job that have ended."""
+    groups: Sequence[tuple[EndedGroup, list[RolloutSize]]] = ()
+    """The groups, with the rows of their trajectories."""
+    large: bool = False
+    """Whether the first group has more than a page's bytes. Then it is alone and must be read in parts."""
 
 
 def _chosen(job_id: int, cursor: int, states: Sequence[RolloutState]) -> tuple[sa.ColumnElement[bool], ...]:
@@ -211,7 +211,7 @@ def _chosen(job_id: int, cursor: int, states: Sequence[RolloutState]) -> tuple[s
 
 def ended_after(
     conn: Connection, job_id: int, cursor: int, limit: int, states: Sequence[RolloutState], max_bytes: int
-) -> EndedRollouts:
+) -> EndedResults:
     """Return ended rollouts after a cursor: at most `limit`, with at most `max_bytes` if several."""
     ended = conn.execute(sa.select(jobs.c.ended).where(jobs.c.id == job_id)).scalar_one()
     query = sizes().where(*_chosen(job_id, cursor, states)).order_by(rollouts.c.end_seq).limit(limit)
@@ -219,7 +219,7 @@ def ended_after(
     count = fitting((row.bytes for row in rows), max_bytes)
     # If the page is not full, all rollouts up to `ended` were read, including those of another status.
     full = count < len(rows) or len(rows) == limit
-    return EndedRollouts(rows[:count], rows[count - 1].end_seq if full else max(cursor, ended), ended)
+    return EndedResults(rows[:count], rows[count - 1].end_seq if full else max(cursor, ended), ended)
 
 
 def rows_of(

@@ -53,7 +53,7 @@ _COMMON_IDS: Final = 256
 """Every vocabulary has this many ids."""
 _TRY_AGAIN: Final = Backoff(first=0.5, longest=10.0)
 _LOOKS: Final = ("look", "hold", "watch")
-"""The needs for which a server is only looked at."""
+"""The needs for which a server is only checked."""
 
 
 class LoadFailed(ControlPlaneError):

@@ -225,7 +225,7 @@ def _restarted(target: BackendTarget) -> bool:
 
 
 def following(target: BackendTarget, observation: Observation) -> tuple[WeightStep, str]:
-    """Return the step that comes after `seen.last`, and where it is the last one, the reason.
+    """Return the step that comes after `observation.last`, and where it is the last one, the reason.
 
     The weights that a server was started with are loaded and compared as those of an update are. Where this
     fails, nobody knows what the server has, so it must be restarted.

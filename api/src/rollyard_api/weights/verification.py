@@ -52,7 +52,7 @@ class Comparison:
     """The largest difference between a server and its reference in nats, and the token where it occurs."""
 
     max_difference: float
-    place: int
+    position: int
     tolerance: float
     source: str
 
@@ -69,7 +69,7 @@ class Comparison:
     def __str__(self) -> str:
         return (
             f"log-probabilities of a fixed prompt were compared with {_COMPARED[self.source]}: "
-            f"they differ by up to {self.max_difference:.4g} nats (token {self.place}), "
+            f"they differ by up to {self.max_difference:.4g} nats (token {self.position}), "
             f"{self.tolerance:g} is allowed"
         )
 

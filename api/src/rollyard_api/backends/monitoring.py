@@ -1,4 +1,6 @@
-"""Read the statistics of every backend from its `/metrics`, and measure how fast it samples.
+"""What servers show of themselves: the health of external ones, the metrics of all, and how fast they sample.
+
+A health check asks for /health, the model in /v1/models, a first completion and the label of the weights.
 
 The metrics are read every few seconds. The counters of the prefix cache become a hit rate over a sliding
 window. A restarted server counts from 0 again.
@@ -11,34 +13,92 @@ completion pays for it, and the end of a short job can rely on them.
 
 from __future__ import annotations
 
-import asyncio
 import math
 import time
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from http import HTTPStatus
 from typing import Any, Final
 
 import sqlalchemy as sa
-from rollyard_inference import metrics
+from rollyard_crds.weights import UNVERIFIED
+from rollyard_inference import health, metrics
 from rollyard_inference.errors import BackendError
 from rollyard_inference.metrics import ServerMetrics
 from rollyard_inference.transports.interface import Transport, base_url
 from sqlalchemy.engine import Connection
 
+from rollyard_api.backends import pools
+from rollyard_api.backends.circuits import each
+from rollyard_api.backends.pools import Seen
 from rollyard_api.core.codec import dumps, loads
-from rollyard_api.storage import pools
+from rollyard_api.storage import pools as pool_rows
 from rollyard_api.storage.database import Database, Measured
 from rollyard_api.storage.pools import MeasuredRuns
+from rollyard_api.storage.rows import BackendRow, PoolRow
 from rollyard_api.storage.schema import backends
+from rollyard_api.storage.schema import pools as pools_table
+
+CHECK_TIMEOUT: Final = 5.0
+"""The time limit for each request except the first completion, in seconds."""
+FIRST_REQUEST_SECONDS: Final = 30.0
+"""The time limit for a server's first completion, in seconds.
+
+The server may compile kernels for it. A later round tries again.
+"""
+
+
+async def check(transport: Transport, url: str, model: str, *, warm: bool) -> Seen:
+    """Check whether the server is healthy, serves the model and samples, and if not, why.
+
+    Args:
+        warm: Whether the server has answered a first request before, so that it need not be repeated.
+    """
+    try:
+        await health.check_alive(transport, url, CHECK_TIMEOUT)
+        await health.check_model(transport, url, model, CHECK_TIMEOUT)
+    except BackendError as error:
+        return Seen(False, str(error)[:1000])
+    if not warm:
+        try:
+            await health.first_request(transport, url, model, FIRST_REQUEST_SECONDS)
+        except BackendError as error:
+            return Seen(False, f"its first request failed: {error}"[:1000])
+    return Seen(True, "", await _label(transport, url))
+
+
+async def _label(transport: Transport, url: str) -> str | None:
+    try:
+        label = await health.weight_label(transport, url, CHECK_TIMEOUT)
+    except BackendError:
+        return None
+    # A label between loading and verification concerns only the weight update.
+    return None if label is None or label.startswith(UNVERIFIED) else label[:128]
+
+
+async def check_all(database: Database, transport: Transport, *, ready: bool | None = None) -> None:
+    """Check each external backend once and write the changes; `ready` selects those that are (not) ready."""
+    where = [pools_table.c.external.is_(True)]
+    if ready is not None:
+        where.append(backends.c.ready.is_(ready))
+
+    async def one(row: BackendRow, pool: PoolRow) -> None:
+        before = Seen.of(row)
+        after = await check(transport, row.url, pool.model, warm=row.ready)
+        label = row.policy_version if after.policy_version is None else after.policy_version
+        if replace(after, policy_version=label) != before:
+            write = partial(pools.mark, pool_id=row.pool_id, url=row.url, before=before, after=after)
+            await database.write(write)
+
+    await each(await database.read(lambda conn: pool_rows.with_pools(conn, *where)), one)
+
 
 WINDOW_SECONDS: Final = 300.0
 """The length in seconds of the window of the prefix cache's hit rate."""
 READ_SECONDS: Final = 2.0
 """The time within which a server must return its metrics, in seconds."""
-MAX_AT_ONCE: Final = 32
 MATERIAL_HIT_RATE: Final = 0.005
 """The smallest change of the hit rate that is written."""
 _MAX_BYTES: Final = 8 << 20
@@ -104,15 +164,13 @@ class Poller:
     async def poll(self, database: Database, transport: Transport) -> None:
         """Read all metrics once, and write the changes in one transaction."""
         rows = await database.read(_rows)
-        urls = sorted({row.url for row in rows if row.ready})
         self._windows = {url: self._windows.get(url) or Window() for url in {row.url for row in rows}}
-        places = asyncio.Semaphore(MAX_AT_ONCE)
+        read: dict[str, dict[str, Any] | None] = {}
 
-        async def one(url: str) -> dict[str, Any] | None:
-            async with places:
-                return await self._read(transport, url)
+        async def one(url: str) -> None:
+            read[url] = await self._read(transport, url)
 
-        read = dict(zip(urls, await asyncio.gather(*map(one, urls)), strict=True))
+        await each([(url,) for url in sorted({row.url for row in rows if row.ready})], one)
         changes = []
         for row in rows:
             after = read.get(row.url)
@@ -120,7 +178,7 @@ class Poller:
                 stats = None if after is None else dumps(after)
                 changes.append((row.pool_id, row.url, stats))
         if changes:
-            await database.write(partial(pools.put_stats, stats=changes), durable=False)
+            await database.write(partial(pool_rows.put_stats, stats=changes), durable=False)
 
     async def _read(self, transport: Transport, url: str) -> dict[str, Any] | None:
         address = f"{base_url(url)}/metrics"
@@ -201,4 +259,4 @@ class Speeds:
         """Fold what was gathered into the backends' rows. Nothing is written if there is nothing."""
         gathered = self.take()
         if gathered:
-            await database.write(partial(pools.fold_averages, measured=gathered), durable=False)
+            await database.write(partial(pool_rows.fold_averages, measured=gathered), durable=False)

@@ -1,4 +1,4 @@
-"""Bring a database's schema up to date at start.
+"""What comes before the database is opened: a lock on the state folder, and a schema that is up to date.
 
 An empty database gets the tables that `schema.metadata` describes, and the revision of the last
 migration. A migration therefore only changes a database that an earlier release has made.
@@ -6,6 +6,9 @@ migration. A migration therefore only changes a database that an earlier release
 
 from __future__ import annotations
 
+import fcntl
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -24,8 +27,33 @@ _LOCK: Final = 7_382_946_110
 """The key of a PostgreSQL advisory lock. If several replicas start at once, one migrates, others wait."""
 
 
-class UnknownSchema(ControlPlaneError):
-    """The database has a schema that this version neither has nor can bring up to date."""
+class StateRefused(ControlPlaneError):
+    """The state folder or the database cannot be used, so the program does not start."""
+
+    def __init__(self, message: str, *, reason: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
+@contextmanager
+def locked(state_dir: Path) -> Iterator[None]:
+    """Hold the lock of a state folder, which permits one control plane where the database is a file in it.
+
+    The kernel frees the lock when the process ends, even if it is killed.
+
+    Raises:
+        StateRefused: Another process holds the lock.
+    """
+    with (state_dir / "lock").open("a") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise StateRefused(
+                f"another control plane uses {state_dir}: stop it, or choose another --state-dir "
+                "(several replicas need a PostgreSQL --db)",
+                reason="StateFolderInUse",
+            ) from error
+        yield
 
 
 def config(connection: Connection) -> Config:
@@ -47,7 +75,7 @@ def upgrade(engine: Engine) -> None:
     """Create all tables in an empty database, or run the migrations that it lacks, in one transaction.
 
     Raises:
-        UnknownSchema: The database is that of a version which this one does not know.
+        StateRefused: The database is that of a version which this one does not know.
     """
     known = revisions()
     with engine.begin() as connection:
@@ -57,9 +85,10 @@ def upgrade(engine: Engine) -> None:
         if present == [known[-1]]:
             return
         if unknown := sorted(set(present) - set(known)):
-            raise UnknownSchema(
+            raise StateRefused(
                 f"the database has the schema {', '.join(unknown)}, and this version of Rollyard knows none "
-                f"after {known[-1]}: start the version that has written it, or name an empty database (--db)"
+                f"after {known[-1]}: start the version that has written it, or name an empty database (--db)",
+                reason="UnknownSchema",
             )
         # Loading Alembic takes most of the time of a start, and a restarted control plane needs no migration.
         from alembic import command

@@ -1,4 +1,4 @@
-"""The installer's list and its checks decide which URLs the control plane reads for the author of a job.
+"""The installer's lists: which URLs the control plane reads for jobs, and which hosts sandboxes may reach.
 
 Nothing here reads or connects. `source_readers` does, and it consults this module about every file that it
 has opened, every address to which it is about to connect, and every redirect.
@@ -15,7 +15,10 @@ from pathlib import Path
 from typing import ClassVar, Final, Literal, Self
 from urllib.parse import unquote, urlsplit
 
-from rollyard_api.core.errors import ControlPlaneError, OptionInvalid
+from rollyard_crds.fields.allowed_hosts import HostRule, installers_rule
+from rollyard_crds.rolloutjob import RolloutJobSpec
+
+from rollyard_api.core.errors import OptionInvalid
 from rollyard_api.core.problems import Invalid
 
 FIELD: Final = "spec.tasks.url"
@@ -34,10 +37,6 @@ _NAT64: Final = ipaddress.IPv6Network("64:ff9b::/96")
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 Kind = Literal["file", "web", "bucket"]
-
-
-class SourceNotAllowed(Invalid):
-    """The job names a source or a service that the installer's list does not contain."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,37 +99,31 @@ def blob_of(url: str) -> str | None:
     return match.group(1)
 
 
-class MalformedUrl(ControlPlaneError, ValueError):
-    """The URL is not well-formed, or it has several readings."""
-
-    reason = "UrlMalformed"
-
-
 def parse(url: str) -> Location:
     """Split a URL into its parts; a path that begins with a slash names a file.
 
     Raises:
-        MalformedUrl: The parts could be read in more than one way, or the URL contains credentials.
+        ValueError: The parts could be read in more than one way, or the URL contains credentials.
     """
     if not url.isprintable() or "\\" in url or url != url.strip():
-        raise MalformedUrl("control characters, backslashes and spaces at an end are not allowed")
+        raise ValueError("control characters, backslashes and spaces at an end are not allowed")
     if "::" in url:
-        raise MalformedUrl("chained URLs are not allowed")
+        raise ValueError("chained URLs are not allowed")
     scheme, separator, rest = url.partition("://")
     if not separator:
         if url.startswith("/"):
             return Location("file", "", _steps(url))
-        raise MalformedUrl("it is no URL with '://'")
+        raise ValueError("it is no URL with '://'")
     scheme = scheme.lower()
     if scheme == "file":
         if not rest.startswith(("/", "localhost/")):
-            raise MalformedUrl("a file has an absolute path and no host: file:///path")
+            raise ValueError("a file has an absolute path and no host: file:///path")
         return Location(scheme, "", _steps(unquote(rest.removeprefix("localhost"))))
     if scheme in _PORTS:
         return _web(scheme, url)
     bucket, _, key = rest.partition("/")
     if not re.fullmatch(r"[A-Za-z0-9._@-]+", bucket) or any(letter in key for letter in "?#*[]"):
-        raise MalformedUrl("a bucket's URL is scheme://bucket/key, without any of ?#*[]")
+        raise ValueError("a bucket's URL is scheme://bucket/key, without any of ?#*[]")
     return Location(scheme, bucket, _steps(f"/{key}"))
 
 
@@ -138,10 +131,10 @@ def _steps(path: str) -> str:
     """Return the path, which must have no `.`, `..` or empty steps: these are resolved in different ways.
 
     Raises:
-        MalformedUrl: The path has such a step, or a null character.
+        ValueError: The path has such a step, or a null character.
     """
     if "\0" in path or any(step in (".", "..") for step in path.split("/")) or "//" in path:
-        raise MalformedUrl("a path must not hold '.', '..' or empty steps")
+        raise ValueError("a path must not hold '.', '..' or empty steps")
     return path
 
 
@@ -150,26 +143,26 @@ def _web(scheme: str, url: str) -> Location:
         parts = urlsplit(url)
         host, port = parts.hostname or "", parts.port or _PORTS[scheme]
     except ValueError as error:
-        raise MalformedUrl("its host or port is malformed") from error
+        raise ValueError("its host or port is malformed") from error
     if "@" in parts.netloc:
-        raise MalformedUrl("credentials in a URL are not allowed")
+        raise ValueError("credentials in a URL are not allowed")
     if parts.fragment or "#" in url:
-        raise MalformedUrl("fragments are not allowed")
+        raise ValueError("fragments are not allowed")
     if ":" in host:
         try:
             host = f"[{ipaddress.IPv6Address(host).compressed}]"
         except ValueError as error:
-            raise MalformedUrl("its host is no IPv6 address") from error
+            raise ValueError("its host is no IPv6 address") from error
         if "%" in host:
-            raise MalformedUrl("zones of IPv6 addresses are not allowed")
+            raise ValueError("zones of IPv6 addresses are not allowed")
     elif _HOST.fullmatch(host.removesuffix(".")) is None:
-        raise MalformedUrl("its host must be a DNS name in ASCII or an address")
+        raise ValueError("its host must be a DNS name in ASCII or an address")
     path = parts.path or "/"
     if not url.isascii():
-        raise MalformedUrl("letters beyond ASCII must be percent-encoded")
+        raise ValueError("letters beyond ASCII must be percent-encoded")
     # Different servers read percent-encoded slashes and dots as different steps.
     if any(code in path.lower() for code in ("%2e", "%2f", "%5c", "%00", ";")):
-        raise MalformedUrl("encoded dots, slashes and backslashes, and ';', are not allowed in a path")
+        raise ValueError("encoded dots, slashes and backslashes, and ';', are not allowed in a path")
     return Location(scheme, f"{host.removesuffix('.')}:{port}", _steps(path), parts.query)
 
 
@@ -181,7 +174,7 @@ def _prefix(text: str, schemes: Sequence[str]) -> Location:
     """
     try:
         location = parse(text)
-    except MalformedUrl as error:
+    except ValueError as error:
         raise OptionInvalid(f"{text!r}: {error}") from error
     if location.scheme not in schemes:
         raise OptionInvalid(f"{text!r}: the scheme must be one of {', '.join(schemes)}")
@@ -233,11 +226,11 @@ class AllowList:
         """Return the source for a URL that a job of this namespace names, if the list contains it.
 
         Raises:
-            SourceNotAllowed: The list does not contain it. Whether the source exists makes no difference.
+            Invalid: The list does not contain it. Whether the source exists makes no difference.
         """
         try:
             location = parse(url)
-        except MalformedUrl as error:
+        except ValueError as error:
             raise self.refusal(url, str(error)) from error
         for entry in self.prefixes:
             prefix = Location(entry.scheme, entry.authority, entry.path.replace(NAMESPACE, namespace))
@@ -246,14 +239,14 @@ class AllowList:
                 return Source(url, location, prefix)
         raise self.refusal(url)
 
-    def refusal(self, url: str, why: str = "") -> SourceNotAllowed:
+    def refusal(self, url: str, why: str = "") -> Invalid:
         """Return the error for a URL that the list does not contain."""
         entries = (
             f"{prefix.scheme}://{prefix.authority.removesuffix(f':{_PORTS.get(prefix.scheme)}')}{prefix.path}"
             for prefix in self.prefixes
         )
         allowed = ", ".join((*self.always, *entries)) or "no URLs at all"
-        return SourceNotAllowed.of(
+        return Invalid.of(
             f"{self.field}: {shown(url)} cannot be used: {why or 'the installer does not allow it'}; "
             f"allowed are {allowed}",
             reason=self.refused,
@@ -299,3 +292,70 @@ def _plain(address: Address) -> Address:
 
 def _beneath(path: str, folder: str) -> bool:
     return path == folder or path.startswith(folder if folder.endswith("/") else f"{folder}/")
+
+
+@dataclass(frozen=True, slots=True)
+class _List:
+    """One list of the installer. An empty one allows no host."""
+
+    option: str
+    field: str
+    """The field of a job that it is for."""
+    patterns: tuple[str, ...]
+    rules: tuple[HostRule, ...]
+
+    @classmethod
+    def of(cls, option: str, field: str, patterns: Sequence[str]) -> _List:
+        try:
+            return cls(option, field, tuple(patterns), tuple(installers_rule(text) for text in patterns))
+        except ValueError as error:
+            raise OptionInvalid(str(error)) from error
+
+    def problems(self, hosts: Sequence[str]) -> list[str]:
+        """Return a problem for each host of a job that no entry contains."""
+        # Where a host is, is not the author's business.
+        shown = ", ".join(dict.fromkeys(text.partition("=")[0] for text in self.patterns))
+        allowed = shown or f"none; `{self.option}` of the control plane names some"
+        return [
+            f"{self.field}[{index}]: {text} is not allowed by the installer; allowed hosts: {allowed}"
+            for index, text in enumerate(hosts)
+            if not any(rule.contains(HostRule.parse(text)) for rule in self.rules)
+        ]
+
+
+@dataclass(frozen=True, slots=True)
+class SandboxHosts:
+    """The hosts that the installer allows jobs to open to their sandboxes: in Init and Run, and in Eval."""
+
+    sandbox: _List
+    evaluation: _List
+
+    @classmethod
+    def of(cls, sandbox: Sequence[str], evaluation: Sequence[str]) -> SandboxHosts:
+        """Return the lists as they are written on a command line.
+
+        Raises:
+            OptionInvalid: An entry cannot be used.
+        """
+        return cls(
+            _List.of("--allow-sandbox-host", "spec.sandbox.allowedHosts", sandbox),
+            _List.of("--allow-eval-host", "spec.stages.eval.allowedHosts", evaluation),
+        )
+
+    @property
+    def pinned(self) -> list[str]:
+        """The entries that let a host have an address which is not public."""
+        patterns = dict.fromkeys((*self.sandbox.patterns, *self.evaluation.patterns))
+        return [text for text in patterns if "=" in text]
+
+    def check(self, spec: RolloutJobSpec) -> None:
+        """Check that one entry of the right list contains each host of a job.
+
+        Raises:
+            Invalid: There are hosts for which this is not so; `errors` names each, and the reason is
+                HostsNotAllowed.
+        """
+        problems = self.sandbox.problems(spec.sandbox.allowed_hosts or ())
+        problems += self.evaluation.problems(spec.stages.eval.allowed_hosts or ())
+        if problems:
+            raise Invalid.of(*problems, reason="HostsNotAllowed")

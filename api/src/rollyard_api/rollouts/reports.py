@@ -1,17 +1,34 @@
-"""Requests of workers become events here: typed, checked, and with what is stored already packed."""
+"""What workers report of their leases becomes checked events; the fencing token decides which are accepted.
+
+An event has what is stored already packed, so that the database's writer need not do it.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from typing import Any, Final, NamedTuple
 
-from rollyard_crds.lease import CompleteRequest, FailRequest, StageResult, StageTimes
+import msgspec
+from rollyard_crds.lease import CompleteRequest, FailRequest, StageResult
 from rollyard_crds.trajectory import MALFORMED_CALL, RunRecord, SegmentSizes
 
+from rollyard_api.backends.assignment import without_backend
 from rollyard_api.core.codec import MAX_PROBLEMS, dumps, pack, validated
 from rollyard_api.core.problems import Invalid
 from rollyard_api.machine import events
-from rollyard_api.machine.events import Failed, InitDone, InitSandbox, RunCounts, RunDone, Scored, Times
+from rollyard_api.machine.events import (
+    BACKEND_UNAVAILABLE,
+    Failed,
+    InitDone,
+    InitSandbox,
+    RunCounts,
+    RunDone,
+    Scored,
+)
+from rollyard_api.machine.rollout import Rejection, decide
+from rollyard_api.rollouts import staleness, transitions
+from rollyard_api.storage import rollouts as rollout_rows
+from rollyard_api.storage.database import Transaction
 from rollyard_api.trajectories import packed
 from rollyard_api.trajectories.traces import MAX_REASON
 
@@ -86,7 +103,7 @@ def _turn_problems(trajectory: RunRecord, lengths: Sequence[int], name: str) -> 
 
 def _event(result: StageResult, document: dict[str, Any], carry: bytes) -> events.Report:
     """Return the event of a result that was checked, and of which `document` is what came."""
-    times, stored = _times(result.times), pack(carry) if carry else None
+    stored = pack(carry) if carry else None
     if result.trajectory is not None:
         sizes = [segment.sizes for segment in result.segments]
         # Nothing is added to what came but the sizes, so that a record has the fields that Run gave.
@@ -98,7 +115,7 @@ def _event(result: StageResult, document: dict[str, Any], carry: bytes) -> event
             tokens_in_eval=result.tokens_in_eval,
             carry=stored,
             counts=_counts(result, result.trajectory, sizes),
-            times=times,
+            times=result.times,
         )
     if result.reward is not None:
         return Scored(
@@ -107,12 +124,12 @@ def _event(result: StageResult, document: dict[str, Any], carry: bytes) -> event
             components=dumps(result.reward_components) if result.reward_components else None,
             reason=result.reward_reason or None,
             output=result.reward_output or None,
-            times=times,
+            times=result.times,
         )
     sandbox = None
     if result.sandbox is not None:
         sandbox = InitSandbox(result.sandbox.id, result.sandbox.node, dumps(document["sandbox"]))
-    return InitDone(token=result.token, sandbox=sandbox, carry=stored, times=times)
+    return InitDone(token=result.token, sandbox=sandbox, carry=stored, times=result.times)
 
 
 def _counts(result: StageResult, trajectory: RunRecord, sizes: Sequence[SegmentSizes]) -> RunCounts:
@@ -141,10 +158,6 @@ def _counts(result: StageResult, trajectory: RunRecord, sizes: Sequence[SegmentS
     )
 
 
-def _times(times: StageTimes) -> Times:
-    return Times(times.model_seconds, times.tool_seconds, times.own_seconds)
-
-
 def check_failures(document: Any) -> list[ReportedEvent]:
     """Return the checked failures of a FailRequest.
 
@@ -155,19 +168,62 @@ def check_failures(document: Any) -> list[ReportedEvent]:
         Invalid: A failure is wrong. None of the failures is accepted in this case.
     """
     request = validated(FailRequest, document, strict=True)
+    # The other fields of a failure are those of the event.
     return [
         ReportedEvent(
-            failure.rollout,
-            Failed(
-                token=failure.token,
-                stage=failure.stage,
-                reason=failure.reason,
-                message=failure.message,
-                return_to=failure.return_to,
-                retryable=failure.retryable,
-                counts=failure.counts,
-                times=_times(failure.times),
-            ),
+            failure.rollout, Failed(**{name: value for name, value in failure if name != "rollout"})
         )
         for failure in request.failures
     ]
+
+
+def accept(tx: Transaction, reports: Sequence[ReportedEvent]) -> list[dict[str, str]]:
+    """Accept reports of the current holders of leases, and return one outcome for each, in their order.
+
+    A failed rollout returns to a queue while it has attempts left; otherwise it ends. Rollouts that have left
+    Run and are too old for Eval are taken back.
+
+    Args:
+        tx: The transaction.
+        reports: The ids of rollouts, each with what a worker reports of it. Of several reports of one rollout
+            the first that is accepted counts.
+    """
+    rows = rollout_rows.named(tx, (name for name, _ in reports))
+    failures = [
+        (rows[name].job_id, event.reason)
+        for name, event in reports
+        if isinstance(event, Failed) and name in rows
+    ]
+    jobs = rollout_rows.jobs_of(tx, {job_id for job_id, _ in failures}) if failures else {}
+    down: set[int] = set()
+    if any(reason == BACKEND_UNAVAILABLE for _, reason in failures):
+        pools = {job_id: (job.namespace, job.pool) for job_id, job in jobs.items() if job.pool is not None}
+        lost = without_backend(tx, set(pools.values()))
+        down = {job_id for job_id, key in pools.items() if key in lost}
+    accepted: dict[str, transitions.Decided] = {}
+    outcomes = []
+    for name, event in reports:
+        outcome, row = "unknown", rows.get(name)
+        if row is not None:
+            if row.job_id in down and isinstance(event, Failed):
+                event = msgspec.structs.replace(event, pool_is_down=True)
+            limits = jobs[row.job_id].limits if row.job_id in jobs else None
+            decision = decide(row, event, limits, tx.now)
+            if isinstance(decision, Rejection):
+                outcome = decision.value
+            elif name in accepted:
+                outcome = Rejection.REPEATED.value
+            else:
+                accepted[name] = row, decision
+                outcome = "accepted"
+        outcomes.append({"rollout": name, "outcome": outcome})
+    transitions.apply(tx, accepted.values())
+    ran = [
+        row.id
+        for row, transition in accepted.values()
+        if isinstance(transition.event, RunDone) and row.policy_index is not None
+    ]
+    if ran:
+        for namespace, pool in rollout_rows.stale_pools(tx, ran):
+            staleness.enforce(tx, namespace, pool)
+    return outcomes

@@ -16,7 +16,7 @@ from rollyard_crds.task import Task, TaskSandbox
 from rollyard_pipeline import registry
 from rollyard_pipeline.backends import BackendClient
 from rollyard_pipeline.control_plane.leases import HeldLease, LeaseTable
-from rollyard_pipeline.errors import CarryUnusable, EvalSandboxFailed, SandboxMissing
+from rollyard_pipeline.errors import PermanentFailure, PipelineError
 from rollyard_pipeline.handlers import Evaluation, StageContext
 from rollyard_pipeline.handlers.base import FolderChanges
 from rollyard_pipeline.handlers.shell import ShellHandler
@@ -331,7 +331,7 @@ async def test_more_than_may_be_carried_is_scored(
 async def test_an_init_that_cannot_be_compared_says_so(rollout: Rollout) -> None:
     rollout.job({"carry": {"diff": True}})
     await rollout.play("true", "true", "mkdir -p $(printf 'd/%.0s' {1..70})")
-    with pytest.raises(CarryUnusable, match=r"stages\.eval\.carry\.diff"):
+    with pytest.raises(PermanentFailure, match=r"stages\.eval\.carry\.diff"):
         await rollout.score()
     assert rollout.only_runs_sandbox_is_left()
 
@@ -384,10 +384,10 @@ async def test_a_fresh_sandbox_that_is_lost_costs_no_new_run(rollout: Rollout, h
     (own,) = set(rollout.provider.in_use()) - set(rollout.provider.claimed())
     await rollout.provider.release(own)
     handler.gate.set()
-    with pytest.raises(EvalSandboxFailed) as caught:
+    with pytest.raises(PipelineError) as caught:
         await task
     failure = stage_failure(rollout.held.lease, caught.value, StageTimes())
-    assert (failure.retryable, failure.return_to) == (True, None)
+    assert (failure.reason, failure.retryable, failure.return_to) == ("EvalSandboxFailed", True, None)
     assert (await rollout.score()).reward == 1.0
 
 
@@ -417,8 +417,9 @@ async def test_a_fresh_sandbox_whose_server_crashes_costs_one_evaluation(
         os.kill(record.root.pid, signal.SIGKILL)
         handler.gate.set()
         if attempt == 0:
-            with pytest.raises(EvalSandboxFailed):
+            with pytest.raises(PipelineError) as caught:
                 await task
+            assert caught.value.reason == "EvalSandboxFailed"
     result = await task
     assert (result.reward, result.reward_reason) == (0.0, "SandboxCrashed")
     assert rollout.only_runs_sandbox_is_left()
@@ -460,8 +461,9 @@ async def test_the_policy_is_not_blamed_for_a_sandbox_that_it_never_touched(
     rollout.job({"sandbox": "fresh", **({"carry": carry} if carry else {})}, handler="held")
     await rollout.play("true", "true")
     if carry is None:
-        with pytest.raises(EvalSandboxFailed, match="FileNotFound"):
+        with pytest.raises(PipelineError, match="FileNotFound") as caught:
             await rollout.score()
+        assert caught.value.reason == "EvalSandboxFailed"
     else:
         result = await rollout.score()
         assert (result.reward, result.reward_reason) == (0.0, "SandboxSabotaged")
@@ -489,7 +491,7 @@ async def test_a_sandbox_that_cannot_be_made_ready_is_infrastructure(rollout: Ro
         update={"sandbox": rollout.task.sandbox.model_copy(update={"setup": "sleep 60"})}
     )
     rollout.plane.spec.stages.init.timeout_seconds = 1
-    with pytest.raises(EvalSandboxFailed, match=r"stages\.init\.timeoutSeconds") as caught:
+    with pytest.raises(PipelineError, match=r"stages\.init\.timeoutSeconds") as caught:
         await rollout.score()
     failure = stage_failure(rollout.held.lease, caught.value, StageTimes())
     assert (failure.reason, failure.retryable, failure.return_to) == ("EvalSandboxFailed", True, None)
@@ -603,7 +605,7 @@ async def test_places_are_kept_only_where_they_are_needed() -> None:
         assert kept.room(0) == left, "once it is known that Evals need places, they are kept"
     assert SandboxPlaces(None, usual=7).room(3) == 7
     lonely = SandboxPlaces(node, usual=1, limit=1)  # type: ignore[arg-type]
-    with pytest.raises(SandboxMissing, match="--max-sandboxes is 1"):
+    with pytest.raises(PermanentFailure, match="--max-sandboxes is 1"):
         async with lonely.for_init(held(1, "init")):
             pass
 

@@ -14,7 +14,7 @@ from rollyard_crds.rolloutjob import RolloutJobSpec
 from rollyard_crds.task import Task
 from rollyard_pipeline import sabotage
 from rollyard_pipeline.agents import AgentContext
-from rollyard_pipeline.errors import EvalTimeout, EvaluationInvalid
+from rollyard_pipeline.errors import EvalTimeout, PermanentFailure
 from rollyard_pipeline.handlers import Evaluation, Handler, StageContext
 from rollyard_pipeline.handlers.environment import SYSTEM_PATH, evaluation_environment
 from rollyard_pipeline.sandboxes import open_provider
@@ -234,7 +234,7 @@ async def test_rewards_are_in_range(evaluation: Evaluation, words: str) -> None:
     async def score(ctx: StageContext) -> Evaluation:
         return evaluation
 
-    with pytest.raises(EvaluationInvalid, match=words):
+    with pytest.raises(PermanentFailure, match=words):
         await evaluate(Ranged(score), context(), 5.0)
 
 

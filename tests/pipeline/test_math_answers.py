@@ -14,15 +14,13 @@ import pytest_asyncio
 from rollyard_crds.rolloutjob import RolloutJobSpec
 from rollyard_crds.task import Message, Task
 from rollyard_crds.trajectory import Trajectory
-from rollyard_pipeline.errors import TaskInvalid
+from rollyard_pipeline.errors import ChildFailed, ChildTimeout, TaskInvalid
 from rollyard_pipeline.handlers import StageContext
 from rollyard_pipeline.handlers.answers import final_answer
 from rollyard_pipeline.handlers.math import (
     Judgement,
     MathHandler,
-    VerifierFailed,
     Verifiers,
-    VerifierTimeout,
 )
 from rollyard_pipeline.handlers.statements import statements
 from rollyard_testing.pace import patience
@@ -248,7 +246,7 @@ async def test_people_are_shown_what_was_compared(handler: MathHandler) -> None:
 class Breaking:
     """Verifiers whose processes end in these ways, one after the other, and then judge all to be equal."""
 
-    def __init__(self, *ends: type[VerifierFailed]) -> None:
+    def __init__(self, *ends: type[ChildFailed]) -> None:
         self.ends = list(ends)
         self.asked: list[tuple[Sequence[str], str, float]] = []
 
@@ -263,18 +261,18 @@ class Breaking:
     ("ends", "reward", "components", "reason", "asked"),
     [
         ((), 1.0, {"answered": 1.0}, "", "a"),
-        ((VerifierFailed,), 1.0, {"answered": 1.0}, "", "aa"),
-        ((VerifierTimeout,), 0.0, {"answered": 1.0, "verify_timeout": 1.0}, "VerifyTimeout", "a"),
+        ((ChildFailed,), 1.0, {"answered": 1.0}, "", "aa"),
+        ((ChildTimeout,), 0.0, {"answered": 1.0, "verify_timeout": 1.0}, "VerifyTimeout", "a"),
         (
-            (VerifierFailed, VerifierTimeout), 0.0, {"answered": 1.0, "verify_timeout": 1.0},
+            (ChildFailed, ChildTimeout), 0.0, {"answered": 1.0, "verify_timeout": 1.0},
             "VerifyTimeout", "aa",
         ),
-        ((VerifierFailed,) * 2, 0.0, {"answered": 1.0}, "AnswerUnusable", "aag"),
-        ((VerifierFailed,) * 3, 0.0, {"answered": 1.0}, "AnswerUnusable", "aagg"),
+        ((ChildFailed,) * 2, 0.0, {"answered": 1.0}, "AnswerUnusable", "aag"),
+        ((ChildFailed,) * 3, 0.0, {"answered": 1.0}, "AnswerUnusable", "aagg"),
     ],
 )  # fmt: skip
 async def test_an_answer_that_ends_its_comparison_scores_0(
-    ends: tuple[type[VerifierFailed], ...],
+    ends: tuple[type[ChildFailed], ...],
     reward: float,
     components: dict[str, float],
     reason: str,
@@ -292,8 +290,8 @@ async def test_an_answer_that_ends_its_comparison_scores_0(
 async def test_a_verifier_that_compares_nothing_is_not_the_policys_failing() -> None:
     handler = MathHandler()
     await handler.close()
-    handler._verifiers = Breaking(*(VerifierFailed,) * 4)  # type: ignore[assignment]
-    with pytest.raises(VerifierFailed):
+    handler._verifiers = Breaking(*(ChildFailed,) * 4)  # type: ignore[assignment]
+    with pytest.raises(ChildFailed):
         await handler.eval(context("12", "\\boxed{13}"))
     quick = Breaking()
     handler._verifiers = quick  # type: ignore[assignment]
@@ -335,7 +333,7 @@ async def test_any_accepted_answer_is_right(
 async def test_an_accepted_answer_that_cannot_be_read_never_makes_a_0(handler: MathHandler) -> None:
     given = context("", "\\boxed{9}")
     given.task = Task(id="t", prompt="q", answers=["7", "\\frac{"])
-    with pytest.raises(VerifierFailed, match="answer: the expected answer cannot be read"):
+    with pytest.raises(ChildFailed, match="answer: the expected answer cannot be read"):
         await handler.eval(given)
 
 
@@ -345,7 +343,7 @@ async def test_whom_a_verifier_dies_of(monkeypatch: pytest.MonkeyPatch) -> None:
 
     async def compare(self: Verifiers, golds: Sequence[str], answer: str, seconds: float) -> Judgement:
         if any(word in answer for word in deadly):
-            raise VerifierFailed("the process died")
+            raise ChildFailed("the process died")
         return Judgement(answer in golds)
 
     monkeypatch.setattr(Verifiers, "compare", compare)
@@ -353,7 +351,7 @@ async def test_whom_a_verifier_dies_of(monkeypatch: pytest.MonkeyPatch) -> None:
     found = await handler.eval(context("12", "\\boxed{13}"))
     assert (found.reward, found.reason) == (0.0, "AnswerUnusable")
     deadly.add("12")
-    with pytest.raises(VerifierFailed):
+    with pytest.raises(ChildFailed):
         await handler.eval(context("12", "\\boxed{13}"))
 
 
@@ -371,7 +369,7 @@ async def test_a_comparison_without_end_is_ended_and_the_next_one_works() -> Non
 
         heart = asyncio.create_task(beat())
         started = time.monotonic()
-        with pytest.raises(VerifierTimeout):
+        with pytest.raises(ChildTimeout):
             await verifiers.compare(["1"], "9^{9^{9^{9}}} + \\sin(9^{9^{9}})", 1.0)
         heart.cancel()
         # The event loop continued in the meantime.

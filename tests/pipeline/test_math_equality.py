@@ -8,7 +8,7 @@ import pytest
 import pytest_asyncio
 from rollyard_crds.rolloutjob import RolloutJobSpec
 from rollyard_crds.task import Task
-from rollyard_pipeline.errors import VerifierFailed
+from rollyard_pipeline.errors import ChildFailed
 from rollyard_pipeline.handlers import StageContext
 from rollyard_pipeline.handlers.base import ANSWER
 from rollyard_pipeline.handlers.math import MathHandler
@@ -264,7 +264,7 @@ async def test_what_is_equal(handler: MathHandler, key: str, said: str, reward: 
 )
 @shared
 async def test_a_key_that_cannot_be_read_is_the_authors_failing(handler: MathHandler, key: str) -> None:
-    with pytest.raises(VerifierFailed, match="task 't': answer: the expected answer cannot be read"):
+    with pytest.raises(ChildFailed, match="task 't': answer: the expected answer cannot be read"):
         await handler.eval(context(key, "5"))
 
 

@@ -14,7 +14,7 @@ from rollyard_inference.errors import ContextOverflow
 from rollyard_pipeline.agents.base import AgentContext
 from rollyard_pipeline.chat import ChatFormat
 from rollyard_pipeline.chat.template import ChatTemplate
-from rollyard_pipeline.errors import PromptTooLong
+from rollyard_pipeline.errors import PermanentFailure
 from rollyard_pipeline.tool_parsers.base import ParsedCall, ParsedTurn
 from rollyard_pipeline.tool_parsers.json_calls import HermesParser
 from rollyard_pipeline.tools.base import Tool, ToolContext, ToolResult
@@ -471,7 +471,7 @@ async def test_a_turn_has_the_smaller_of_two_contexts_and_what_is_left_of_it(
         session = Turns(chat, models, "done")
         context = agent_context(chat, session, max_context_tokens=own)
         context.say(more)
-        with pytest.raises(PromptTooLong, match=said):
+        with pytest.raises(PermanentFailure, match=said):
             await context.turn()
         assert (session.asked, context.episode.truncated_reason) == ([], "")
 
@@ -495,7 +495,9 @@ async def test_a_later_turn_without_room_truncates(formats: dict[str, ChatFormat
         assert context.episode.truncated_reason == "MaxContext"
         assert (len(session.asked), len(context.episode.turns)) == (asked, 1)
     context = agent_context(chat, Turns(chat, None, ContextOverflow("no room for it")))
-    with pytest.raises(PromptTooLong, match=r"and the server refused it \(no room for it\): raise the limit"):
+    with pytest.raises(
+        PermanentFailure, match=r"and the server refused it \(no room for it\): raise the limit"
+    ):
         await context.turn()
 
 

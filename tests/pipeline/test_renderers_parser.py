@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from canitoolcall.fixtures import load_family, load_fixtures
-from rollyard_pipeline.errors import NoToolParser, ToolParserFailed
+from rollyard_pipeline.errors import ChildFailed, NoToolParser
 from rollyard_pipeline.tool_parsers import ParsedCall, ParsedTurn
 from rollyard_pipeline.tool_parsers import renderers as parser_module
 from rollyard_pipeline.tool_parsers.base import ChatModel
@@ -128,7 +128,7 @@ async def test_a_tokenizer_that_is_being_replaced_says_nothing_about_the_model(
     file = model.tokenizer / "tokenizer.json"
     written = file.read_text()
     file.write_text(written[:100])
-    with pytest.raises(ToolParserFailed, match=r"TokenizerUnavailable: .*/tokenizer.json cannot be parsed"):
+    with pytest.raises(ChildFailed, match=r"TokenizerUnavailable: .*/tokenizer.json cannot be parsed"):
         await AutoParser().for_model(model, SCHEMAS, readers)
     file.write_text(written)
     assert (await AutoParser().for_model(model, SCHEMAS, readers))[0].endswith(":minimax-m2")

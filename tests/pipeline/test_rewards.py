@@ -18,16 +18,7 @@ from rollyard_crds.rolloutjob import RolloutJobSpec
 from rollyard_crds.task import Message, Task, ToolCall
 from rollyard_crds.trajectory import Segment, Trajectory
 from rollyard_pipeline.control_plane.calls import ControlPlaneUnavailable
-from rollyard_pipeline.errors import (
-    EvaluationInvalid,
-    ExtensionError,
-    PipelineError,
-    RewardComponentUnknown,
-    RewardFunctionFailed,
-    RewardFunctionTimeout,
-    RewardServiceFailed,
-    TaskInvalid,
-)
+from rollyard_pipeline.errors import ChildFailed, PermanentFailure, PipelineError, TaskInvalid
 from rollyard_pipeline.handlers import Evaluation, Handler, StageContext
 from rollyard_pipeline.handlers.math import MathHandler
 from rollyard_pipeline.registry import REWARD_FUNCTIONS, Registry
@@ -157,9 +148,9 @@ async def test_a_penalty_is_not_avoided_by_breaking_the_sandbox(rewards: Rewards
 
 async def test_the_sum_is_bounded_and_names_are_not_taken_twice(rewards: Rewards) -> None:
     given = context({"weights": {"handler": 1e6}}, "x")
-    with pytest.raises(EvaluationInvalid, match=r"spec\.reward\.weights: the reward is 2000000\.0"):
+    with pytest.raises(PermanentFailure, match=r"spec\.reward\.weights: the reward is 2000000\.0"):
         await shaped(rewards, given, Evaluation(2.0))
-    with pytest.raises(EvaluationInvalid, match="component 'handler' is reserved"):
+    with pytest.raises(PermanentFailure, match="component 'handler' is reserved"):
         await shaped(rewards, context({}, "x"), Evaluation(0.0, {"handler": 1.0}))
 
 
@@ -200,7 +191,7 @@ async def test_the_sum_is_bounded_and_names_are_not_taken_twice(rewards: Rewards
     ],
 )
 async def test_names_are_checked_before_anything_starts(rewards: Rewards, reward: Any, words: str) -> None:
-    with pytest.raises(RewardComponentUnknown, match=words) as caught:
+    with pytest.raises(PermanentFailure, match=words) as caught:
         await rewards.check(MathHandler(), spec(reward))
     assert not caught.value.retryable
 
@@ -220,7 +211,7 @@ async def test_a_handler_that_declares_no_component_has_none_to_weigh(rewards: R
             return Evaluation(0.0)
 
     await rewards.check(Silent(), spec({"weights": {"handler": 1.0, "test_timeout": -1.0}}))
-    with pytest.raises(RewardComponentUnknown, match="no component 'style'"):
+    with pytest.raises(PermanentFailure, match="no component 'style'"):
         await rewards.check(Silent(), spec({"weights": {"style": 1.0}}))
 
 
@@ -340,30 +331,30 @@ async def test_a_function_replaces_the_handlers_reward(functions: Rewards) -> No
     weighed = context({**function("length"), "weights": {"characters": 0.1, "handler": 2.0}}, "short")
     assert (await shaped(functions, weighed, Evaluation(1.0))).reward == pytest.approx(2.5)
     # The names of its components are checked, too.
-    with pytest.raises(RewardComponentUnknown, match="no component 'length'"):
+    with pytest.raises(PermanentFailure, match="no component 'length'"):
         await functions.check(MathHandler(), spec({**function("length"), "weights": {"length": 1.0}}))
 
 
 @pytest.mark.parametrize(
-    ("name", "give", "error", "words"),
+    ("name", "give", "reason", "words"),
     [
-        ("raising", "", RewardFunctionFailed, "the reward function 'raising' raised KeyError: 'no such"),
-        ("hanging", "", RewardFunctionTimeout, "gave no answer within 0.5 s"),
-        ("dying", "", RewardFunctionFailed, "ended without an answer"),
-        ("wrong", "nan", RewardFunctionFailed, "reward is nan, expected a number of at most 1,000,000"),
-        ("wrong", "huge", RewardFunctionFailed, "reward is 1000000000, expected a number"),
-        ("wrong", "none", RewardFunctionFailed, "reward is None, expected a number"),
-        ("wrong", "yes", RewardFunctionFailed, "reward is True, expected a number"),
-        ("absent", "", RewardFunctionFailed, "ended at its start: AttributeError"),
+        ("raising", "", "RewardFunctionFailed", "the reward function 'raising' raised KeyError: 'no such"),
+        ("hanging", "", "RewardFunctionTimeout", "gave no answer within 0.5 s"),
+        ("dying", "", "RewardFunctionFailed", "ended without an answer"),
+        ("wrong", "nan", "RewardFunctionFailed", "reward is nan, expected a number of at most 1,000,000"),
+        ("wrong", "huge", "RewardFunctionFailed", "reward is 1000000000, expected a number"),
+        ("wrong", "none", "RewardFunctionFailed", "reward is None, expected a number"),
+        ("wrong", "yes", "RewardFunctionFailed", "reward is True, expected a number"),
+        ("absent", "", "RewardFunctionFailed", "ended at its start: AttributeError"),
     ],
 )
 async def test_a_function_that_fails_gives_no_reward(
-    functions: Rewards, name: str, give: str, error: type[PipelineError], words: str
+    functions: Rewards, name: str, give: str, reason: str, words: str
 ) -> None:
     given = context(function(name, timeoutSeconds=0.5), "x", metadata={"give": give})
-    with pytest.raises(error, match=words) as caught:
+    with pytest.raises(PipelineError, match=words) as caught:
         await shaped(functions, given, Evaluation(1.0))
-    assert caught.value.retryable
+    assert (caught.value.reason, caught.value.retryable) == (reason, True)
     # A function that hangs leaves no process behind.
     for children in functions._functions.values():
         assert all(child.returncode is None for child in children._idle)
@@ -372,7 +363,7 @@ async def test_a_function_that_fails_gives_no_reward(
 
 async def test_an_unknown_function_is_named(rewards: Rewards) -> None:
     words = "no reward function 'mine' is installed on this worker"
-    with pytest.raises(ExtensionError, match=words) as caught:
+    with pytest.raises(PermanentFailure, match=words) as caught:
         await rewards.check(MathHandler(), spec(function("mine")))
     assert caught.value.reason == "UnknownRewardFunction"
 
@@ -382,11 +373,10 @@ async def test_a_child_ends_with_its_parent(tmp_path: Path) -> None:
     (tmp_path / "hang.py").write_text("class F:\n    def score(self, episode):\n        while True: pass\n")
     program = (
         "import asyncio\n"
-        "from rollyard_pipeline.errors import RewardFunctionFailed as F\n"
         "from rollyard_pipeline.child_processes import ChildProcesses\n"
         "async def main():\n"
         "    module = 'rollyard_pipeline.rewards.function_process'\n"
-        "    made = ChildProcesses(module, 'hang:F', what='f', failed=F, timeout=F)\n"
+        "    made = ChildProcesses(module, 'hang:F', what='f', failed='F', timeout='F')\n"
         "    await made.greeting()\n"
         "    print(made._idle[0].pid, flush=True)\n"
         "    await made.ask({}, 600.0)\n"
@@ -447,8 +437,9 @@ async def test_the_service_gets_the_episode_and_its_answer_is_checked(rewards: R
         ({"reward": 1.0, "components": {f"c{n}": 1.0 for n in range(65)}}, "at most 64 numbers"),
     ):
         answer = wrong
-        with pytest.raises(RewardServiceFailed, match=words):
+        with pytest.raises(PipelineError, match=words) as caught:
             await shaped(rewards, given, Evaluation(0.0), ask=ask)
+        assert caught.value.reason == "RewardServiceFailed"
     answer = {"reward": -1e6, "components": {"style": 1000000, "a" * 128: 0.0}}
     given.spec = spec({**reward, "weights": {"style": 1.0}})
     found = await shaped(rewards, given, Evaluation(0.0), ask=ask)
@@ -570,24 +561,24 @@ async def test_a_service_is_asked_again_as_often_as_the_job_says() -> None:
     ] * 4
     found, control = await service_said(broken, good)
     assert (found["reward"], len(control.asked)) == (0.5, 2)
-    with pytest.raises(RewardServiceFailed, match="no score in 2 tries; last: the service answered 500"):
+    with pytest.raises(PipelineError, match="no score in 2 tries; last: the service answered 500"):
         await service_said(broken, broken, good)
     moved = RewardResponse(error="the service answered 307", retryable=False)
-    with pytest.raises(RewardServiceFailed, match="no score in 1 try; last: the service answered 307"):
+    with pytest.raises(PipelineError, match="no score in 1 try; last: the service answered 307"):
         await service_said(moved, good)
 
 
 async def test_a_failure_of_a_function_or_a_service_is_reported_as_one(functions: Rewards) -> None:
     """The report is that of the infrastructure, so the rollout ends as Failed and has no reward."""
-    errors: list[PipelineError] = []
-    with pytest.raises(RewardFunctionFailed) as raised:
+    errors: list[tuple[str, PipelineError]] = []
+    with pytest.raises(ChildFailed) as raised:
         await shaped(functions, context(function("raising"), "x"), Evaluation(1.0))
-    errors.append(raised.value)
-    with pytest.raises(RewardServiceFailed) as refused:
+    errors.append(("RewardFunctionFailed", raised.value))
+    with pytest.raises(PipelineError) as refused:
         await service_said(RewardResponse(error="no", retryable=False))
-    errors.append(refused.value)
-    for error in errors:
+    errors.append(("RewardServiceFailed", refused.value))
+    for reason, error in errors:
         failure = stage_failure(LEASE, error, StageTimes())
         assert (failure.reason, failure.retryable, failure.counts, failure.return_to) == (
-            type(error).__name__, True, True, None,
+            reason, True, True, None,
         )  # fmt: skip

@@ -34,11 +34,9 @@ from rollyard_pipeline.backends.session import request_seed
 from rollyard_pipeline.control_plane.leases import HeldLease
 from rollyard_pipeline.errors import (
     EvalTimeout,
-    HandlerStateInvalid,
     NoToolParser,
-    PromptTooLong,
-    RewardComponentUnknown,
-    SandboxCrashed,
+    PermanentFailure,
+    PipelineError,
     SetupFailed,
     TemplateError,
     TokenizerUnavailable,
@@ -346,7 +344,8 @@ async def test_a_first_prompt_that_leaves_no_room_fails_before_anything_is_sampl
     rollout.model.card |= card
     rollout.model.context = context
     with pytest.raises(
-        PromptTooLong, match=rf"^task 't': the first prompt has \d\d+ tokens .*, and {limit}: raise the limit"
+        PermanentFailure,
+        match=rf"^task 't': the first prompt has \d\d+ tokens .*, and {limit}: raise the limit",
     ) as caught:
         await rollout.play()
     assert rollout.model.prompts == []
@@ -611,7 +610,7 @@ async def test_a_jobs_reward_is_made_of_components(
 
 async def test_a_weight_for_nothing_ends_init_before_a_sandbox_starts(rollout: Rollout) -> None:
     rollout.configure(reward={"weights": {"exit_zero": 1.0, "style": 1.0}})
-    with pytest.raises(RewardComponentUnknown, match="no component 'style'"):
+    with pytest.raises(PermanentFailure, match="no component 'style'"):
         await rollout.stage("init")
     assert rollout.provider.claimed() == []
 
@@ -740,10 +739,10 @@ def test_a_carry_is_json_of_at_most_a_mebibyte() -> None:
     context.carry["a"] = "x" * ((1 << 20) - len('{"a": ""}'))
     assert checked_carry(context) is context.carry
     context.carry["a"] += "x"
-    with pytest.raises(HandlerStateInvalid, match="1048577 bytes"):
+    with pytest.raises(PermanentFailure, match="1048577 bytes"):
         checked_carry(context)
     context.carry["a"] = object()
-    with pytest.raises(HandlerStateInvalid, match="no JSON"):
+    with pytest.raises(PermanentFailure, match="no JSON"):
         checked_carry(context)
 
 
@@ -1038,9 +1037,12 @@ async def test_a_crash_of_an_exec_server_is_a_failure_once(
     assert (trajectory.truncated, trajectory.truncated_reason) == (True, "SandboxCrashed")
     assert trajectory.messages[-1].content == "error: the sandbox has ended by itself, and is gone"
     assert "this is a bug" in caplog.text
-    with pytest.raises(SandboxCrashed) as caught:
+    with pytest.raises(PipelineError) as caught:
         await rollout.score()
-    assert (caught.value.return_to, caught.value.counts, caught.value.retryable) == ("init", True, True)
+    error = caught.value
+    assert (error.reason, error.return_to, error.counts, error.retryable) == (
+        "SandboxCrashed", "init", True, True,
+    )  # fmt: skip
     again = await rollout.score(attempt=1)
     assert (again.reward, again.reward_reason) == (0.0, "SandboxCrashed")
 
@@ -1075,8 +1077,9 @@ async def test_a_crash_after_run_is_a_failure_once(rollout: Rollout) -> None:
     assert rollout.init.sandbox is not None
     await eventually(lambda: not rollout.provider.claimed(), patience(20))
     for swept in ([], [rollout.init.sandbox.id]):
-        with pytest.raises(SandboxCrashed):
+        with pytest.raises(PipelineError) as caught:
             await rollout.score()
+        assert caught.value.reason == "SandboxCrashed"
         again = await rollout.score(attempt=1)
         assert (again.reward, again.reward_reason) == (0.0, "SandboxCrashed")
         if not swept:

@@ -15,7 +15,7 @@ from rollyard_pipeline import registry
 from rollyard_pipeline.backends import BackendClient
 from rollyard_pipeline.control_plane.calls import ControlPlaneUnavailable, JobSpecs
 from rollyard_pipeline.control_plane.leases import HeldLease
-from rollyard_pipeline.errors import ControlPlaneRefused, SandboxMissing
+from rollyard_pipeline.errors import ControlPlaneRefused, PermanentFailure
 from rollyard_pipeline.handlers.shell import ShellHandler
 from rollyard_pipeline.sandboxes.errors import NodeDiskFull, SandboxLost
 from rollyard_pipeline.sandboxes.interface import SandboxRequest
@@ -648,7 +648,7 @@ async def test_a_worker_that_ends_closes_every_handler_that_it_has_used() -> Non
     stages = Stages(plane, BackendClient(), None, registry.Registry({registry.HANDLERS: kinds}))
     for name in ("two", "one", "two"):
         plane.spec = plane.spec.model_copy(update={"handler": name})
-        with pytest.raises(SandboxMissing):
+        with pytest.raises(PermanentFailure, match="no sandboxes"):
             await stages.work(HeldLease(of_job(f"{name}-{id(plane.spec)}")), StageTimes())
     await stages.close()
     assert sorted(closed) == ["one", "two"]

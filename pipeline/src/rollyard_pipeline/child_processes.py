@@ -16,7 +16,7 @@ import signal
 import sys
 from typing import Any, Final
 
-from rollyard_pipeline.errors import PipelineError
+from rollyard_pipeline.errors import ChildFailed, ChildTimeout
 
 _LINE: Final = 1 << 20  # The limit of an answer in bytes.
 _START_SECONDS: Final = 60.0  # Importing large libraries takes long on a busy machine.
@@ -30,8 +30,8 @@ class ChildProcesses:
         module: The module that the children run.
         arguments: The arguments of the module.
         what: The name of a child, for messages.
-        failed: The exception for a child that could not be started or died.
-        timeout: The exception for a request that was not answered in time.
+        failed: The reason of the exception for a child that could not be started or died.
+        timeout: The reason of the exception for a request that was not answered in time.
         count: The number of children, and therefore of simultaneous requests.
     """
 
@@ -40,8 +40,8 @@ class ChildProcesses:
         module: str,
         *arguments: str,
         what: str,
-        failed: type[PipelineError],
-        timeout: type[PipelineError],
+        failed: str,
+        timeout: str,
         count: int = 2,
     ) -> None:
         self._command = (sys.executable, "-P", "-m", module, *arguments)
@@ -57,7 +57,7 @@ class ChildProcesses:
         """Return what the first child says about itself, once it has started.
 
         Raises:
-            PipelineError: The exception `failed`: the child cannot be started.
+            ChildFailed: The child cannot be started.
         """
         if self._greeting is None:
             async with self._places:
@@ -69,8 +69,8 @@ class ChildProcesses:
         """Return a child's answer. Waiting for a free child does not count against `seconds`.
 
         Raises:
-            PipelineError: The exception `timeout`: there is no answer within `seconds`. The exception
-                `failed`: the child could not be started or died.
+            ChildTimeout: There is no answer within `seconds`.
+            ChildFailed: The child could not be started or died.
         """
         async with self._places:
             child = self._idle.pop() if self._idle else await self._start()
@@ -101,13 +101,13 @@ class ChildProcesses:
                 limit=_LINE,
             )
         except OSError as error:
-            raise self._failed(f"{self._what} cannot be started: {error}") from error
+            raise self._error(f"cannot be started: {error}") from error
         try:
             async with asyncio.timeout(_START_SECONDS):
                 line = await self._line(child)
         except TimeoutError as error:
             await end_child(child)
-            raise self._failed(f"{self._what} was not ready within {_START_SECONDS:g} s") from error
+            raise self._error(f"was not ready within {_START_SECONDS:g} s") from error
         except BaseException:
             await end_child(child)
             raise
@@ -115,7 +115,7 @@ class ChildProcesses:
         if word.strip() != b"ready":
             await end_child(child)
             output = line[:500].decode(errors="replace").strip()
-            raise self._failed(f"{self._what} ended at its start: {output or 'is its package installed?'}")
+            raise self._error(f"ended at its start: {output or 'is its package installed?'}")
         self._greeting = json.loads(about) if about.strip() else {}
         return child
 
@@ -125,31 +125,34 @@ class ChildProcesses:
         try:
             async with asyncio.timeout(seconds):
                 if child.stdin is None:
-                    raise self._failed(f"{self._what} has no input")
+                    raise self._error("has no input")
                 child.stdin.write(json.dumps(request).encode() + b"\n")
                 await child.stdin.drain()
                 line = await self._line(child)
         except TimeoutError as error:
-            raise self._timeout(f"{self._what} gave no answer within {seconds:g} s") from error
+            raise ChildTimeout(f"{self._what} gave no answer within {seconds:g} s", self._timeout) from error
         except OSError as error:
-            raise self._failed(f"{self._what} ended: {error}") from error
+            raise self._error(f"ended: {error}") from error
         if not line:
-            raise self._failed(f"{self._what} ended without an answer")
+            raise self._error("ended without an answer")
         try:
             answer = json.loads(line)
         except ValueError as error:
-            raise self._failed(f"{self._what} gave an answer that is no JSON") from error
+            raise self._error("gave an answer that is no JSON") from error
         if not isinstance(answer, dict):
-            raise self._failed(f"{self._what} gave an answer that is no object")
+            raise self._error("gave an answer that is no object")
         return answer
+
+    def _error(self, what: str) -> ChildFailed:
+        return ChildFailed(f"{self._what} {what}", self._failed)
 
     async def _line(self, child: asyncio.subprocess.Process) -> bytes:
         if child.stdout is None:
-            raise self._failed(f"{self._what} has no output")
+            raise self._error("has no output")
         try:
             return await child.stdout.readline()
         except ValueError as error:
-            raise self._failed(f"{self._what} gave an answer of more than {_LINE} bytes") from error
+            raise self._error(f"gave an answer of more than {_LINE} bytes") from error
 
 
 async def end_child(child: asyncio.subprocess.Process) -> None:

@@ -4,6 +4,8 @@ Exceptions that the package always catches itself derive from the root and stand
 Failures of an inference server have their own tree, `rollyard_inference.errors`. A `PipelineError` is
 always an infrastructure failure. It becomes a `StageFailure`, never a reward. What the policy did wrong is
 not an exception but a `truncated` trajectory, an observation, or a low score.
+
+There is one class for each way in which a failure is handled. The reason says what has happened.
 """
 
 from __future__ import annotations
@@ -21,11 +23,19 @@ class WorkerError(Exception):
 
 
 class PipelineError(WorkerError):
-    """The base class of infrastructure failures. The attributes say what the queue does next."""
+    """An infrastructure failure after which the stage is tried again, unless the class says otherwise.
+
+    The attributes say what the queue does next.
+
+    Args:
+        message: What has happened, for people.
+        reason: What has happened, for programs; that of the class if it is None.
+        return_to: The stage at which the rollout begins again; that of the class if it is None.
+    """
 
     reason = "PipelineError"
     retryable: ClassVar[bool] = True
-    return_to: ClassVar[StageName | None] = None
+    return_to: StageName | None = None
     counts: ClassVar[bool] = True
     """Whether the failure counts as an attempt of the rollout.
 
@@ -34,6 +44,15 @@ class PipelineError(WorkerError):
     of_node: ClassVar[bool] = False
     """Whether a failure at a worker's start concerns the node, so another node may succeed."""
 
+    def __init__(
+        self, message: str, reason: str | None = None, *, return_to: StageName | None = None
+    ) -> None:
+        super().__init__(message)
+        if reason is not None:
+            self.reason = reason
+        if return_to is not None:
+            self.return_to = return_to
+
 
 class OptionError(PipelineError):
     """A command-line option cannot be used."""
@@ -41,133 +60,38 @@ class OptionError(PipelineError):
     reason = "OptionInvalid"
 
 
-class ExtensionError(PipelineError):
-    """A handler, agent, tool, parser or reward function of this name cannot be loaded on this worker.
+class PermanentFailure(PipelineError):
+    """A failure that every attempt would have."""
 
-    The reason is `UnknownHandler`, `UnknownAgent`, `UnknownTool`, `UnknownToolParser` or
-    `UnknownRewardFunction`.
-    """
-
-    reason = "UnknownExtension"
+    reason = "PermanentFailure"
     retryable = False
 
-    def __init__(self, message: str, reason: str) -> None:
-        super().__init__(message)
-        self.reason = reason
 
-
-class NoToolParser(PipelineError):
+class NoToolParser(PermanentFailure):
     """No parser reads the calls of the model's chat template. It ends the job, as every rollout has it."""
 
     reason = NO_TOOL_PARSER
-    retryable = False
 
 
-class ToolParserFailed(PipelineError):
-    """The process that reads turns with the library `renderers` could not be started, or died."""
-
-    reason = "ToolParserFailed"
-
-
-class ToolParserTimeout(ToolParserFailed):
-    """The process took too long for a turn, and was killed."""
-
-    reason = "ToolParserTimeout"
-
-
-class RewardComponentUnknown(PipelineError):
-    """The job's `reward` names a component that nothing returns, or gives one name to two components."""
-
-    reason = "RewardComponentUnknown"
-    retryable = False
-
-
-class RewardFunctionFailed(PipelineError):
-    """The job's reward function raised an exception, died, or returned something else than a score."""
-
-    reason = "RewardFunctionFailed"
-
-
-class RewardFunctionTimeout(RewardFunctionFailed):
-    """The job's reward function took too long, and its process was killed."""
-
-    reason = "RewardFunctionTimeout"
-
-
-class RewardServiceFailed(PipelineError):
-    """The job's reward service gave no score in any of the tries."""
-
-    reason = "RewardServiceFailed"
-
-
-class FormatCheckFailed(PipelineError):
-    """The process that looks for patterns could not be started, or died."""
-
-    reason = "FormatCheckFailed"
-
-
-class FormatCheckTimeout(FormatCheckFailed):
-    """A pattern could not be looked for in time, and the process was killed."""
-
-    reason = "FormatCheckTimeout"
-
-
-class TaskInvalid(PipelineError):
+class TaskInvalid(PermanentFailure):
     """The task lacks what its handler or agent needs. The message names the field."""
 
     reason = "TaskInvalid"
-    retryable = False
 
 
-class PromptTooLong(PipelineError):
-    """The first prompt of a rollout leaves no room for a sampled token. The message has both numbers."""
-
-    reason = "PromptTooLong"
-    retryable = False
-
-
-class TokenizerUnavailable(PipelineError):
+class TokenizerUnavailable(PermanentFailure):
     """The folder of the tokenizer is not on this machine, or is incomplete."""
 
     reason = "TokenizerUnavailable"
-    retryable = False
 
 
-class TemplateError(PipelineError):
+class TemplateError(PermanentFailure):
     """The chat template is broken, or refuses this conversation."""
 
     reason = "TemplateError"
-    retryable = False
 
 
-class SetupFailed(PipelineError):
-    """The task's setup script did not exit with 0."""
-
-    reason = "SetupFailed"
-    return_to: ClassVar[StageName | None] = "init"
-
-
-class InitTimeout(PipelineError):
-    """Init took longer than `stages.init.timeoutSeconds`."""
-
-    reason = "InitTimeout"
-    return_to: ClassVar[StageName | None] = "init"
-
-
-class EvalTimeout(PipelineError):
-    """Eval took longer than its limit, and not because of what ran in the sandbox."""
-
-    reason = "EvalTimeout"
-
-
-class EvaluationInvalid(PipelineError):
-    """A handler's evaluation is not a finite number, or lies outside of its `reward_range`."""
-
-    reason = "EvaluationInvalid"
-    retryable = False
-
-
-class RewardUnusable(PipelineError):
+class RewardUnusable(PermanentFailure):
     """The tests of a task gave no reward, or none that can be used.
 
     A handler raises it from `eval` where the policy may have caused this. The evaluation is then repeated in
@@ -175,12 +99,42 @@ class RewardUnusable(PipelineError):
     """
 
     reason = "RewardUnusable"
-    retryable = False
 
     def __init__(self, message: str, reward_reason: str) -> None:
         super().__init__(message)
         self.reward_reason = reward_reason
         """The record's `reward_reason` if the policy is to blame."""
+
+
+class ChildFailed(PipelineError):
+    """A child process (see `child_processes`) could not be started, died, or said that its work failed."""
+
+    reason = "ChildFailed"
+
+
+class ChildTimeout(ChildFailed):
+    """A child process took too long for a request, and was killed."""
+
+    reason = "ChildTimeout"
+
+
+class HandlerFailed(PipelineError):
+    """The process of a handler's call could not be started, or died. The message names the handler."""
+
+    reason = "HandlerFailed"
+
+
+class SetupFailed(PipelineError):
+    """The task's setup script did not exit with 0, or Init took too long."""
+
+    reason = "SetupFailed"
+    return_to = "init"
+
+
+class EvalTimeout(PipelineError):
+    """Eval took longer than its limit, and not because of what ran in the sandbox."""
+
+    reason = "EvalTimeout"
 
 
 class CarryRefused(PipelineError):
@@ -201,29 +155,6 @@ class EvalSandboxEnded(PipelineError):
         super().__init__(message)
         self.reward_reason = reward_reason
         """The reason of the reward of 0."""
-
-
-class SandboxCrashed(PipelineError):
-    """The exec server of a rollout's sandbox has ended by itself, which is a bug of ours, for the first time.
-
-    When it does again, the rollout scores 0.
-    """
-
-    reason = "SandboxCrashed"
-    return_to = "init"
-
-
-class CarryUnusable(PipelineError):
-    """The job requests a carry that its own Init makes impossible. The message names the field."""
-
-    reason = "CarryUnusable"
-    retryable = False
-
-
-class EvalSandboxFailed(PipelineError):
-    """Eval's fresh sandbox could not be prepared, or was lost. What Run left still exists."""
-
-    reason = "EvalSandboxFailed"
 
 
 class NoBackend(PipelineError):
@@ -248,41 +179,3 @@ class NotThere(ControlPlaneRefused):
 
 class JobEnded(ControlPlaneRefused):
     """The job that this worker's token serves has ended, or was deleted or replaced."""
-
-
-class SandboxMissing(PipelineError):
-    """A sandbox is needed on a worker that was started without any."""
-
-    reason = "SandboxMissing"
-    retryable = False
-
-
-class HandlerStateInvalid(PipelineError):
-    """What a handler left in `ctx.carry` is not JSON, or is too large."""
-
-    reason = "HandlerStateInvalid"
-    retryable = False
-
-
-class HandlerFailed(PipelineError):
-    """The process of a handler's call could not be started, or died. The message names the handler."""
-
-    reason = "HandlerFailed"
-
-
-class HandlerRaised(PipelineError):
-    """A handler raised an exception of a class that Rollyard does not know, in its own process."""
-
-    reason = "InternalError"
-
-
-class HandlerBlocked(PipelineError):
-    """The code of a handler was at work when the time of Run was up, so the policy is not to blame."""
-
-    reason = "HandlerBlocked"
-
-
-class VerifierFailed(PipelineError):
-    """The process that compares answers could not be started, or died."""
-
-    reason = "VerifierFailed"

@@ -10,7 +10,7 @@ import contextlib
 from importlib import metadata
 from typing import Any, Final
 
-from rollyard_pipeline.errors import ExtensionError
+from rollyard_pipeline.errors import PermanentFailure
 
 HANDLERS: Final = "rollyard.handlers"
 AGENTS: Final = "rollyard.agents"
@@ -61,7 +61,7 @@ class Registry:
         """Load the extensions of Rollyard's own distribution, so that `load` finds them at once."""
         for group in (HANDLERS, AGENTS, TOOLS, TOOL_PARSERS):
             for entry in self._own_entries().select(group=group):
-                with contextlib.suppress(ExtensionError):
+                with contextlib.suppress(PermanentFailure):
                     self.load(group, entry.name)
 
     def _own_entries(self) -> metadata.EntryPoints:
@@ -88,7 +88,7 @@ class Registry:
         """Return the class called `name`.
 
         Raises:
-            ExtensionError: No extension of that name is installed here, or it cannot be imported.
+            PermanentFailure: No extension of that name is installed here, or it cannot be imported.
         """
         key = (group, name)
         if key not in self._loaded:
@@ -96,7 +96,7 @@ class Registry:
             try:
                 self._loaded[key] = entry.load()
             except (ImportError, AttributeError) as error:
-                raise ExtensionError(
+                raise PermanentFailure(
                     f"the {_NOUN[group]} '{name}' ({entry.value}) cannot be loaded: {error}", _REASON[group]
                 ) from error
         return self._loaded[key]
@@ -109,7 +109,7 @@ class Registry:
         """Return where the class called `name` is, as `module:class`, without importing it.
 
         Raises:
-            ExtensionError: No extension of that name is installed here.
+            PermanentFailure: No extension of that name is installed here.
         """
         loaded = self._loaded.get((group, name))
         if loaded is not None:
@@ -120,7 +120,7 @@ class Registry:
         entries = self._entries_of(group, name)
         if not entries:
             names = ", ".join(installed(group)) or "none"
-            raise ExtensionError(
+            raise PermanentFailure(
                 f"no {_NOUN[group]} '{name}' is installed on this worker; installed: {names}", _REASON[group]
             )
         return entries[0]

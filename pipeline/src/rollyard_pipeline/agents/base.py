@@ -29,7 +29,7 @@ from rollyard_sandbox.errors import ConnectionLost, ServerFault
 from rollyard_sandbox.errors import SandboxError as ExecError
 
 from rollyard_pipeline.backends.session import BackendSession
-from rollyard_pipeline.errors import PromptTooLong
+from rollyard_pipeline.errors import PermanentFailure
 from rollyard_pipeline.sabotage import reward_reason, was_removed
 from rollyard_pipeline.tool_parsers.base import ParsedCall, ParsedTurn, TokenParser, ToolCallParser
 from rollyard_pipeline.tools.base import Tool, ToolContext, ToolResult, check_arguments, refusal
@@ -133,7 +133,7 @@ class AgentContext:
         turn that reaches its token limit is returned and truncates the episode.
 
         Raises:
-            PromptTooLong: The context has no room for the first turn, before the policy has done anything.
+            PermanentFailure: The context has no room for the first turn, before the policy has done anything.
             BackendError, TemplateError: The infrastructure failed. Agents should not catch these exceptions.
         """
         session, recorder = self._session, self.episode.recorder
@@ -172,12 +172,13 @@ class AgentContext:
         """Truncate the episode, because its next prompt leaves no room for a sampled token.
 
         Raises:
-            PromptTooLong: It is the first prompt, so the policy is not to blame. Another try cannot help.
+            PermanentFailure: It is the first prompt, so the policy is not to blame. Another try cannot help.
         """
         if not self.episode.sampled_turns:
-            raise PromptTooLong(
+            raise PermanentFailure(
                 f"task '{self.task.id}': the first prompt has {tokens} tokens (with tools and chat template),"
-                f" and {limit}: raise the limit, or shorten the prompt"
+                f" and {limit}: raise the limit, or shorten the prompt",
+                "PromptTooLong",
             )
         self.episode.truncate("MaxContext")
 

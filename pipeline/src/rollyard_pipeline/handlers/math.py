@@ -23,7 +23,7 @@ from rollyard_crds.fields.signals import SHIPPED
 from rollyard_crds.task import Task
 
 from rollyard_pipeline.child_processes import ChildProcesses, begin_child
-from rollyard_pipeline.errors import TaskInvalid, VerifierFailed
+from rollyard_pipeline.errors import ChildFailed, ChildTimeout, TaskInvalid
 from rollyard_pipeline.handlers.base import Evaluation, Handler, StageContext
 from rollyard_pipeline.handlers.statements import statements
 from rollyard_pipeline.sabotage import ANSWER_UNUSABLE, VERIFY_TIMEOUT
@@ -31,13 +31,7 @@ from rollyard_pipeline.sabotage import ANSWER_UNUSABLE, VERIFY_TIMEOUT
 _MEMORY: Final = 2 << 30  # The size of a child's address space in bytes.
 
 
-class VerifierTimeout(VerifierFailed):
-    """A comparison did not end in time, and its process was killed."""
-
-    reason = "VerifierTimeout"
-
-
-class KeyUnreadable(VerifierFailed):
+class KeyUnreadable(ChildFailed):
     """The expected answer is no text and no formula that can be read, so that no answer can be judged."""
 
     reason = "KeyUnreadable"
@@ -67,7 +61,7 @@ class Verifiers:
 
     def __init__(self, count: int = 2) -> None:
         self._children = ChildProcesses(
-            __name__, what="the verifier", failed=VerifierFailed, timeout=VerifierTimeout, count=count
+            __name__, what="the verifier", failed="VerifierFailed", timeout="VerifierTimeout", count=count
         )
 
     async def compare(self, golds: Sequence[str], answer: str, seconds: float) -> Judgement:
@@ -77,8 +71,8 @@ class Verifiers:
 
         Raises:
             KeyUnreadable: One of `golds` can be read in no way, and no other one is equal.
-            VerifierTimeout: There is no result within `seconds`.
-            VerifierFailed: The child could not be started or died.
+            ChildTimeout: There is no result within `seconds`.
+            ChildFailed: The child could not be started or died.
         """
         answered = await self._children.ask({"golds": list(golds), "answer": answer}, seconds)
         if "unreadable" in answered:
@@ -149,7 +143,7 @@ class MathHandler(Handler):
 
         Raises:
             TaskInvalid: The task has no answer.
-            VerifierFailed: The task's answer cannot be read, or no process can compare it.
+            ChildFailed: The task's answer cannot be read, or no process can compare it.
         """
         golds = ctx.task.accepted_answers()
         if not golds:
@@ -158,13 +152,13 @@ class MathHandler(Handler):
         answered = {"answered": 1.0}  # What takes too long to compare is an answer.
         try:
             verdict = await self._compare(golds, text, ctx.timeout)
-        except VerifierTimeout:
+        except ChildTimeout:
             expected = "\nexpected: ".join(golds)
             ctx.show(f"The comparison was ended after {_VERDICT_SECONDS:g} s.\nexpected: {expected}")
             return Evaluation(0.0, {**answered, "verify_timeout": 1.0}, VERIFY_TIMEOUT)
         except KeyUnreadable as error:
-            raise VerifierFailed(f"task '{ctx.task.id}': answer: {error}") from error
-        except VerifierFailed:
+            raise ChildFailed(f"task '{ctx.task.id}': answer: {error}", "VerifierFailed") from error
+        except ChildFailed:
             # This is the proof: if the verifier can compare each gold answer with itself, the other answer
             # ended it.
             for gold in golds:
@@ -178,15 +172,15 @@ class MathHandler(Handler):
 
         Raises:
             KeyUnreadable: An expected answer can be read in no way, and no other one is equal.
-            VerifierTimeout: There is no result in time.
-            VerifierFailed: Two processes died.
+            ChildTimeout: There is no result in time.
+            ChildFailed: Two processes died.
         """
         seconds = min(_VERDICT_SECONDS, timeout)
         try:
             return await self._verifiers.compare(golds, answer, seconds)
-        except (VerifierTimeout, KeyUnreadable):
+        except (ChildTimeout, KeyUnreadable):
             raise
-        except VerifierFailed:
+        except ChildFailed:
             return await self._verifiers.compare(golds, answer, seconds)
 
     async def close(self) -> None:

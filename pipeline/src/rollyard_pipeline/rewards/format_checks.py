@@ -18,7 +18,7 @@ from rollyard_crds.task import Task
 from rollyard_crds.trajectory import RunRecord
 
 from rollyard_pipeline.child_processes import ChildProcesses, begin_child
-from rollyard_pipeline.errors import FormatCheckFailed, FormatCheckTimeout
+from rollyard_pipeline.errors import ChildFailed, ChildTimeout
 from rollyard_pipeline.handlers.base import said_by_policy
 
 _SECONDS: Final = 10.0
@@ -37,8 +37,8 @@ class FormatChecks:
         self._children = ChildProcesses(
             __name__,
             what="the search for a pattern",
-            failed=FormatCheckFailed,
-            timeout=FormatCheckTimeout,
+            failed="FormatCheckFailed",
+            timeout="FormatCheckTimeout",
         )
 
     async def kept(self, check: FormatCheck, texts: Sequence[str]) -> tuple[bool, bool]:
@@ -47,7 +47,7 @@ class FormatChecks:
         What cannot be decided in time is not kept: a policy could otherwise gain from a text that takes long.
 
         Raises:
-            FormatCheckFailed: The processes cannot be started, or die whatever the text is.
+            ChildFailed: The processes cannot be started, or die whatever the text is.
         """
         if not texts:
             return False, True
@@ -56,9 +56,9 @@ class FormatChecks:
             return all(has_tags(text, check.tags) for text in chosen), True
         try:
             return await self._found(check, chosen), True
-        except FormatCheckTimeout:
+        except ChildTimeout:
             return False, False
-        except FormatCheckFailed:
+        except ChildFailed:
             # This is the proof: if the pattern can be looked for in an empty text, the other one ended the
             # process.
             await self._found(check, [""])
@@ -69,9 +69,9 @@ class FormatChecks:
         request = {"pattern": check.pattern, "texts": texts}
         try:
             answer = await self._children.ask(request, self._seconds)
-        except FormatCheckTimeout:
+        except ChildTimeout:
             raise
-        except FormatCheckFailed:
+        except ChildFailed:
             answer = await self._children.ask(request, self._seconds)
         return bool(answer.get("found"))
 

@@ -33,15 +33,7 @@ from rollyard_process.backoff import Backoff
 
 from rollyard_pipeline.child_processes import ChildProcesses
 from rollyard_pipeline.control_plane.calls import TRY_AGAIN, ControlPlaneUnavailable, WorkerCalls
-from rollyard_pipeline.errors import (
-    EvaluationInvalid,
-    PipelineError,
-    RewardComponentUnknown,
-    RewardFunctionFailed,
-    RewardFunctionTimeout,
-    RewardServiceFailed,
-    TaskInvalid,
-)
+from rollyard_pipeline.errors import ChildFailed, PermanentFailure, PipelineError, TaskInvalid
 from rollyard_pipeline.handlers.base import Evaluation, Handler, StageContext
 from rollyard_pipeline.registry import REWARD_FUNCTIONS, Registry
 from rollyard_pipeline.rewards.components import component_problems
@@ -60,7 +52,7 @@ async def service_score(
     While the control plane does not answer, this waits; the caller limits the time.
 
     Raises:
-        RewardServiceFailed: The service gave no score, or may not be asked.
+        PipelineError: The service gave no score, or may not be asked.
     """
     request = RewardRequest(rollout=lease.rollout, token=lease.token, episode=episode)
     attempts = unavailable = 0
@@ -76,7 +68,9 @@ async def service_score(
         attempts += 1
         if attempts >= service.max_attempts or not answer.retryable:
             tries = "1 try" if attempts == 1 else f"{attempts} tries"
-            raise RewardServiceFailed(f"the reward service gave no score in {tries}; last: {answer.error}")
+            raise PipelineError(
+                f"the reward service gave no score in {tries}; last: {answer.error}", "RewardServiceFailed"
+            )
         await asyncio.sleep(_PAUSES.pause(attempts))
 
 
@@ -165,7 +159,7 @@ def checked_score(
     required: Collection[str],
     taken: Collection[str],
     source: str,
-    failed: type[PipelineError],
+    failed: str,
 ) -> dict[str, float]:
     """Return a score as components: the reward under `name`, and the components beside it.
 
@@ -175,31 +169,32 @@ def checked_score(
         required: The components that must be there.
         taken: The names that others have.
         source: Who gave the score, for messages.
-        failed: The exception for a score that cannot be used.
+        failed: The reason of the exception for a score that cannot be used.
 
     Raises:
-        PipelineError: The exception `failed`: a value is no finite number of at most 10⁶ in size, or a
-            component is missing or has a name that it must not have.
+        PipelineError: A value is no finite number of at most 10⁶ in size, or a component is missing or has a
+            name that it must not have.
     """
     components = answer.get("components") or {}
     if not isinstance(components, dict) or len(components) > MAX_COMPONENTS:
-        raise failed(f"{source}: 'components' must be an object of at most {MAX_COMPONENTS} numbers")
+        words = f"'components' must be an object of at most {MAX_COMPONENTS} numbers"
+        raise PipelineError(f"{source}: {words}", failed)
     checked = {name: _number(answer.get("reward"), "reward", source, failed)}
     for key, value in components.items():
         if len(key) > 128 or _NAME.match(key) is None or key in RESERVED or key in taken:
-            raise failed(f"{source}: {_shown(key)} is no name that a component of it may have")
+            words = f"{_shown(key)} is no name that a component of it may have"
+            raise PipelineError(f"{source}: {words}", failed)
         checked[key] = _number(value, f"component '{key}'", source, failed)
     missing = sorted(set(required) - checked.keys())
     if missing:
-        raise failed(f"{source}: component '{missing[0]}' is missing")
+        raise PipelineError(f"{source}: component '{missing[0]}' is missing", failed)
     return checked
 
 
-def _number(value: Any, field: str, source: str, failed: type[PipelineError]) -> float:
+def _number(value: Any, field: str, source: str, failed: str) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not _in_range(value):
-        raise failed(
-            f"{source}: {field} is {_shown(value)}, expected a number of at most {MAX_REWARD:,.0f} in size"
-        )
+        words = f"{field} is {_shown(value)}, expected a number of at most {MAX_REWARD:,.0f} in size"
+        raise PipelineError(f"{source}: {words}", failed)
     return float(value)
 
 
@@ -234,9 +229,9 @@ class Rewards:
         """Check the names of a job's components, before anything is spent on a rollout.
 
         Raises:
-            RewardComponentUnknown: A name stands for nothing, or for two components.
-            ExtensionError: The reward function is not installed here.
-            RewardFunctionFailed: The reward function cannot be loaded.
+            PermanentFailure: A name stands for nothing, or for two components, or the reward function is not
+                installed here.
+            ChildFailed: The reward function cannot be loaded.
         """
         if spec.reward is not None:
             self._refuse(spec.reward, handler, await self._declared(spec.reward))
@@ -244,7 +239,7 @@ class Rewards:
     def _refuse(self, reward: RewardSpec, handler: Handler, declared: tuple[str, ...]) -> None:
         problems = component_problems(reward, handler.components, declared)
         if problems:
-            raise RewardComponentUnknown(problems[0])
+            raise PermanentFailure(problems[0], "RewardComponentUnknown")
 
     async def _declared(self, reward: RewardSpec) -> tuple[str, ...]:
         if reward.function is None:
@@ -259,8 +254,8 @@ class Rewards:
                 "rollyard_pipeline.rewards.function_process",
                 target,
                 what=f"the reward function '{function.name}'",
-                failed=RewardFunctionFailed,
-                timeout=RewardFunctionTimeout,
+                failed="RewardFunctionFailed",
+                timeout="RewardFunctionTimeout",
                 count=_FUNCTION_PROCESSES,
             )
         return self._functions[target]
@@ -280,9 +275,8 @@ class Rewards:
             ask: Sends an episode to the reward service. It may be None if the job has none.
 
         Raises:
-            RewardComponentUnknown: A name stands for nothing, or for two components.
-            RewardFunctionFailed, RewardServiceFailed, FormatCheckFailed: The infrastructure failed.
-            EvaluationInvalid: The weighted sum is too large.
+            PermanentFailure: A name stands for nothing or for two components, or the weighted sum is too large.
+            PipelineError: The infrastructure failed.
         """
         reward = context.spec.reward
         if reward is None:
@@ -307,18 +301,22 @@ class Rewards:
             added |= await self._function_score(reward.function, context, evaluation, declared, taken)
         if reward.service is not None:
             if ask is None:
-                raise RewardServiceFailed("there is no control plane that could ask the reward service")
+                raise PipelineError(
+                    "there is no control plane that could ask the reward service", "RewardServiceFailed"
+                )
             added |= checked_score(
                 await ask(episode_document(context, evaluation)),
                 name=SERVICE,
                 required=reward.service.components,
                 taken=taken,
                 source="the reward service",
-                failed=RewardServiceFailed,
+                failed="RewardServiceFailed",
             )
         clashes = sorted(components.keys() & added.keys())
         if clashes:
-            raise EvaluationInvalid(f"handler '{context.spec.handler}': component '{clashes[0]}' is reserved")
+            raise PermanentFailure(
+                f"handler '{context.spec.handler}': component '{clashes[0]}' is reserved", "EvaluationInvalid"
+            )
         components |= added
         return Evaluation(_weighted(reward, components), components, reason)
 
@@ -335,9 +333,14 @@ class Rewards:
             episode_document(context, evaluation), function.timeout_seconds
         )
         if "error" in answer:
-            raise RewardFunctionFailed(f"{source} raised {answer['error']}")
+            raise ChildFailed(f"{source} raised {answer['error']}", "RewardFunctionFailed")
         return checked_score(
-            answer, name=FUNCTION, required=declared, taken=taken, source=source, failed=RewardFunctionFailed
+            answer,
+            name=FUNCTION,
+            required=declared,
+            taken=taken,
+            source=source,
+            failed="RewardFunctionFailed",
         )
 
     async def close(self) -> None:
@@ -351,13 +354,14 @@ def _weighted(reward: RewardSpec, components: dict[str, float]) -> float:
     """Return the sum of the components by their weights, and of the overlong penalty.
 
     Raises:
-        EvaluationInvalid: It is too large.
+        PermanentFailure: It is too large.
     """
     # A component that the handler left out counts as 0. Its name was checked.
     weighted = [weight * components.get(name, 0.0) for name, weight in reward.effective_weights.items()]
     total = math.fsum([*weighted, components.get(OVERLONG, 0.0)])
     if not abs(total) <= MAX_REWARD:
-        raise EvaluationInvalid(
-            f"spec.reward.weights: the reward is {total!r}, expected at most {MAX_REWARD:,.0f} in size"
+        raise PermanentFailure(
+            f"spec.reward.weights: the reward is {total!r}, expected at most {MAX_REWARD:,.0f} in size",
+            "EvaluationInvalid",
         )
     return total

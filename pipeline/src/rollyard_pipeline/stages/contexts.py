@@ -15,7 +15,7 @@ from rollyard_crds.trajectory import Trajectory, Transcript
 
 from rollyard_pipeline import registry
 from rollyard_pipeline.agents.base import Agent
-from rollyard_pipeline.errors import HandlerStateInvalid, TaskInvalid
+from rollyard_pipeline.errors import PermanentFailure, TaskInvalid
 from rollyard_pipeline.handlers.base import ANSWER, Handler, StageContext
 from rollyard_pipeline.sandboxes.interface import SandboxRequest
 from rollyard_pipeline.stages.inert_files import of_the_system
@@ -130,14 +130,16 @@ def checked_carry(context: StageContext) -> dict[str, object]:
     """Return what a handler carries to the next stage.
 
     Raises:
-        HandlerStateInvalid: It is no JSON, or has more bytes than the wire format allows.
+        PermanentFailure: It is no JSON, or has more bytes than the wire format allows.
     """
     try:
         size = len(json.dumps(context.carry))
     except (TypeError, ValueError) as error:
-        raise HandlerStateInvalid(f"ctx.carry is no JSON: {error}") from error
+        raise PermanentFailure(f"ctx.carry is no JSON: {error}", "HandlerStateInvalid") from error
     if size > _CARRY_LIMIT:
-        raise HandlerStateInvalid(f"ctx.carry has {size} bytes, at most {_CARRY_LIMIT} are allowed")
+        raise PermanentFailure(
+            f"ctx.carry has {size} bytes, at most {_CARRY_LIMIT} are allowed", "HandlerStateInvalid"
+        )
     return context.carry
 
 

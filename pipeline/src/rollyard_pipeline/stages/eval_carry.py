@@ -20,7 +20,7 @@ from rollyard_sandbox.client import DirEntry, ExecClient
 from rollyard_sandbox.client.work_folder import DIGEST_SIZE, MAX_DIGESTED, TreeEntry, WorkFolder
 from rollyard_sandbox.errors import FileError
 
-from rollyard_pipeline.errors import CarryRefused, CarryUnusable
+from rollyard_pipeline.errors import CarryRefused, PermanentFailure
 from rollyard_pipeline.stages.inert_files import LeftBehind, read_by_itself
 
 MAX_CARRIED: Final = 10_000
@@ -98,14 +98,14 @@ async def take_changes(
 
     Raises:
         CarryRefused: Run left files that cannot be read, or more than a carry allows.
-        CarryUnusable: Init itself makes more entries than can be compared.
+        PermanentFailure: Init itself makes more entries than can be compared.
         rollyard_sandbox.errors.SandboxError: A sandbox failed, or (with a FileError) Run has damaged its own.
     """
     try:
         before: Tree = await fresh.tree()
     except FileError as error:
-        raise CarryUnusable(
-            f"stages.eval.carry.diff: the work folder after Init cannot be compared: {error}"
+        raise PermanentFailure(
+            f"stages.eval.carry.diff: the work folder after Init cannot be compared: {error}", "CarryUnusable"
         ) from error
     after: Tree = await run.tree()
     if protected is not None:
@@ -213,7 +213,7 @@ async def bring(
 
     Raises:
         CarryRefused: They are too large or too many.
-        CarryUnusable: The fresh sandbox has a path that cannot be written, whoever writes there.
+        PermanentFailure: The fresh sandbox has a path that cannot be written, whoever writes there.
     """
     room, entries = MAX_ARTIFACTS, len(paths)
     waiting = [(path, len(path), "") for path in paths]
@@ -248,7 +248,9 @@ async def bring(
             await fresh.write_file(path, content.data, mode=_mode(bool(content.mode & 0o100), left))
         except FileError as error:
             if error.reason in ("PermissionDenied", "ReadOnly"):
-                raise CarryUnusable(f"the artifact {path} cannot be written in Eval's sandbox") from error
+                raise PermanentFailure(
+                    f"the artifact {path} cannot be written in Eval's sandbox", "CarryUnusable"
+                ) from error
             raise CarryRefused(f"an artifact cannot be written: {error.reason}") from error
 
 

@@ -19,7 +19,7 @@ from rollyard_sandbox.errors import ConnectionLost
 from rollyard_sandbox.errors import SandboxError as ExecError
 
 from rollyard_pipeline.control_plane.leases import HeldLease
-from rollyard_pipeline.errors import CarryRefused, EvalSandboxEnded, EvalSandboxFailed
+from rollyard_pipeline.errors import CarryRefused, EvalSandboxEnded, PipelineError
 from rollyard_pipeline.handlers.base import FolderChanges, Handler, StageContext
 from rollyard_pipeline.handlers.isolated.places import blocked
 from rollyard_pipeline.sabotage import CRASHED, reward_reason
@@ -112,11 +112,10 @@ class EvalSandboxes:
             CarryRefused: What Run left cannot be carried. The policy is to blame.
             EvalSandboxEnded: With the carried files or the answer, the evaluation used up the sandbox's
                 memory, or ended its exec server once more. The policy is to blame.
-            CarryUnusable: The job's Init makes the carry impossible.
-            EvalSandboxFailed: The fresh sandbox could not be prepared, or was lost. Eval can be repeated.
+            PermanentFailure: The job's Init makes the carry impossible.
             SandboxLost: Run's sandbox is gone, and the job has a carry.
-            PipelineError: `handler.init` failed, or the provider failed in a way that no further attempt can
-                fix.
+            PipelineError: The fresh sandbox could not be prepared, or was lost, and Eval can be repeated.
+                Or `handler.init` failed, or the provider failed in a way that no further attempt can fix.
         """
         networked = bool(eval_network(spec, handler, context.task).host_rules)
         left = LeftBehind() if networked else None
@@ -171,7 +170,7 @@ class EvalSandboxes:
                 raise
             words = f"Eval's sandbox took longer than stages.init.timeoutSeconds ({seconds} s)"
             words = ": ".join(filter(None, (words, blocked(error))))
-            raise EvalSandboxFailed(words) from error
+            raise PipelineError(words, "EvalSandboxFailed") from error
         except SandboxProviderError as error:
             if not error.retryable or not error.counts:
                 raise
@@ -299,5 +298,5 @@ async def _answers(sandbox: Sandbox) -> bool:
     return True
 
 
-def _failed(error: SandboxProviderError | ExecError) -> EvalSandboxFailed:
-    return EvalSandboxFailed(f"{error.reason}: {error}")
+def _failed(error: SandboxProviderError | ExecError) -> PipelineError:
+    return PipelineError(f"{error.reason}: {error}", "EvalSandboxFailed")

@@ -21,7 +21,7 @@ from rollyard_sandbox.errors import SandboxSabotaged
 
 from rollyard_pipeline import sabotage
 from rollyard_pipeline.control_plane.calls import WorkerCalls
-from rollyard_pipeline.errors import EvalTimeout, EvaluationInvalid
+from rollyard_pipeline.errors import EvalTimeout, PermanentFailure
 from rollyard_pipeline.handlers.base import Evaluation, Handler, StageContext
 from rollyard_pipeline.handlers.environment import evaluation_environment
 from rollyard_pipeline.handlers.isolated.places import blocked
@@ -62,7 +62,7 @@ async def evaluate(
 
     Raises:
         EvalTimeout: The evaluation took longer, and not because of what ran in the sandbox.
-        EvaluationInvalid: The handler returned rewards outside of what it declares.
+        PermanentFailure: The handler returned rewards outside of what it declares.
         Exception: The infrastructure failed.
     """
     client = context.client if handler.needs_sandbox else None
@@ -143,20 +143,25 @@ def _check(handler: Handler, name: str, evaluation: Evaluation) -> None:
     low, high = handler.reward_range
     for field, value in {"reward": evaluation.reward, **evaluation.components}.items():
         if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-            raise EvaluationInvalid(f"handler '{name}': {field} is {value!r}, expected a finite number")
+            raise PermanentFailure(
+                f"handler '{name}': {field} is {value!r}, expected a finite number", "EvaluationInvalid"
+            )
         if abs(value) > MAX_REWARD:
-            raise EvaluationInvalid(
-                f"handler '{name}': {field} is {value!r}, expected at most {MAX_REWARD:,.0f} in size"
+            raise PermanentFailure(
+                f"handler '{name}': {field} is {value!r}, expected at most {MAX_REWARD:,.0f} in size",
+                "EvaluationInvalid",
             )
     if not low <= evaluation.reward <= high:
-        raise EvaluationInvalid(
-            f"handler '{name}': reward {evaluation.reward!r} is not in reward_range, {low:g} to {high:g}"
+        raise PermanentFailure(
+            f"handler '{name}': reward {evaluation.reward!r} is not in reward_range, {low:g} to {high:g}",
+            "EvaluationInvalid",
         )
     try:
         _REASON.validate_python(evaluation.reason)
     except ValidationError as error:
-        raise EvaluationInvalid(
-            f"handler '{name}': reason is {evaluation.reason!r}, expected one CamelCase word or nothing"
+        raise PermanentFailure(
+            f"handler '{name}': reason is {evaluation.reason!r}, expected one CamelCase word or nothing",
+            "EvaluationInvalid",
         ) from error
 
 

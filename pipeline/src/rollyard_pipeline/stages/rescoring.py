@@ -17,7 +17,7 @@ from rollyard_crds.task import Task
 from rollyard_crds.trajectory import Rescored, RescoredTrajectory, Trajectory
 from rollyard_sandbox.errors import ConnectionLost
 
-from rollyard_pipeline.errors import EvalTimeout, InitTimeout, PipelineError
+from rollyard_pipeline.errors import EvalTimeout, PermanentFailure, PipelineError, SetupFailed
 from rollyard_pipeline.handlers.base import ANSWER, Evaluation, Handler, StageContext
 from rollyard_pipeline.handlers.isolated.handler import loaded_handler
 from rollyard_pipeline.handlers.isolated.places import blocked
@@ -39,13 +39,6 @@ _RENEW_SECONDS: Final = 10.0
 _SANDBOX_SECONDS: Final = 60.0
 
 
-class RescoreRefused(PipelineError):
-    """Kept trajectories cannot be evaluated in this way. The message says why."""
-
-    reason = "RescoreRefused"
-    retryable = False
-
-
 class Rescorer:
     """Evaluates kept trajectories with a handler and with a job's `reward`.
 
@@ -61,8 +54,8 @@ class Rescorer:
         provider: Makes the provider of sandboxes, for a handler that needs some.
 
     Raises:
-        RescoreRefused: The handler judges what Run left in its sandbox, or the reward comes from a service.
-        ExtensionError: No handler of this name is installed here.
+        PermanentFailure: The handler judges what Run left in its sandbox, the reward comes from a service, or
+            no handler of this name is installed here.
     """
 
     def __init__(
@@ -78,14 +71,16 @@ class Rescorer:
         self._handler = loaded_handler(extensions, handler)
         sandboxed = self._handler.needs_sandbox
         if sandboxed and (not self._handler.judges_answers or provider is None):
-            raise RescoreRefused(
+            raise PermanentFailure(
                 f"the handler '{handler}' judges what Run left in its sandbox, which is not here: only "
                 "handlers that judge the answer can evaluate without a rollout (`rollyard validate --oracle` "
-                "plays the reference solutions of tasks)"
+                "plays the reference solutions of tasks)",
+                "RescoreRefused",
             )
         if reward is not None and reward.service is not None:
-            raise RescoreRefused(
-                "the control plane asks reward services during Eval only: give another section `reward`"
+            raise PermanentFailure(
+                "the control plane asks reward services during Eval only: give another section `reward`",
+                "RescoreRefused",
             )
         self._spec = spec.model_copy(update={"handler": handler, "reward": reward})
         self._name, self._by = handler, by
@@ -113,15 +108,16 @@ class Rescorer:
         """Return what the handler finds wrong with a task, one line for each. A line begins with a field.
 
         Raises:
-            RescoreRefused: The handler could not look at the task.
+            PermanentFailure: The handler could not look at the task.
         """
         try:
             return self._handler.check(task)
         except Exception as error:
             # Handlers of other packages may fail in their own ways.
-            raise RescoreRefused(
+            raise PermanentFailure(
                 f"the handler '{self._name}' cannot check the task '{task.id}': "
-                f"{type(error).__name__}: {error}"
+                f"{type(error).__name__}: {error}",
+                "RescoreRefused",
             ) from error
 
     async def rescored(
@@ -161,8 +157,12 @@ class Rescorer:
             evaluation, shown = await self._evaluated(trajectory, task)
         except Exception as error:
             # Whatever a handler raises is a failure, and never a reward.
-            reason = error.reason if isinstance(error, PipelineError) else "InternalError"
-            changes |= {"status": "failed", "reason": reason, "message": f"{type(error).__name__}: {error}"}
+            known = isinstance(error, PipelineError)
+            changes |= {
+                "status": "failed",
+                "reason": error.reason if known else "InternalError",
+                "message": f"{error.reason if known else type(error).__name__}: {error}",
+            }
         else:
             changes |= {
                 "reward": float(evaluation.reward),
@@ -210,12 +210,14 @@ class Rescorer:
         """Return the evaluation in a sandbox in which only `init` has run, as in Eval's own ones.
 
         Raises:
-            RescoreRefused: The handler would look for what Run left.
+            PermanentFailure: The handler would look for what Run left.
             Exception: The sandbox could not be started or prepared, or was lost.
         """
         provider = self._provider
         if provider is None or not handler.judges_answer(context.task):
-            raise RescoreRefused("the evaluation of this task judges what Run left in its sandbox")
+            raise PermanentFailure(
+                "the evaluation of this task judges what Run left in its sandbox", "RescoreRefused"
+            )
         request = sandbox_request(self._spec, handler, context.task)
         sandbox = await provider.acquire(request, LeaseRef(rollout=context.rollout, token=1))
         try:
@@ -235,7 +237,7 @@ class Rescorer:
         """Let `init` prepare the sandbox.
 
         Raises:
-            InitTimeout: It took longer than the job's Init stage may.
+            SetupFailed: It took longer than the job's Init stage may.
         """
         limit = float(self._spec.stages.init.timeout_seconds)
         preparing = asyncio.timeout(limit)
@@ -246,7 +248,7 @@ class Rescorer:
             if not preparing.expired():
                 raise
             problem = blocked(error) or f"handler '{self._name}'"
-            raise InitTimeout(f"Init took longer than {limit:g} s: {problem}") from error
+            raise SetupFailed(f"Init took longer than {limit:g} s: {problem}", "InitTimeout") from error
 
     async def _renew(self, provider: SandboxProvider) -> None:
         """Keep the sandboxes of this process alive until this is cancelled, as heartbeats do."""

@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 from typing import Final
 
 from rollyard_pipeline.control_plane.leases import HeldLease
-from rollyard_pipeline.errors import SandboxMissing
+from rollyard_pipeline.errors import PermanentFailure
 from rollyard_pipeline.sandboxes.interface import SandboxProvider
 
 _LOOK_SECONDS: Final = 0.5
@@ -69,12 +69,13 @@ class SandboxPlaces:
         rollout was known may be more than there is room for.
 
         Raises:
-            SandboxMissing: The node may hold only one sandbox.
+            PermanentFailure: The node may hold only one sandbox.
         """
         if self._limit is not None and self._limit < 2:
-            raise SandboxMissing(
+            raise PermanentFailure(
                 "stages.eval.sandbox: 'fresh' needs two sandboxes for a moment, and --max-sandboxes is "
-                f"{self._limit}; give at least 2"
+                f"{self._limit}; give at least 2",
+                "SandboxMissing",
             )
         self._wanted = True
         while self._limit is not None:

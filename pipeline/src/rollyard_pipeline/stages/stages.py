@@ -28,11 +28,10 @@ from rollyard_pipeline.errors import (
     CarryRefused,
     EvalSandboxEnded,
     EvalTimeout,
-    HandlerBlocked,
-    InitTimeout,
+    PermanentFailure,
+    PipelineError,
     RewardUnusable,
-    SandboxCrashed,
-    SandboxMissing,
+    SetupFailed,
 )
 from rollyard_pipeline.handlers.base import ANSWER, Evaluation, Handler, StageContext
 from rollyard_pipeline.handlers.isolated.handler import tried_handler
@@ -83,7 +82,7 @@ class RunLimits:
         """Let the body take `seconds`, then end it and truncate the episode as `RunTimeout`.
 
         Raises:
-            HandlerBlocked: The time was spent in the code of the handler.
+            PipelineError: The time was spent in the code of the handler.
             BackendUnavailable: The time was spent on a backend that did not answer, which is not the
                 policy's fault.
         """
@@ -96,7 +95,9 @@ class RunLimits:
             if not limit.expired():
                 raise
             if location := blocked(error):
-                raise HandlerBlocked(f"Run took longer than {seconds:g} s: {location}") from error
+                raise PipelineError(
+                    f"Run took longer than {seconds:g} s: {location}", "HandlerBlocked"
+                ) from error
             silence = await self._session.silence() if self._session is not None else None
             if silence is not None:
                 raise BackendUnavailable(
@@ -259,7 +260,7 @@ class Stages:
             if time.monotonic() - held.started < timeout:
                 raise
             culprit = blocked(error) or f"handler '{spec.handler}'"
-            raise InitTimeout(f"Init took longer than {timeout} s: {culprit}") from error
+            raise SetupFailed(f"Init took longer than {timeout} s: {culprit}", "InitTimeout") from error
         return StageResult(
             rollout=lease.rollout,
             token=lease.token,
@@ -418,7 +419,7 @@ class Stages:
 
     async def _acquire(self, held: HeldLease, spec: RolloutJobSpec) -> Sandbox:
         if self._provider is None:
-            raise SandboxMissing("this worker has no sandboxes (start it with --sandbox)")
+            raise PermanentFailure("this worker has no sandboxes (start it with --sandbox)", "SandboxMissing")
         request = sandbox_request(spec, self._handler(spec), held.lease.task)
         sandbox = await sandbox_started(self._provider, request, held.ref)
         held.sandbox = sandbox.handle
@@ -572,9 +573,10 @@ def _end_in_run(lease: Lease) -> str:
 
 
 def _first_crash_fails(lease: Lease, end: str, error: Exception | None) -> None:
-    """Raise SandboxCrashed if an exec server has crashed, and Eval has not failed before.
+    """Raise PipelineError if an exec server has crashed, and Eval has not failed before.
 
     Eval judges crashes of Run as well, so a rollout gains one new try by them and no more.
     """
     if end == CRASHED and lease.attempt == 0:
-        raise SandboxCrashed("the exec server of the rollout's sandbox ended by itself") from error
+        words = "the exec server of the rollout's sandbox ended by itself"
+        raise PipelineError(words, CRASHED, return_to="init") from error

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from rollyard_pipeline.child_processes import ChildProcesses
-from rollyard_pipeline.errors import NoToolParser, ToolParserFailed, ToolParserTimeout
+from rollyard_pipeline.errors import ChildFailed, ChildTimeout, NoToolParser
 from rollyard_pipeline.tool_parsers.base import ChatModel, ParsedCall, ParsedTurn, Schemas
 from rollyard_pipeline.tool_parsers.calls import call_of, malformed
 
@@ -56,8 +56,8 @@ class Readers:
                 "rollyard_pipeline.tool_parsers.renderers_process",
                 *arguments,
                 what="the reader of tool calls",
-                failed=ToolParserFailed,
-                timeout=ToolParserTimeout,
+                failed="ToolParserFailed",
+                timeout="ToolParserTimeout",
             )
         self._children[arguments] = children
         if len(self._children) > _KEPT:
@@ -83,7 +83,7 @@ class RenderersParser:
 
         Raises:
             NoToolParser: The library is not installed, or has no renderer for the model.
-            ToolParserFailed: The process cannot be started.
+            ChildFailed: The process cannot be started.
         """
         if not is_installed():
             raise NoToolParser("the parser 'renderers' needs a library: pip install 'rollyard[renderers]'")
@@ -123,7 +123,7 @@ class TurnParser:
         A turn that the library cannot read in time, or that ends its process, is one malformed call.
 
         Raises:
-            ToolParserFailed: The processes cannot be started, or die whatever the turn is.
+            ChildFailed: The processes cannot be started, or die whatever the turn is.
         """
         answer = await self._read(list(ids), list(prompt_ids[-_PROMPT_IDS:]))
         if not answer:
@@ -139,9 +139,9 @@ class TurnParser:
         for _ in range(2):
             try:
                 return await self._ask(ids, prompt_ids)
-            except ToolParserTimeout:
+            except ChildTimeout:
                 return {"error": f"it cannot be read within {self._seconds:g} s"}
-            except ToolParserFailed:
+            except ChildFailed:
                 continue
         # This is the proof: if an empty turn can be read, the other one ended the processes.
         await self._ask([], [])

@@ -22,7 +22,7 @@ from rollyard_crds.trajectory import (
 
 from rollyard_pipeline.tool_parsers.base import ParsedCall, ParsedTurn
 from rollyard_pipeline.trajectories.recorder import TrajectoryRecorder
-from rollyard_pipeline.trajectories.sanitize import TooDeep, clean_text, clean_value
+from rollyard_pipeline.trajectories.sanitize import clean_text, clean_value
 
 _MAX_CONTENT: Final = 1 << 20  # Message has the same limit, in characters.
 _MAX_RECORDED_CALLS: Final = 64  # Message has the same limit.
@@ -175,7 +175,7 @@ def clean_turn(parsed: ParsedTurn) -> ParsedTurn:
         name = clean_text(call.name, 128)
         try:
             arguments = clean_value(call.arguments)
-        except TooDeep as error:
+        except ValueError as error:
             calls.append(ParsedCall(name, error=f"{MALFORMED_CALL}arguments {error}"))
         else:
             calls.append(ParsedCall(name, arguments, clean_text(call.error) if call.error else None))

@@ -5,16 +5,8 @@ from __future__ import annotations
 import math
 from typing import Any, Final
 
-from rollyard_pipeline.errors import WorkerError
-
 MAX_DEPTH: Final = 64
 _INT64: Final = range(-(1 << 63), 1 << 63)
-
-
-class TooDeep(WorkerError, ValueError):
-    """A nested value is deeper than MAX_DEPTH."""
-
-    reason = "TooDeep"
 
 
 def clean_text(text: str, limit: int | None = None) -> str:
@@ -32,10 +24,10 @@ def clean_value(value: Any, depth: int = 0) -> Any:
     """Return a parsed JSON value with clean text, and with integers beyond 64 bits as floats.
 
     Raises:
-        TooDeep: The value is nested deeper than MAX_DEPTH.
+        ValueError: The value is nested deeper than MAX_DEPTH.
     """
     if depth > MAX_DEPTH:
-        raise TooDeep(f"nested deeper than {MAX_DEPTH}")
+        raise ValueError(f"nested deeper than {MAX_DEPTH}")
     match value:
         case str():
             return clean_text(value)

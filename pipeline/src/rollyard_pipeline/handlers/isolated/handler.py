@@ -32,7 +32,7 @@ class HandlerProcesses:
         """Load the handler in a process, which the first call uses.
 
         Raises:
-            HandlerFailed, ExtensionError: See `HandlerProcess.start`.
+            HandlerFailed, PermanentFailure: See `HandlerProcess.start`.
         """
         self._idle.append(await HandlerProcess.start(self._what, self._target))
 
@@ -180,7 +180,7 @@ def loaded_handler(extensions: Registry, name: str, processes: HandlerProcesses 
         processes: The processes of one that is isolated. The default is a new set.
 
     Raises:
-        ExtensionError: It is not installed here, or cannot be imported.
+        PermanentFailure: It is not installed here, or cannot be imported.
     """
     handler: Handler = extensions.load(HANDLERS, name)()
     if extensions.is_ours(HANDLERS, name):
@@ -192,7 +192,7 @@ async def tried_handler(extensions: Registry, name: str) -> Handler:
     """Return `loaded_handler`, after a process has shown that loading the handler does not block.
 
     Raises:
-        ExtensionError: It is not installed here, or cannot be imported.
+        PermanentFailure: It is not installed here, or cannot be imported.
         HandlerFailed: A process cannot load it.
     """
     if extensions.is_ours(HANDLERS, name):

@@ -16,7 +16,7 @@ from rollyard_crds.trajectory import TokensMissing
 from rollyard_sandbox.errors import SandboxError, from_wire
 
 from rollyard_pipeline import errors
-from rollyard_pipeline.errors import ExtensionError, HandlerRaised, PipelineError, RewardUnusable
+from rollyard_pipeline.errors import PipelineError, RewardUnusable
 from rollyard_pipeline.handlers.base import StageContext
 from rollyard_pipeline.handlers.isolated.places import message_of
 from rollyard_pipeline.trajectories.sanitize import clean_text
@@ -93,16 +93,14 @@ def exception_of(fields: dict[str, Any]) -> Exception:
     if fields["kind"] == "sandbox":
         return from_wire(str(fields["reason"]), message)
     if fields["kind"] == "pipeline":
-        if fields["class"] == ExtensionError.__name__:
-            return ExtensionError(message, str(fields["decisions"]["reason"]))
-        kind = getattr(errors, str(fields["class"]), None)
+        kind = getattr(errors, str(fields["class"]), PipelineError)
         if kind is RewardUnusable:
             return RewardUnusable(message, str(fields["blamed"]))
-        if isinstance(kind, type) and issubclass(kind, PipelineError):
-            return kind(message)
-        error = HandlerRaised(message)
-        vars(error).update(fields["decisions"])  # The class is one of the handler's package.
+        # A class of the handler's package is not known here.
+        known = isinstance(kind, type) and issubclass(kind, PipelineError)
+        error = kind(message) if known else PipelineError(message)
+        vars(error).update(fields["decisions"])
         return error
-    error = HandlerRaised(message)
+    error = PipelineError(message, "InternalError")
     error.add_note(clean_text(str(fields["trace"])))
     return error

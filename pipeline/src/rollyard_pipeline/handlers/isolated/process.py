@@ -87,7 +87,7 @@ class HandlerProcess:
 
         Raises:
             HandlerFailed: The process cannot be started, ended while it loaded the handler, or took too long.
-            ExtensionError: The class cannot be imported.
+            PermanentFailure: The class cannot be imported.
             PipelineError: Loading the handler raised another exception.
         """
         ours, its = socket.socketpair()

@@ -29,7 +29,7 @@ from rollyard_sandbox.errors import SandboxError
 from rollyard_sandbox.frames import encode
 
 from rollyard_pipeline.child_processes import begin_child
-from rollyard_pipeline.errors import ExtensionError, HandlerStateInvalid, WorkerError
+from rollyard_pipeline.errors import PermanentFailure, WorkerError
 from rollyard_pipeline.handlers.base import Evaluation, Handler, StageContext
 from rollyard_pipeline.handlers.isolated.messages import HandlerCall, described
 
@@ -158,13 +158,13 @@ def loaded(target: str) -> Handler:
     """Return a new handler of the class at `target`, which is MODULE:CLASS.
 
     Raises:
-        ExtensionError: It cannot be imported.
+        PermanentFailure: It cannot be imported.
     """
     module, _, name = target.partition(":")
     try:
         handler: type[Handler] = operator.attrgetter(name)(importlib.import_module(module))
     except (ImportError, AttributeError) as error:
-        raise ExtensionError(f"the handler {target} cannot be loaded: {error}", "UnknownHandler") from error
+        raise PermanentFailure(f"the handler {target} cannot be loaded: {error}", "UnknownHandler") from error
     return handler()
 
 
@@ -208,14 +208,14 @@ def carried(context: StageContext) -> dict[str, Any]:
     """Return what a handler carries to the next stage.
 
     Raises:
-        HandlerStateInvalid: It is no JSON object.
+        PermanentFailure: It is no JSON object.
     """
     try:
         carry = json.loads(json.dumps(context.carry))
     except (TypeError, ValueError) as error:
-        raise HandlerStateInvalid(f"ctx.carry is no JSON: {error}") from error
+        raise PermanentFailure(f"ctx.carry is no JSON: {error}", "HandlerStateInvalid") from error
     if not isinstance(carry, dict):
-        raise HandlerStateInvalid("ctx.carry is no JSON object")
+        raise PermanentFailure("ctx.carry is no JSON object", "HandlerStateInvalid")
     return carry
 
 

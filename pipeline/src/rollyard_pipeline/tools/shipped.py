@@ -10,16 +10,21 @@ from rollyard_sandbox.errors import CommandTooLarge, FileError, IPythonUnavailab
 from rollyard_pipeline.tools.base import Tool, ToolContext, ToolResult, refusal
 
 
+def _one_text(name: str, description: str) -> dict[str, Any]:
+    """Return the schema of arguments that are one text."""
+    return {
+        "type": "object",
+        "properties": {name: {"type": "string", "description": description}},
+        "required": [name],
+    }
+
+
 class BashTool(Tool):
     """Runs a command in the rollout's shell. Variables and the working folder persist between calls."""
 
     name = "bash"
     description = "Run a command in a persistent bash session and get its output."
-    parameters: ClassVar[dict[str, Any]] = {
-        "type": "object",
-        "properties": {"command": {"type": "string", "description": "The command to run."}},
-        "required": ["command"],
-    }
+    parameters = _one_text("command", "The command to run.")
 
     async def call(self, arguments: dict[str, Any], ctx: ToolContext) -> ToolResult:
         """Run the command in the rollout's shell and show its output."""
@@ -37,11 +42,7 @@ class IPythonTool(Tool):
 
     name = "ipython"
     description = "Run Python code in a persistent IPython session and get its output."
-    parameters: ClassVar[dict[str, Any]] = {
-        "type": "object",
-        "properties": {"code": {"type": "string", "description": "The code to run."}},
-        "required": ["code"],
-    }
+    parameters = _one_text("code", "The code to run.")
 
     async def call(self, arguments: dict[str, Any], ctx: ToolContext) -> ToolResult:
         """Run the code in the rollout's IPython kernel and show its output."""
@@ -62,11 +63,7 @@ class SubmitTool(Tool):
 
     name = "submit"
     description = "Submit the final answer and end the task."
-    parameters: ClassVar[dict[str, Any]] = {
-        "type": "object",
-        "properties": {"answer": {"type": "string", "description": "The final answer."}},
-        "required": ["answer"],
-    }
+    parameters = _one_text("answer", "The final answer.")
     needs_sandbox = False
 
     async def call(self, arguments: dict[str, Any], ctx: ToolContext) -> ToolResult:

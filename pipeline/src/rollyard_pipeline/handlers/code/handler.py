@@ -24,7 +24,7 @@ from rollyard_pipeline.errors import TaskInvalid
 from rollyard_pipeline.handlers.base import Evaluation, Handler, StageContext
 from rollyard_pipeline.handlers.code import shown
 from rollyard_pipeline.handlers.code.assertions import placed_test, plain_test
-from rollyard_pipeline.handlers.code.compare import difference, same_result, same_text
+from rollyard_pipeline.handlers.code.compare import difference, same_result
 from rollyard_pipeline.handlers.code.programs import AnswerProgram, needed, whole_program
 from rollyard_pipeline.handlers.code.sandboxed import encode
 from rollyard_pipeline.sabotage import TEST_TIMEOUT
@@ -84,7 +84,7 @@ class CodeHandler(Handler):
                 failure += f"\n{trial.trace}" if trial.trace else ""
             if not tests.partial:
                 break
-        ctx.show(f"Program: {program.place}." if ctx.final_text.strip() else "There is no answer.")
+        ctx.show(f"Program: {program.part}." if ctx.final_text.strip() else "There is no answer.")
         ctx.show(f"{passed} of {len(tests.cases)} tests passed.")
         ctx.show(failure)
         share = passed / len(tests.cases)
@@ -144,9 +144,10 @@ class _Trial:
             self.why = f"the checker refuses the output {shown.quoted(output)}"
             return await self._checked(case, output)
         # Comparing long outputs may take seconds, in which the worker has others to serve.
-        if await asyncio.to_thread(same_text, output, case.output or "", tolerance):
+        different = await asyncio.to_thread(difference, output, case.output or "", tolerance)
+        if different is None:
             return True
-        line, printed, expected = difference(output, case.output or "", tolerance)
+        line, printed, expected = different
         texts = ["(none)" if text is None else shown.quoted(text) for text in (printed, expected)]
         self.why = f"line {line} of the output is {texts[0]}\nexpected: {texts[1]}"
         return False

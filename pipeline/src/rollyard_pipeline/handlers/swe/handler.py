@@ -15,7 +15,7 @@ from rollyard_process.log_text import one_line
 from rollyard_sandbox.client import ExecResult
 
 from rollyard_pipeline.errors import SetupFailed, TaskInvalid
-from rollyard_pipeline.handlers.base import Evaluation, FolderChanges, Handler, StageContext
+from rollyard_pipeline.handlers.base import READ_AND_RUN, Evaluation, FolderChanges, Handler, StageContext
 from rollyard_pipeline.handlers.swe import diffs
 from rollyard_pipeline.handlers.swe.log_parsers import exit_code, parse
 from rollyard_pipeline.handlers.swe.protected import protection
@@ -151,11 +151,8 @@ async def _tested(ctx: StageContext, tests: SweTests, folder: str) -> Evaluation
 
 
 async def _run(ctx: StageContext, script: str, folder: str, env: dict[str, str]) -> ExecResult:
-    # The script comes on standard input and is read completely before any of it runs, so that none of its
-    # commands can read the rest.
-    command = 'rollyard_script=$(cat) && exec < /dev/null && eval "$rollyard_script"'
     result = await ctx.sandbox.run(
-        [*_SHELL, command, "bash"],
+        [*_SHELL, READ_AND_RUN, "bash"],
         env=env,
         clean_env=True,
         cwd=folder,

@@ -55,7 +55,7 @@ class Progress:
     stopped: bool = False
     """Whether a step's reward was below its `min_reward`, so no later step was to be played."""
     broken: bool = False
-    """Whether the next step could not be prepared, because of what the policy left."""
+    """Whether what the policy left made it impossible to prepare the next step."""
     unusable: tuple[str, str] | None = None
     """Why the next step's tests gave no reward, and the `reward_reason` for it."""
 

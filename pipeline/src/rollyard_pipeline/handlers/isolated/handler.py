@@ -78,7 +78,7 @@ class IsolatedHandler(Handler):
     """A handler whose `init`, `run` and `eval` run in a process of their own.
 
     Args:
-        handler: The handler. It answers in this process what it is asked about a task.
+        handler: The handler. In this process it answers questions about tasks.
         processes: The processes for its calls.
     """
 

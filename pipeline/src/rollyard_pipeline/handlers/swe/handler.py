@@ -48,7 +48,7 @@ class SweHandler(Handler):
 
     The policy's changes of the repository's folder are carried into a fresh sandbox, but for those of tests,
     of what decides how tests are run, and of caches. The hidden tests come after them. The policy's
-    code runs in the processes of the tests, so that a log is its word as well. `swe.verdict: report`
+    code runs in the processes of the tests, so it could forge a log. `swe.verdict: report`
     takes the results from a plugin of pytest instead; see docs/handlers.md for what remains possible.
     """
 

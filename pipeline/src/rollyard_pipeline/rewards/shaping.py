@@ -275,7 +275,7 @@ class Rewards:
             ask: Sends an episode to the reward service. It may be None if the job has none.
 
         Raises:
-            PermanentFailure: A name stands for nothing or for two components, or the weighted sum is too large.
+            PermanentFailure: A name stands for nothing or for two components, or the sum is too large.
             PipelineError: The infrastructure failed.
         """
         reward = context.spec.reward

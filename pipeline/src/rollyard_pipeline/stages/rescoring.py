@@ -157,12 +157,10 @@ class Rescorer:
             evaluation, shown = await self._evaluated(trajectory, task)
         except Exception as error:
             # Whatever a handler raises is a failure, and never a reward.
-            known = isinstance(error, PipelineError)
-            changes |= {
-                "status": "failed",
-                "reason": error.reason if known else "InternalError",
-                "message": f"{error.reason if known else type(error).__name__}: {error}",
-            }
+            reason, name = "InternalError", type(error).__name__
+            if isinstance(error, PipelineError):
+                reason = name = error.reason
+            changes |= {"status": "failed", "reason": reason, "message": f"{name}: {error}"}
         else:
             changes |= {
                 "reward": float(evaluation.reward),

@@ -26,8 +26,7 @@ from rollyard_pipeline.handlers.base import run_test
 from rollyard_pipeline.sandboxes.interface import SandboxProvider, SandboxRequest
 from rollyard_pipeline.sandboxes.provider import open_provider
 from rollyard_pipeline.tools.base import Tool, ToolContext, check_arguments, refusal
-from rollyard_pipeline.tools.edit import EditTool
-from rollyard_pipeline.tools.shipped import BashTool
+from rollyard_pipeline.tools.shipped import BashTool, EditTool
 from tokenizers import Tokenizer
 
 CONCURRENCY: Final = 32

@@ -17,7 +17,7 @@ from rollyard_crds.task import Task
 from rollyard_operator.pods.template_check import job_violations
 from rollyard_pipeline.agents.base import AgentContext
 from rollyard_pipeline.tool_parsers.base import ParsedCall
-from rollyard_pipeline.tool_parsers.hermes import HermesParser
+from rollyard_pipeline.tool_parsers.json_calls import HermesParser
 from rollyard_pipeline.tools.base import ToolContext
 from rollyard_pipeline.trajectories.episode import Episode
 from rollyard_process.telemetry.export import MAX_TEXT, SpanExport

@@ -10,7 +10,7 @@ from rollyard_bench.latency_model import LatencyModel, make_tokenizer, write_fol
 from rollyard_bench.paced_model import MEAN_TOKENS, PacedModel
 from rollyard_pipeline.chat.template import ChatTemplate
 from rollyard_pipeline.chat.tokenizer import load_folder
-from rollyard_pipeline.tool_parsers.hermes import HermesParser
+from rollyard_pipeline.tool_parsers.json_calls import HermesParser
 
 TURNS = 3
 

@@ -17,7 +17,7 @@ from rollyard_crds.fields.code_tests import CodeTests
 from rollyard_crds.rolloutjob import TaskSource
 from rollyard_pipeline.handlers.blocks import MAX_ANSWER
 from rollyard_pipeline.handlers.code.assertions import placed_test
-from rollyard_pipeline.handlers.code.compare import same_result, same_text
+from rollyard_pipeline.handlers.code.compare import difference, same_result
 from rollyard_pipeline.handlers.code.programs import program_of
 from rollyard_pipeline.handlers.code.sandboxed import encode
 from rollyard_pipeline.handlers.swe.diffs import patch_of
@@ -135,7 +135,7 @@ TEXT = 's = """\n```\nin a text\n```\n"""'
 )  # fmt: skip
 def test_the_program_in_an_answer(answer: str, wanted: str | None, program: str, place: str) -> None:
     found = program_of(answer, wanted)
-    assert (found.text.rstrip("\n"), found.place) == (program, place)
+    assert (found.text.rstrip("\n"), found.part) == (program, place)
 
 
 OTHER = "--- a/y\n+++ b/y\n@@ -1 +1 @@\n-a\n+b\n"
@@ -208,9 +208,9 @@ TEXTS: list[tuple[str, str, bool, bool]] = [
 
 @pytest.mark.parametrize(("output", "expected", "exact", "numeric"), TEXTS)
 def test_outputs(output: str, expected: str, exact: bool, numeric: bool) -> None:
-    assert same_text(output, expected, None) is exact
-    assert same_text(output, expected, 1e-6) is numeric
-    assert same_text(expected, expected, None)
+    assert (difference(output, expected, None) is None) is exact
+    assert (difference(output, expected, 1e-6) is None) is numeric
+    assert difference(expected, expected, None) is None
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from rollyard_pipeline.sandboxes import open_provider
 from rollyard_pipeline.sandboxes.interface import SandboxRequest
 from rollyard_pipeline.stages.evaluation import evaluate
 from rollyard_pipeline.tool_parsers.base import ParsedCall
-from rollyard_pipeline.tool_parsers.hermes import HermesParser
+from rollyard_pipeline.tool_parsers.json_calls import HermesParser
 from rollyard_pipeline.tools.base import ToolContext
 from rollyard_pipeline.tools.shipped import BashTool
 from rollyard_pipeline.trajectories.episode import Episode

@@ -13,7 +13,8 @@ from rollyard_crds.lease import StageFailure, StageResult
 from rollyard_crds.token_arrays import PackedSegment
 from rollyard_crds.trajectory import RunRecord
 from rollyard_pipeline.handlers.base import Handler
-from rollyard_pipeline.handlers.isolated.handler import IsolatedHandler
+from rollyard_pipeline.handlers.isolated.handler import HandlerProcesses, IsolatedHandler
+from rollyard_pipeline.handlers.unscored import UnscoredHandler
 from rollyard_testing.pace import patience
 from rollyard_testing.pipeline.installed import install_handler, line_of
 from rollyard_testing.pipeline.workerlab import Outcome, Plane, lease, spec, working
@@ -307,8 +308,9 @@ async def test_a_handler_that_cannot_be_loaded_fails_its_own_rollouts(
 
 
 def test_nothing_of_a_handler_is_answered_by_the_base_class() -> None:
-    asked = {name for name, value in vars(Handler).items() if callable(value) and not name.startswith("_")}
-    assert asked <= vars(IsolatedHandler).keys()
+    isolated = IsolatedHandler(UnscoredHandler(), HandlerProcesses("unscored", "nowhere:Unscored"))
+    public = {name for name in vars(Handler) if not name.startswith("_")}
+    assert public <= vars(isolated).keys() | vars(IsolatedHandler).keys()
 
 
 JUDGES_TOKENS = """

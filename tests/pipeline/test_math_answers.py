@@ -8,20 +8,18 @@ import os
 import time
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import pytest_asyncio
 from rollyard_crds.rolloutjob import RolloutJobSpec
 from rollyard_crds.task import Message, Task
 from rollyard_crds.trajectory import Trajectory
+from rollyard_pipeline.child_processes import ChildProcesses
 from rollyard_pipeline.errors import ChildFailed, ChildTimeout, TaskInvalid
 from rollyard_pipeline.handlers import StageContext
 from rollyard_pipeline.handlers.answers import final_answer
-from rollyard_pipeline.handlers.math import (
-    Judgement,
-    MathHandler,
-    Verifiers,
-)
+from rollyard_pipeline.handlers.math import MathHandler
 from rollyard_pipeline.handlers.statements import statements
 from rollyard_testing.pace import patience
 
@@ -243,18 +241,19 @@ async def test_people_are_shown_what_was_compared(handler: MathHandler) -> None:
     assert (unread.shown or "").endswith("\ndifferent: the answer cannot be read as a formula")
 
 
-class Breaking:
-    """Verifiers whose processes end in these ways, one after the other, and then judge all to be equal."""
+class Breaking(ChildProcesses):
+    """Children that end in these ways, one after the other, and then judge all to be equal."""
 
     def __init__(self, *ends: type[ChildFailed]) -> None:
+        super().__init__("no.module", what="the verifier", failed="VerifierFailed", timeout="VerifierTimeout")
         self.ends = list(ends)
         self.asked: list[tuple[Sequence[str], str, float]] = []
 
-    async def compare(self, golds: Sequence[str], answer: str, seconds: float) -> Judgement:
-        self.asked.append((golds, answer, seconds))
+    async def ask(self, request: dict[str, Any], seconds: float) -> dict[str, Any]:
+        self.asked.append((request["golds"], request["answer"], seconds))
         if self.ends:
             raise self.ends.pop(0)("it ended")
-        return Judgement(True, answered=bool(answer))
+        return {"equal": True, "why": "", "answered": bool(request["answer"])}
 
 
 @pytest.mark.parametrize(
@@ -280,7 +279,7 @@ async def test_an_answer_that_ends_its_comparison_scores_0(
 ) -> None:
     handler, breaking = MathHandler(), Breaking(*ends)
     await handler.close()
-    handler._verifiers = breaking  # type: ignore[assignment]
+    handler._children = breaking
     found = await handler.eval(context("12", "\\boxed{13}"))
     assert (found.reward, found.components, found.reason) == (reward, components, reason)
     texts = {"a": (["12"], "\\boxed{13}", 10.0), "g": (["12"], "12", 10.0)}
@@ -290,11 +289,11 @@ async def test_an_answer_that_ends_its_comparison_scores_0(
 async def test_a_verifier_that_compares_nothing_is_not_the_policys_failing() -> None:
     handler = MathHandler()
     await handler.close()
-    handler._verifiers = Breaking(*(ChildFailed,) * 4)  # type: ignore[assignment]
+    handler._children = Breaking(*(ChildFailed,) * 4)
     with pytest.raises(ChildFailed):
         await handler.eval(context("12", "\\boxed{13}"))
     quick = Breaking()
-    handler._verifiers = quick  # type: ignore[assignment]
+    handler._children = quick
     hurried = context("12", "\\boxed{13}")
     hurried.timeout = 4.0
     assert (await handler.eval(hurried)).reward == 1.0
@@ -341,12 +340,12 @@ async def test_whom_a_verifier_dies_of(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is the answer's doing only where the expected one can still be compared with itself."""
     deadly = {"13"}
 
-    async def compare(self: Verifiers, golds: Sequence[str], answer: str, seconds: float) -> Judgement:
-        if any(word in answer for word in deadly):
+    async def ask(self: ChildProcesses, request: dict[str, Any], seconds: float) -> dict[str, Any]:
+        if any(word in request["answer"] for word in deadly):
             raise ChildFailed("the process died")
-        return Judgement(answer in golds)
+        return {"equal": request["answer"] in request["golds"], "why": "", "answered": True}
 
-    monkeypatch.setattr(Verifiers, "compare", compare)
+    monkeypatch.setattr(ChildProcesses, "ask", ask)
     handler = MathHandler()
     found = await handler.eval(context("12", "\\boxed{13}"))
     assert (found.reward, found.reason) == (0.0, "AnswerUnusable")
@@ -356,9 +355,14 @@ async def test_whom_a_verifier_dies_of(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def test_a_comparison_without_end_is_ended_and_the_next_one_works() -> None:
-    verifiers = Verifiers(count=1)
+    handler = MathHandler()
+
+    async def equal(gold: str, answer: str, seconds: float) -> bool:
+        verdict = await handler._children.ask({"golds": [gold], "answer": answer}, seconds)
+        return bool(verdict["equal"])
+
     try:
-        assert (await verifiers.compare(["4"], "2+2", 60.0)).equal
+        assert await equal("4", "2+2", 60.0)
         beats = 0
 
         async def beat() -> None:
@@ -370,11 +374,11 @@ async def test_a_comparison_without_end_is_ended_and_the_next_one_works() -> Non
         heart = asyncio.create_task(beat())
         started = time.monotonic()
         with pytest.raises(ChildTimeout):
-            await verifiers.compare(["1"], "9^{9^{9^{9}}} + \\sin(9^{9^{9}})", 1.0)
+            await equal("1", "9^{9^{9^{9}}} + \\sin(9^{9^{9}})", 1.0)
         heart.cancel()
         # The event loop continued in the meantime.
         assert beats > 5
         assert time.monotonic() - started < patience(30)
-        assert (await verifiers.compare(["4"], "\\sqrt{16}", 60.0)).equal
+        assert await equal("4", "\\sqrt{16}", 60.0)
     finally:
-        await verifiers.close()
+        await handler.close()

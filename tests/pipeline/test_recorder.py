@@ -16,7 +16,7 @@ from rollyard_pipeline.chat import ChatFormat
 from rollyard_pipeline.chat.template import ChatTemplate
 from rollyard_pipeline.errors import PermanentFailure
 from rollyard_pipeline.tool_parsers.base import ParsedCall, ParsedTurn
-from rollyard_pipeline.tool_parsers.hermes import HermesParser
+from rollyard_pipeline.tool_parsers.json_calls import HermesParser
 from rollyard_pipeline.tools.base import Tool, ToolContext, ToolResult
 from rollyard_pipeline.trajectories.episode import Episode
 from rollyard_pipeline.trajectories.recorder import Prompt, Sample, TokenIds, TrajectoryRecorder

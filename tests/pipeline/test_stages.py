@@ -54,7 +54,7 @@ from rollyard_pipeline.stages.rescoring import Rescorer
 from rollyard_pipeline.stages.stages import AgentRuns, RunLimits, Stages
 from rollyard_pipeline.tool_parsers.base import ParsedCall
 from rollyard_pipeline.tools import ToolContext
-from rollyard_pipeline.tools.edit import EditTool
+from rollyard_pipeline.tools.shipped import EditTool
 from rollyard_pipeline.trajectories.episode import Episode
 from rollyard_pipeline.worker.worker import stage_failure
 from rollyard_sandbox.client import ExecClient

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from rollyard_pipeline.tool_parsers import ParsedCall, ParsedTurn
-from rollyard_pipeline.tool_parsers.hermes import HermesParser
+from rollyard_pipeline.tool_parsers.json_calls import HermesParser
 from rollyard_pipeline.tools.base import ToolContext, check_arguments, render_result
 from rollyard_pipeline.tools.shipped import SubmitTool
 from rollyard_pipeline.trajectories.episode import clean_turn

@@ -85,6 +85,35 @@ class ChildProcesses:
                 self._idle.append(child)
             return answer
 
+    async def ask_twice(self, request: dict[str, Any], seconds: float) -> dict[str, Any]:
+        """Return a child's answer like `ask`, with a second try in a fresh child if the first one dies."""
+        try:
+            return await self.ask(request, seconds)
+        except ChildTimeout:
+            raise
+        except ChildFailed:
+            return await self.ask(request, seconds)
+
+    async def ask_or_blame(
+        self, request: dict[str, Any], seconds: float, *controls: dict[str, Any]
+    ) -> dict[str, Any] | None:
+        """Return a child's answer like `ask_twice`, or None if it is the request that ends the children.
+
+        The proof is that they answer the controls, which differ from the request by what the policy wrote.
+
+        Raises:
+            ChildTimeout: There is no answer within `seconds`.
+            ChildFailed: The children cannot be started, or die whatever they are asked.
+        """
+        try:
+            return await self.ask_twice(request, seconds)
+        except ChildTimeout:
+            raise
+        except ChildFailed:
+            for control in controls:
+                await self.ask_twice(control, seconds)
+            return None
+
     async def close(self) -> None:
         """End every child. One that is at work ends with its answer, and none is kept any more."""
         self._closed = True

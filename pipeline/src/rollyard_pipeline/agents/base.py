@@ -15,7 +15,6 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from types import TracebackType
 from typing import ClassVar, Final
 
 from rollyard_crds.rolloutjob import AgentSpec, SamplingSpec
@@ -41,45 +40,24 @@ TOOL_ERROR: Final = "ToolError"
 """The error of a call whose observation is an error, such as one with malformed arguments."""
 
 
-class ToolSpan:
-    """A block that runs one tool call. Its span is added when the block ends.
+def _add_span(tool: Tool | None, seconds: float, failure: str) -> None:
+    """Add the span of a tool call.
 
     Nothing that the policy has written is part of the span: neither arguments nor output, nor the name of a
     tool that does not exist.
-
-    Args:
-        tool: The name of the tool, or "" if there is no such tool.
     """
-
-    def __init__(self, tool: str) -> None:
-        self._tool = tool or names.UNKNOWN_TOOL
-        self._began = time.monotonic()
-        self.seconds = 0.0
-        """How long the call took, in seconds. It is valid after the block."""
-        self.failed = False
-        """Whether the observation is an error."""
-
-    def __enter__(self) -> ToolSpan:
-        self._began = time.monotonic()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.seconds = time.monotonic() - self._began
-        scope = current()
-        if scope is None or scope.sink is None:
-            return
-        failure = kind.__name__ if kind is not None else TOOL_ERROR if self.failed else ""
-        attributes: dict[str, Value] = {
-            names.OPERATION: names.EXECUTE_TOOL,
-            names.CONVERSATION: scope.rollout,
-            names.TOOL: self._tool,
-        }
-        if failure:
-            attributes[names.ERROR_TYPE] = failure
-        title = f"{names.EXECUTE_TOOL} {self._tool}"
-        scope.add(title, self.seconds, attributes, error=failure)
+    scope = current()
+    if scope is None or scope.sink is None:
+        return
+    name = tool.name if tool is not None else names.UNKNOWN_TOOL
+    attributes: dict[str, Value] = {
+        names.OPERATION: names.EXECUTE_TOOL,
+        names.CONVERSATION: scope.rollout,
+        names.TOOL: name,
+    }
+    if failure:
+        attributes[names.ERROR_TYPE] = failure
+    scope.add(f"{names.EXECUTE_TOOL} {name}", seconds, attributes, error=failure)
 
 
 log = logging.getLogger(__name__)
@@ -210,7 +188,8 @@ class AgentContext:
             rollyard_sandbox.errors.SandboxError: The sandbox failed. Agents should not catch this exception.
         """
         tool = self._tools.get(call.name)
-        with ToolSpan(tool.name if tool is not None else "") as span:
+        began, failure = time.monotonic(), ""
+        try:
             if call.error is not None:
                 result = refusal(call.error)
             elif tool is None:
@@ -219,8 +198,14 @@ class AgentContext:
                 result = refusal(problem)
             else:
                 result = await self._ran(tool, call)
-            span.failed = result.error is not None
-        self.episode.add_observation(call, result.text, result.error, span.seconds)
+            failure = TOOL_ERROR if result.error is not None else ""
+        except BaseException as error:
+            failure = type(error).__name__
+            raise
+        finally:
+            seconds = time.monotonic() - began
+            _add_span(tool, seconds, failure)
+        self.episode.add_observation(call, result.text, result.error, seconds)
         if result.answer is not None:
             self.episode.answer = result.answer
             self.episode.finished = True

@@ -71,12 +71,3 @@ def _plain(answer: str) -> str:
     answer = answer.removeprefix("\\$").removeprefix("$").strip()
     answer = answer.rstrip(".。").strip().strip("*`$").strip()
     return _THOUSANDS.sub(lambda match: match[1] + re.sub(r"\D", "", match[2]), answer)
-
-
-_SHOWN: Final = 500
-"""The number of characters, from the end of an answer, that people are shown."""
-
-
-def comparison(answer: str, gold: str) -> str:
-    """Return what people are shown of two answers that were compared."""
-    return f"compared answer: {answer[-_SHOWN:] or 'none'}\nexpected: {gold}"

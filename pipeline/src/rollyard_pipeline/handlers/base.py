@@ -9,6 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, ClassVar, Final, Literal, Protocol
 
 from rollyard_crds.rolloutjob import EvalSandbox, RolloutJobSpec
@@ -32,29 +33,11 @@ from rollyard_pipeline.trajectories.sanitize import clean_text
 # A script runs without a file: it needs no disk, and nothing in the sandbox can change it.
 # The script comes on standard input and is read completely before any of it runs. None of its own commands
 # can consume the rest. The variable is not exported.
-_READ_AND_RUN: Final = 'rollyard_script=$(cat) && exec < /dev/null && eval "$rollyard_script"'
+READ_AND_RUN: Final = 'rollyard_script=$(cat) && exec < /dev/null && eval "$rollyard_script"'
 # The answer comes first, up to a NUL, because it may be longer than a request's header.
 _READ_ANSWER: Final = "IFS= read -r -d '' ROLLYARD_ANSWER && export ROLLYARD_ANSWER && "
 # The shell reads no start-up file, and with -p neither BASH_ENV nor functions from the environment.
-_TEST_SHELL: Final = ("bash", "--noprofile", "--norc", "-p", "-c", _READ_ANSWER + _READ_AND_RUN, "bash")
-
-
-async def run_script(
-    client: ExecClient, script: str, *, env: Mapping[str, str], timeout: float, max_output: int
-) -> ExecResult:
-    """Run `script` in a fresh bash in the work folder, or in `/` if the work folder is gone.
-
-    Raises:
-        rollyard_sandbox.errors.SandboxError: The sandbox failed, or has no bash.
-    """
-    argv = ["bash", "-c", _READ_AND_RUN, "bash"]
-    data = script.encode(errors="replace")
-    try:
-        return await client.run(argv, env=dict(env), stdin=data, timeout=timeout, max_output=max_output)
-    except LaunchError:
-        return await client.run(
-            argv, env=dict(env), cwd="/", stdin=data, timeout=timeout, max_output=max_output
-        )
+_TEST_SHELL: Final = ("bash", "--noprofile", "--norc", "-p", "-c", _READ_ANSWER + READ_AND_RUN, "bash")
 
 
 async def run_test(
@@ -264,6 +247,17 @@ def said_by_policy(task: Task, trajectory: RunRecord) -> list[tuple[Message, Tur
     ]
 
 
+def check_setup(task: Task, script: str, result: ExecResult) -> None:
+    """Check that a script which prepares a task has done so.
+
+    Raises:
+        SetupFailed: It did not exit with 0.
+    """
+    if result.timed_out or result.exit_code != 0:
+        how = "ran out of time" if result.timed_out else f"exited with {result.exit_code}"
+        raise SetupFailed(f"task '{task.id}': {script} {how}: {result.text()[-1000:]}")
+
+
 class Handler(ABC):
     """The base of handlers.
 
@@ -374,12 +368,19 @@ class Handler(ABC):
         script = ctx.task.sandbox.setup
         if script is None or ctx.client is None:
             return
-        result = await run_script(
-            ctx.client, script, env=ctx.env, timeout=ctx.timeout, max_output=_SETUP_OUTPUT
+        run = partial(
+            ctx.client.run,
+            ["bash", "-c", READ_AND_RUN, "bash"],
+            env=dict(ctx.env),
+            stdin=script.encode(errors="replace"),
+            timeout=ctx.timeout,
+            max_output=_SETUP_OUTPUT,
         )
-        if result.timed_out or result.exit_code != 0:
-            how = "ran out of time" if result.timed_out else f"exited with {result.exit_code}"
-            raise SetupFailed(f"task '{ctx.task.id}': sandbox.setup {how}: {result.text()[-1000:]}")
+        try:
+            result = await run()
+        except LaunchError:  # The work folder is gone, for example.
+            result = await run(cwd="/")
+        check_setup(ctx.task, "sandbox.setup", result)
 
     async def run(self, ctx: StageContext) -> None:
         """Play the episode. By default, run the job's agent."""

@@ -18,6 +18,7 @@ from math_verify.parser import parse_latex_cached
 from rollyard_pipeline.handlers.equality import PERCENT, equal, satisfied
 from rollyard_pipeline.handlers.spelling import INEQUALITY, Spelling, spellings
 from rollyard_pipeline.handlers.statements import Statement, expected, statements
+from rollyard_pipeline.handlers.tables import pairs
 from rollyard_pipeline.handlers.units import symbols, unit
 
 # Units are removed in `spelling`: math-verify takes letters such as t, h and m for units, too.
@@ -40,15 +41,8 @@ _OTHER_CHOICE: Final = re.compile(
 )
 _CHOSEN: Final = re.compile(r"\(([A-Za-z])\)(?![\w(])|([A-Z])[.):](?=\s|$)|([A-Z])$")
 _BASES: Final = {
-    "two": 2,
-    "three": 3,
-    "four": 4,
-    "five": 5,
-    "six": 6,
-    "seven": 7,
-    "eight": 8,
-    "nine": 9,
-    "ten": 10,
+    word: int(base)
+    for word, base in pairs("two=2 three=3 four=4 five=5 six=6 seven=7 eight=8 nine=9 ten=10").items()
 }
 _BASE: Final = re.compile(
     rf"\(?((?=[A-Za-z]*\d)[0-9A-Za-z]+)\)?_\{{?\(?(?:\\text\{{)?(\d+|{'|'.join(_BASES)})\}}?\)?\}}?"

@@ -15,8 +15,6 @@ from __future__ import annotations
 import json
 import logging
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, Final
 
 from rollyard_crds.fields.signals import SHIPPED
@@ -29,60 +27,6 @@ from rollyard_pipeline.handlers.statements import statements
 from rollyard_pipeline.sabotage import ANSWER_UNUSABLE, VERIFY_TIMEOUT
 
 _MEMORY: Final = 2 << 30  # The size of a child's address space in bytes.
-
-
-class KeyUnreadable(ChildFailed):
-    """The expected answer is no text and no formula that can be read, so that no answer can be judged."""
-
-    reason = "KeyUnreadable"
-
-
-@dataclass(frozen=True)
-class Judgement:
-    """What a comparison gave.
-
-    Attributes:
-        equal: Whether the answer is equal to an accepted one.
-        why: How each was read, for people.
-        answered: Whether there is an answer.
-    """
-
-    equal: bool
-    why: str = ""
-    answered: bool = True
-
-
-class Verifiers:
-    """A bounded set of children, which are started when first needed and kept.
-
-    Args:
-        count: The number of children, and therefore of simultaneous comparisons.
-    """
-
-    def __init__(self, count: int = 2) -> None:
-        self._children = ChildProcesses(
-            __name__, what="the verifier", failed="VerifierFailed", timeout="VerifierTimeout", count=count
-        )
-
-    async def compare(self, golds: Sequence[str], answer: str, seconds: float) -> Judgement:
-        """Return whether the text `answer` ends with what is mathematically the same as one of `golds`.
-
-        Waiting for a free child does not count against `seconds`, which all comparisons share.
-
-        Raises:
-            KeyUnreadable: One of `golds` can be read in no way, and no other one is equal.
-            ChildTimeout: There is no result within `seconds`.
-            ChildFailed: The child could not be started or died.
-        """
-        answered = await self._children.ask({"golds": list(golds), "answer": answer}, seconds)
-        if "unreadable" in answered:
-            raise KeyUnreadable(f"the expected answer cannot be read: {answered['unreadable']}")
-        has_answer = bool(answered.get("answered"))
-        return Judgement(bool(answered.get("equal")), str(answered.get("why", "")), has_answer)
-
-    async def close(self) -> None:
-        """End every child."""
-        await self._children.close()
 
 
 def _reply(request: dict[str, Any]) -> dict[str, Any]:
@@ -112,6 +56,7 @@ def main() -> None:
         print(json.dumps(_reply(json.loads(line))), flush=True)
 
 
+_FAILED: Final = "VerifierFailed"
 _VERDICT_SECONDS: Final = 10.0
 _LONGEST: Final = 65_536  # Characters. The answer stands at the end of what the policy said.
 
@@ -132,7 +77,9 @@ class MathHandler(Handler):
     components = SHIPPED["math"].components
 
     def __init__(self) -> None:
-        self._verifiers = Verifiers()
+        self._children = ChildProcesses(
+            __name__, what="the verifier", failed=_FAILED, timeout="VerifierTimeout"
+        )
 
     def check(self, task: Task) -> list[str]:
         """Return a problem if the task has no answer that can be compared."""
@@ -151,41 +98,35 @@ class MathHandler(Handler):
         text = ctx.final_text[-_LONGEST:]
         answered = {"answered": 1.0}  # What takes too long to compare is an answer.
         try:
-            verdict = await self._compare(golds, text, ctx.timeout)
+            verdict = await self._compared(ctx, golds, text)
         except ChildTimeout:
             expected = "\nexpected: ".join(golds)
             ctx.show(f"The comparison was ended after {_VERDICT_SECONDS:g} s.\nexpected: {expected}")
             return Evaluation(0.0, {**answered, "verify_timeout": 1.0}, VERIFY_TIMEOUT)
-        except KeyUnreadable as error:
-            raise ChildFailed(f"task '{ctx.task.id}': answer: {error}", "VerifierFailed") from error
         except ChildFailed:
             # This is the proof: if the verifier can compare each gold answer with itself, the other answer
             # ended it.
             for gold in golds:
-                await self._compare([gold], gold, ctx.timeout)
+                _check_keys(ctx.task, await self._compared(ctx, [gold], gold))
             return Evaluation(0.0, answered, ANSWER_UNUSABLE)
-        ctx.show(verdict.why)
-        return Evaluation(float(verdict.equal), {"answered": float(verdict.answered)})
+        _check_keys(ctx.task, verdict)
+        ctx.show(str(verdict["why"]))
+        return Evaluation(float(verdict["equal"]), {"answered": float(verdict["answered"])})
 
-    async def _compare(self, golds: Sequence[str], answer: str, timeout: float) -> Judgement:
-        """Return whether the answer is one of `golds`. If the first process dies, a fresh one tries again.
-
-        Raises:
-            KeyUnreadable: An expected answer can be read in no way, and no other one is equal.
-            ChildTimeout: There is no result in time.
-            ChildFailed: Two processes died.
-        """
-        seconds = min(_VERDICT_SECONDS, timeout)
-        try:
-            return await self._verifiers.compare(golds, answer, seconds)
-        except (ChildTimeout, KeyUnreadable):
-            raise
-        except ChildFailed:
-            return await self._verifiers.compare(golds, answer, seconds)
+    async def _compared(self, ctx: StageContext, golds: list[str], answer: str) -> dict[str, Any]:
+        request = {"golds": golds, "answer": answer}
+        return await self._children.ask_twice(request, min(_VERDICT_SECONDS, ctx.timeout))
 
     async def close(self) -> None:
         """End the processes that compare answers."""
-        await self._verifiers.close()
+        await self._children.close()
+
+
+def _check_keys(task: Task, verdict: dict[str, Any]) -> None:
+    """Raise an exception if an expected answer can be read in no way, and no other one is equal."""
+    if "unreadable" in verdict:
+        problem = f"the expected answer cannot be read: {verdict['unreadable']}"
+        raise ChildFailed(f"task '{task.id}': answer: {problem}", _FAILED)
 
 
 if __name__ == "__main__":

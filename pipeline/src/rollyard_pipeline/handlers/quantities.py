@@ -10,6 +10,7 @@ from typing import Final
 
 from rollyard_pipeline.errors import WorkerError
 from rollyard_pipeline.handlers.markup import unmarked
+from rollyard_pipeline.handlers.tables import pairs
 from rollyard_pipeline.handlers.units import Unit, leading_unit, symbols
 
 _NUMERAL: Final = re.compile(
@@ -38,16 +39,11 @@ _PERCENT: Final = re.compile(r"\s?%")
 _CLOSING: Final = re.compile(r"\)*+")
 """Parentheses that do not hide the unit behind them."""
 _SCALES: Final = {
-    "dozen": 12.0,
-    "hundred": 1e2,
-    "thousand": 1e3,
-    "million": 1e6,
-    "billion": 1e9,
-    "trillion": 1e12,
-    "quadrillion": 1e15,
-    "quintillion": 1e18,
-    "lakh": 1e5,
-    "crore": 1e7,
+    word: float(size)
+    for word, size in pairs(
+        "dozen=12 hundred=1e2 thousand=1e3 million=1e6 billion=1e9 trillion=1e12 quadrillion=1e15",
+        "quintillion=1e18 lakh=1e5 crore=1e7",
+    ).items()
 }
 _SCALE: Final = re.compile(rf"\s?({'|'.join(_SCALES)})s?\b", re.IGNORECASE)
 _START: Final = re.compile(r"(?:[+-]\s?)?\(*+[+-]?(?:\.?\d|[√π])", re.ASCII)

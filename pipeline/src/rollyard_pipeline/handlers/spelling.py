@@ -175,12 +175,7 @@ _NO_UNITS: Final = words(
 )
 """Words that say something of a number, so that it is another one."""
 _CHINESE_NUMBERS: Final = frozenset("零一二两三四五六七八九十百千万亿半倍分之多不非没无或和且至到")
-_OTHERWISE: Final = _NO_UNITS - {"sin", "cos", "tan", "log", "mod", "half"} | {
-    "all",
-    "any",
-    "every",
-    "except",
-}
+_OTHERWISE: Final = _NO_UNITS - words("sin cos tan log mod half") | words("all any every except")
 _ROUGHLY: Final = re.compile(r"^(?:[Aa](?:bout|pproximately)|[Rr]oughly|[Ee]xactly|\\approx|≈|\\sim)\s*")
 
 

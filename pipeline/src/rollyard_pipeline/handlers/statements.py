@@ -194,7 +194,7 @@ def statements(text: str) -> list[Statement]:
     text = _without_rows(text)
     boxes, joined = _boxes(text)
     mark = _last_mark(text)
-    if boxes and not (mark is not None and mark.final and mark.place > text.rfind("\\boxed")):
+    if boxes and not (mark is not None and mark.final and mark.start > text.rfind("\\boxed")):
         last = _of_box(boxes[-1])
         together = Statement(", ".join(_of_box(box).text for box in boxes), "in all boxes together")
         return [last] if len(boxes) == 1 else [together] if joined else [last, together]
@@ -303,7 +303,7 @@ def _boxes(text: str) -> tuple[list[str], bool]:
 class _Mark:
     """What follows "answer is" or `####`, and whether it says "final answer is" and a formula or number."""
 
-    place: int
+    start: int
     text: str
     where: str
     final: bool

@@ -12,7 +12,7 @@ from rollyard_crds.fields.signals import SHIPPED
 from rollyard_crds.task import NumericAnswer, Task
 
 from rollyard_pipeline.errors import TaskInvalid
-from rollyard_pipeline.handlers.answers import boxed, comparison, final_answer
+from rollyard_pipeline.handlers.answers import boxed, final_answer
 from rollyard_pipeline.handlers.base import Evaluation, Handler, StageContext
 from rollyard_pipeline.handlers.markup import folded, unmarked
 from rollyard_pipeline.handlers.quantities import Quantity, quantities, with_unit_behind
@@ -52,7 +52,7 @@ _OR: Final = re.compile(r"[\s)]*+(?:[/&,]|(?:or|and)\b|[或和])")
 _DENIED: Final = re.compile(
     r"[)\s]*+(?:(?i:(?:is|was)(?:\s+not|n['’]t|\s+wrong|\s+incorrect|\s+false))\b|是?[错錯不])"
 )
-"""What says of the letter before it that it is not the answer."""
+"""What says that the letter before it is not the answer."""
 _BOX: Final = re.compile(r"(?=\\(?:boxed|fbox)\s*+\{)")
 _SENTENCE_END: Final = re.compile(r"[.!?。](?!\w)")
 _MAX_BOXES: Final = 8
@@ -64,6 +64,7 @@ _PARTIAL: Final = re.compile(
 _MAX_BEFORE: Final = 24  # Characters.
 _MAX_BEHIND: Final = 200  # Characters.
 _MAX_SHOWN: Final = 200  # Characters.
+_ANSWER_SHOWN: Final = 500  # Characters, from the end of an answer.
 _ROUNDING: Final = 1e-9
 """The share of a number by which conversions between units may change it."""
 
@@ -105,7 +106,8 @@ class StemHandler(Handler):
         if problems:
             raise TaskInvalid(f"task '{ctx.task.id}': {problems[0]}")
         golds, text = ctx.task.accepted_answers(), _within_mark(ctx.final_text)
-        ctx.show(comparison(ctx.final_text.strip(), "\nexpected: ".join(golds)))
+        shown, expected = ctx.final_text.strip()[-_ANSWER_SHOWN:] or "none", "\nexpected: ".join(golds)
+        ctx.show(f"compared answer: {shown}\nexpected: {expected}")
         if ctx.task.choices:
             return _by_letter(ctx, text, golds)
         if ctx.task.numeric is not None:
@@ -261,9 +263,8 @@ def _permitted(name: str, choices: Sequence[str]) -> str | None:
 
 def _by_number(ctx: StageContext, text: str, golds: Sequence[str], rule: NumericAnswer) -> Evaluation:
     target = _unit_of(rule)
-    keys = [] if target is None else [key for gold in golds if (key := _key(gold, target)) is not None]
-    if target is None or not keys:
-        raise TaskInvalid(f"task '{ctx.task.id}': the answer is no number in the unit {rule.unit!r}")
+    assert target is not None  # The task has been checked.
+    keys = [key for gold in golds if (key := _key(gold, target)) is not None]
     read = [_values(answer) for answer in _answers(text)]
     # More than one value is an answer only if each of them is right, as in 450 K (177 °C).
     stated = [quantity for quantities_read in read for quantity in quantities_read] if all(read) else []

@@ -18,7 +18,7 @@ from rollyard_crds.task import Task
 from rollyard_crds.trajectory import RunRecord
 
 from rollyard_pipeline.child_processes import ChildProcesses, begin_child
-from rollyard_pipeline.errors import ChildFailed, ChildTimeout
+from rollyard_pipeline.errors import ChildTimeout
 from rollyard_pipeline.handlers.base import said_by_policy
 
 _SECONDS: Final = 10.0
@@ -54,26 +54,12 @@ class FormatChecks:
         chosen = [texts[-1]] if check.messages == "last" else list(texts)
         if check.tags is not None:
             return all(has_tags(text, check.tags) for text in chosen), True
+        request = {"pattern": check.pattern, "texts": chosen}
         try:
-            return await self._found(check, chosen), True
+            answer = await self._children.ask_or_blame(request, self._seconds, {**request, "texts": [""]})
         except ChildTimeout:
-            return False, False
-        except ChildFailed:
-            # This is the proof: if the pattern can be looked for in an empty text, the other one ended the
-            # process.
-            await self._found(check, [""])
-            return False, False
-
-    async def _found(self, check: FormatCheck, texts: list[str]) -> bool:
-        """Return whether all texts match, with a second try in a fresh process if the first one dies."""
-        request = {"pattern": check.pattern, "texts": texts}
-        try:
-            answer = await self._children.ask(request, self._seconds)
-        except ChildTimeout:
-            raise
-        except ChildFailed:
-            answer = await self._children.ask(request, self._seconds)
-        return bool(answer.get("found"))
+            answer = None
+        return (False, False) if answer is None else (bool(answer.get("found")), True)
 
     async def close(self) -> None:
         """End the processes."""

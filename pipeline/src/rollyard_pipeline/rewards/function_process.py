@@ -1,7 +1,7 @@
 """The process that runs a reward function, whose class is its argument, as MODULE:CLASS.
 
 It reads an episode a line and writes `{"reward": …, "components": {…}}` or `{"error": …}` for each. What the
-function prints is thrown away.
+function prints is discarded.
 """
 
 from __future__ import annotations

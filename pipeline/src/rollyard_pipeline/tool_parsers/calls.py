@@ -1,21 +1,21 @@
-"""What the parsers share: JSON at a position of a text, the form of a call, and the text of errors."""
+"""What the parsers share: a pass over a turn's text, JSON within it, the form of a call, and errors."""
 
 from __future__ import annotations
 
 import json
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, Final, NoReturn
+from typing import Any, ClassVar, Final, NoReturn
 
 from rollyard_crds.trajectory import MALFORMED_CALL
 
 from rollyard_pipeline.errors import WorkerError
-from rollyard_pipeline.tool_parsers.base import ParsedCall
+from rollyard_pipeline.tool_parsers.base import ParsedCall, ParsedTurn, Schemas
 
 NAME_LIMIT: Final = 128
 """The maximum length of a tool's name in characters."""
-
-
+THINK: Final = ("<think>", "</think>")
 _FIRST_WINDOW: Final = 4096  # characters
 _CUT: Final = 64
 """The distance in characters within which an error may come from the cut at the end of a window.
@@ -136,3 +136,71 @@ def _no_constant(name: str) -> NoReturn:
 
 
 _DECODER: Final = json.JSONDecoder(strict=False, parse_constant=_no_constant)
+
+
+class MarkedParser(ABC):
+    """Parses turns in which calls stand between marks, in time linear in the text.
+
+    A thought is the text between the thinking marks, or the text before a closing mark without an opening one
+    (some templates open the thought in the prompt). Calls in thoughts do not count. A closing mark within a
+    well-formed call is a part of its arguments.
+    """
+
+    opening: ClassVar[str]
+    """The pattern for where calls begin."""
+    thought: ClassVar[tuple[str, str]] = THINK
+    """The opening and the closing mark of thoughts."""
+
+    def __init__(self) -> None:
+        marks = "|".join(re.escape(mark) for mark in self.thought)
+        self._marks = re.compile(f"(?P<thought>{marks})|(?:{self.opening})", re.MULTILINE)
+        self._schemas: Schemas = {}
+
+    @abstractmethod
+    def read(self, text: str, mark: re.Match[str]) -> tuple[Sequence[ParsedCall], int]:
+        """Return the calls that begin with a match of `opening`, and the index where they end.
+
+        The index lies after the match. If there are no calls, the match was text after all.
+        """
+
+    def configure(self, template: str, schemas: Schemas) -> None:
+        """Store the schemas, which determine the types of values that are written as plain text."""
+        self._schemas = schemas
+
+    def parse(self, text: str) -> ParsedTurn:
+        """Return the calls of one turn, and its text without them, thoughts included."""
+        opened, closed = self.thought
+        outside: list[str] = []
+        calls: list[ParsedCall] = []
+        at = thoughts_end = 0
+        while (mark := self._marks.search(text, at)) is not None:
+            if mark["thought"] == opened:
+                end = text.find(closed, mark.end())
+                if end < 0:
+                    break
+                end += len(closed)
+                outside.append(text[at:end])
+                at = end
+                continue
+            parsed: Sequence[ParsedCall] = ()
+            thought, end = mark.start() if mark["thought"] else -1, mark.end()
+            if not mark["thought"]:
+                parsed, end = self.read(text, mark)
+                if any(call.error for call in parsed):
+                    # The last mark is used, so no part of the text is read more than twice.
+                    thought = text.rfind(closed, mark.end(), end)
+            if thought >= 0:  # What looked like calls before was a part of the thought that ends here.
+                calls.clear()
+                outside.clear()
+                end = thoughts_end = thought + len(closed)
+            else:
+                calls += parsed
+                outside.append(text[at : mark.start() if parsed else end])
+            at = end
+        outside.append(text[at:])
+        return ParsedTurn((text[:thoughts_end] + "".join(outside)).strip(), tuple(calls))
+
+    def unframed(self, parsed: ParsedTurn, frame: re.Pattern[str]) -> ParsedTurn:
+        """Return a turn without the marks of a format that stand in its text, but for those in a thought."""
+        thought, mark, answer = parsed.text.rpartition(self.thought[1])
+        return ParsedTurn((thought + mark + frame.sub("", answer)).strip(), parsed.calls)

@@ -14,19 +14,17 @@ from rollyard_pipeline.tool_parsers.base import (
     TokenParser,
     ToolCallParser,
 )
-from rollyard_pipeline.tool_parsers.deepseek import DeepSeekParser
-from rollyard_pipeline.tool_parsers.dsml import DsmlParser
-from rollyard_pipeline.tool_parsers.gemma import GemmaParser
-from rollyard_pipeline.tool_parsers.glm import GlmParser
-from rollyard_pipeline.tool_parsers.gpt_oss import GptOssParser
-from rollyard_pipeline.tool_parsers.hermes import HermesParser
-from rollyard_pipeline.tool_parsers.kimi import KimiParser
-from rollyard_pipeline.tool_parsers.llama import LlamaJsonParser
-from rollyard_pipeline.tool_parsers.mistral import MistralParser
-from rollyard_pipeline.tool_parsers.pythonic import PythonicParser
-from rollyard_pipeline.tool_parsers.qwen_coder import QwenCoderParser
+from rollyard_pipeline.tool_parsers.element_calls import DsmlParser, GlmParser, QwenCoderParser, XtmlParser
+from rollyard_pipeline.tool_parsers.json_calls import (
+    DeepSeekParser,
+    GptOssParser,
+    HermesParser,
+    KimiParser,
+    LlamaJsonParser,
+    MistralParser,
+)
+from rollyard_pipeline.tool_parsers.literal_calls import GemmaParser, PythonicParser
 from rollyard_pipeline.tool_parsers.renderers import Readers, RenderersParser, is_installed
-from rollyard_pipeline.tool_parsers.xtml import XtmlParser
 
 _COMMENT: Final = re.compile(r"\{#.*?#\}", re.DOTALL)
 _TOOLS: Final = re.compile(r"\btools\b")

@@ -124,22 +124,34 @@ def _unescaped(match: re.Match[str]) -> str:
     return _CHARACTERS.get(match["c"], match[0])  # An unknown escape is kept unchanged, as in Python.
 
 
+def after_item(text: str, at: int, close: str, item: str = "") -> int:
+    """Return the index of the next item of a list whose last one ends at `at`, or of the mark `close`.
+
+    Args:
+        item: What an item is called in the message.
+
+    Raises:
+        NotAValue: There is neither a comma nor the mark.
+    """
+    at = skip_blank(text, at)
+    if text.startswith(",", at):
+        return skip_blank(text, at + 1)
+    if not text.startswith(close, at):
+        raise NotAValue(f"expected ',' or '{close}'{f' after {item}' if item else ''}", at)
+    return at
+
+
 def _items(text: str, at: int, depth: int) -> tuple[Any, int]:
     close = "]" if text[at] == "[" else ")"
     items: list[Any] = []
-    commas = 0
+    end = at
     at = skip_blank(text, at + 1)
     while not text.startswith(close, at):
-        item, at = literal_at(text, at, depth + 1)
+        item, end = literal_at(text, at, depth + 1)
         items.append(item)
-        at = skip_blank(text, at)
-        if text.startswith(",", at):
-            commas += 1
-            at = skip_blank(text, at + 1)
-        elif not text.startswith(close, at):
-            raise NotAValue(f"expected ',' or '{close}'", at)
-    if close == ")" and len(items) == 1 and not commas:
-        return items[0], at + 1  # These are parentheses around a value.
+        at = after_item(text, end, close)
+    if close == ")" and len(items) == 1 and skip_blank(text, end) == at:
+        return items[0], at + 1  # These are parentheses around a value, without a comma.
     return items, at + 1
 
 
@@ -153,11 +165,6 @@ def _pairs(text: str, at: int, depth: int) -> tuple[dict[str, Any], int]:
         at = skip_blank(text, end)
         if not text.startswith(":", at):
             raise NotAValue("expected ':' after a key", at)
-        value, at = literal_at(text, at + 1, depth + 1)
-        pairs[key if isinstance(key, str) else str(key)] = value
-        at = skip_blank(text, at)
-        if text.startswith(",", at):
-            at = skip_blank(text, at + 1)
-        elif not text.startswith("}", at):
-            raise NotAValue("expected ',' or '}'", at)
+        pairs[key if isinstance(key, str) else str(key)], at = literal_at(text, at + 1, depth + 1)
+        at = after_item(text, at, "}")
     return pairs, at + 1

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from rollyard_pipeline.child_processes import ChildProcesses
-from rollyard_pipeline.errors import ChildFailed, ChildTimeout, NoToolParser
+from rollyard_pipeline.errors import ChildTimeout, NoToolParser
 from rollyard_pipeline.tool_parsers.base import ChatModel, ParsedCall, ParsedTurn, Schemas
 from rollyard_pipeline.tool_parsers.calls import call_of, malformed
 
@@ -125,7 +125,14 @@ class TurnParser:
         Raises:
             ChildFailed: The processes cannot be started, or die whatever the turn is.
         """
-        answer = await self._read(list(ids), list(prompt_ids[-_PROMPT_IDS:]))
+        nothing = {"ids": [], "prompt_ids": [], "tools": self._tools}
+        request = {**nothing, "ids": list(ids), "prompt_ids": list(prompt_ids[-_PROMPT_IDS:])}
+        try:
+            answer = await self._children.ask_or_blame(request, self._seconds, nothing)
+        except ChildTimeout:
+            answer = {"error": f"it cannot be read within {self._seconds:g} s"}
+        if answer is None:
+            answer = {"error": "it cannot be read"}
         if not answer:
             return None
         if "error" in answer:
@@ -133,23 +140,6 @@ class TurnParser:
         return ParsedTurn(
             answer["text"].strip(), tuple(_call(call) for call in answer["calls"]), answer["thought"].strip()
         )
-
-    async def _read(self, ids: list[int], prompt_ids: list[int]) -> dict[str, Any]:
-        """Return the answer of a process, with a second try in a fresh one if the first one dies."""
-        for _ in range(2):
-            try:
-                return await self._ask(ids, prompt_ids)
-            except ChildTimeout:
-                return {"error": f"it cannot be read within {self._seconds:g} s"}
-            except ChildFailed:
-                continue
-        # This is the proof: if an empty turn can be read, the other one ended the processes.
-        await self._ask([], [])
-        return {"error": "it cannot be read"}
-
-    async def _ask(self, ids: list[int], prompt_ids: list[int]) -> dict[str, Any]:
-        request = {"ids": ids, "prompt_ids": prompt_ids, "tools": self._tools}
-        return await self._children.ask(request, self._seconds)
 
 
 def _call(fields: Mapping[str, Any]) -> ParsedCall:

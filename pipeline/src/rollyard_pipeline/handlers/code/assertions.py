@@ -217,28 +217,28 @@ def placed_test(program: str, name: str) -> PlacedTest | None:
     local = {
         node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
     }
-    calls = _CallsApart({"candidate", name})
-    replaced = ast.unparse(calls.visit(tree))
+    apart = _CallsApart({"candidate", name})
+    replaced = ast.unparse(apart.visit(tree))
     plain = plain_test(replaced, name)
-    used = {node.id for call in calls.found for node in ast.walk(call) if isinstance(node, ast.Name)}
-    if plain is None or len(plain.calls) != len(calls.found) or used & local:
+    used = {node.id for call in apart.calls for node in ast.walk(call) if isinstance(node, ast.Name)}
+    if plain is None or len(plain.calls) != len(apart.calls) or used & local:
         return None
-    return PlacedTest(replaced, [ast.unparse(call) for call in calls.found])
+    return PlacedTest(replaced, [ast.unparse(call) for call in apart.calls])
 
 
 class _CallsApart(ast.NodeTransformer):
-    """Replaces the calls of the functions with these names, and keeps them in `found`."""
+    """Replaces the calls of the functions with these names, and keeps them in `calls`."""
 
     def __init__(self, names: set[str]) -> None:
-        self.found: list[ast.Call] = []
+        self.calls: list[ast.Call] = []
         self._names = names
 
     def visit_Call(self, node: ast.Call) -> ast.AST:
         """Return a call of `candidate` with the number of this call, if it is one of the functions'."""
         if not isinstance(node.func, ast.Name) or node.func.id not in self._names:
             return self.generic_visit(node)
-        self.found.append(node)
-        number = ast.Constant(len(self.found) - 1)
+        self.calls.append(node)
+        number = ast.Constant(len(self.calls) - 1)
         return ast.copy_location(ast.Call(ast.Name("candidate", ast.Load()), [number], []), node)
 
 

@@ -27,33 +27,26 @@ _MOST_BITS: Final = 1024
 """The size of an integer in bits beyond which no float is near to it."""
 
 
-def same_text(output: str, expected: str, tolerance: float | None) -> bool:
-    """Return whether two outputs are the same but for spaces around lines and empty lines around the whole.
+def difference(
+    output: str, expected: str, tolerance: float | None
+) -> tuple[int, str | None, str | None] | None:
+    """Return the first line in which two outputs differ, as its number, from 1, and both; or None.
 
-    Spaces between the numbers of a line do not count either.
+    Spaces around lines, empty lines around the whole and spaces between the numbers of a line do not count.
 
     Args:
         output: What the program has printed.
         expected: What it should print.
         tolerance: The permitted distance of fractions, as a share of the expected number, or of 1 if that is
             0; or None if texts must be equal.
+
+    Returns:
+        A line is None where its output has ended.
     """
     printed, correct = _lines(output), _lines(expected)
-    return printed == correct or _difference(printed, correct, tolerance) is None
-
-
-def difference(output: str, expected: str, tolerance: float | None) -> tuple[int, str | None, str | None]:
-    """Return the first line in which two outputs differ that are not the same: its number, from 1, and both.
-
-    A line is None where its output has ended.
-
-    Raises:
-        ValueError: The outputs are the same.
-    """
-    printed, correct = _lines(output), _lines(expected)
-    index = _difference(printed, correct, tolerance)
+    index = None if printed == correct else _difference(printed, correct, tolerance)
     if index is None:
-        raise ValueError("the outputs are the same")
+        return None
     ends = [lines[index] if index < len(lines) else None for lines in (printed, correct)]
     return index + 1, ends[0], ends[1]
 

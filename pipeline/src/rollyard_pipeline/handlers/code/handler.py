@@ -24,7 +24,7 @@ from rollyard_pipeline.errors import TaskInvalid
 from rollyard_pipeline.handlers.base import Evaluation, Handler, StageContext
 from rollyard_pipeline.handlers.code import shown
 from rollyard_pipeline.handlers.code.assertions import placed_test, plain_test
-from rollyard_pipeline.handlers.code.compare import difference, same_result, same_text
+from rollyard_pipeline.handlers.code.compare import difference, same_result
 from rollyard_pipeline.handlers.code.programs import AnswerProgram, needed, whole_program
 from rollyard_pipeline.handlers.code.sandboxed import encode
 from rollyard_pipeline.sabotage import TEST_TIMEOUT
@@ -84,7 +84,7 @@ class CodeHandler(Handler):
                 failure += f"\n{trial.trace}" if trial.trace else ""
             if not tests.partial:
                 break
-        ctx.show(f"Program: {program.place}." if ctx.final_text.strip() else "There is no answer.")
+        ctx.show(f"Program: {program.part}." if ctx.final_text.strip() else "There is no answer.")
         ctx.show(f"{passed} of {len(tests.cases)} tests passed.")
         ctx.show(failure)
         share = passed / len(tests.cases)
@@ -144,9 +144,10 @@ class _Trial:
             self.why = f"the checker refuses the output {shown.quoted(output)}"
             return await self._checked(case, output)
         # Comparing long outputs may take seconds, in which the worker has others to serve.
-        if await asyncio.to_thread(same_text, output, case.output or "", tolerance):
+        different = await asyncio.to_thread(difference, output, case.output or "", tolerance)
+        if different is None:
             return True
-        line, printed, expected = difference(output, case.output or "", tolerance)
+        line, printed, expected = different
         texts = ["(none)" if text is None else shown.quoted(text) for text in (printed, expected)]
         self.why = f"line {line} of the output is {texts[0]}\nexpected: {texts[1]}"
         return False
@@ -203,9 +204,8 @@ class _Trial:
         self.why = "the program did not report what its function returns"
         try:
             results = [json.loads(line) for line in output.splitlines()]
-            marshal.dumps(
-                [[[[results]]]], _MARSHAL
-            )  # The judge gets them, which a deeper value would prevent.
+            # The judge gets them, which a deeper value would prevent.
+            marshal.dumps([[[[results]]]], _MARSHAL)
         except (ValueError, RecursionError):
             return None
         known = [result for result in results if isinstance(result, dict)]
@@ -215,10 +215,8 @@ class _Trial:
 
     async def _policys(self, action: str, request: dict[str, Any]) -> str | None:
         """Return what a process with the policy's program says, or None unless it ends in time and with 0."""
-        place = await self._private("policy")
-        limit = min(self.tests.time_limit_seconds, self.ends - time.monotonic())
         source = {"prefix": self.program.prefix, "source": self.program.text}
-        result = await self._run(action, {**request, **source}, place.tmp, limit)
+        result = await self._run(action, {**request, **source}, self.tests.time_limit_seconds)
         if result is None or result.timed_out:
             self.timed_out, self.why = True, "the program did not end in time"
             return None
@@ -234,9 +232,7 @@ class _Trial:
 
         No process of the policy exists meanwhile.
         """
-        place = await self._private("author")
-        limit = min(_JUDGE_SECONDS, self.ends - time.monotonic())
-        result = await self._run(action, request, place.home, limit)
+        result = await self._run(action, request, _JUDGE_SECONDS)
         if result is None or result.timed_out:
             self.timed_out = True
             self._also("the program of the test did not end in time")
@@ -265,19 +261,21 @@ class _Trial:
         self.used = whose
         return self.ctx.place
 
-    async def _run(self, action: str, request: dict[str, Any], cwd: str, limit: float) -> ExecResult | None:
+    async def _run(self, action: str, request: dict[str, Any], seconds: float) -> ExecResult | None:
+        """Run a process of the policy or the author, or return None if there is no time left for it."""
+        of_policy = action in ("call", "run")
+        place = await self._private("policy" if of_policy else "author")
+        limit = min(seconds, self.ends - time.monotonic())
         if limit <= 0:
             return None
-        place = self.ctx.place
-        assert place is not None
         env = {**_ONE_THREAD, **self.ctx.eval_env, "HOME": place.home, "TMPDIR": place.tmp}
         memory = int(parse_quantity(self.tests.memory_limit))
-        program = _POLICYS if action in ("call", "run") else _AUTHORS
+        program = _POLICYS if of_policy else _AUTHORS
         return await self.ctx.sandbox.run(
             ["python3", "-S", "-c", _START, action],
             env={**env, "PYTHONSAFEPATH": "1", "PYTHONHASHSEED": "0", "PYTHONDONTWRITEBYTECODE": "1"},
             clean_env=True,
-            cwd=cwd,
+            cwd=place.tmp if of_policy else place.home,
             stdin=marshal.dumps((*program, {**request, "memory": memory}), _MARSHAL),
             timeout=limit,
             max_output=_OUTPUT,

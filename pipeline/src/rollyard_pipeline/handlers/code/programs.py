@@ -29,12 +29,12 @@ class AnswerProgram:
 
     Attributes:
         text: The program.
-        place: The part of the answer that it is, for people.
+        part: The part of the answer that it is, for people.
         prefix: A program that runs before it, with the same names.
     """
 
     text: str
-    place: str
+    part: str
     prefix: str = ""
 
 

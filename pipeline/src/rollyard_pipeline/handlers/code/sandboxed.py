@@ -1,7 +1,7 @@
 """The programs that Eval runs in the sandbox; they need the standard library only, of Python 3.8 or later.
 
 The handler starts this module with one argument and a request, both of which `main` takes. `call` loads the
-policy's program and calls its function; everything that this process says is the policy's word. `judge` runs
+policy's program and calls its function; nothing that this process says can be relied on. `judge` runs
 a test of the task's author, in a process that never loads the policy's code: where the test calls the
 function, it gets the result that `call` has reported for these arguments. Results are plain data, so nothing
 of the policy's decides how they compare.
@@ -187,7 +187,7 @@ def text(value: Any) -> str:
 
 
 def compiled(program: Any, name: str) -> Any:
-    """Return the code of a program, which has not the `__future__` of this module."""
+    """Return the code of a program, without the `__future__` imports of this module."""
     return compile(program, name, "exec", dont_inherit=True)
 
 
@@ -448,5 +448,5 @@ def main(action: str, request: dict[str, Any]) -> None:
     else:
         answer = judge(request) if action == "judge" else check(request)
         write(out, text(answer).encode())
-    # Everything is said. Taking Python apart would take a tenth of the time that its start does.
+    # All has been written. Finalizing Python would take a tenth of the time that its start does.
     os._exit(0)

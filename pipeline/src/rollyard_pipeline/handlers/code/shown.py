@@ -99,5 +99,5 @@ def _whole(digits: str) -> str:
 
 
 def _kind(content: Any) -> str:
-    """Return what a value is for which there is nothing better to show."""
+    """Return the kind of a value for which there is nothing better to show."""
     return short(content, 50) if isinstance(content, str) else type(content).__name__

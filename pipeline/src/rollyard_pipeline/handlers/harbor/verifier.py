@@ -1,7 +1,7 @@
 """Running a task's tests in a sandbox, after all that could have been planted there has been removed.
 
-No process of the policy is alive while this module works, so what it has removed stays removed. What the
-tests run of the policy's files is another matter, and that of the tests.
+No process of the policy is alive while this module works, so what it has removed stays removed. Which of the
+policy's files the tests run is up to the tests.
 """
 
 from __future__ import annotations

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
-from rollyard_crds.task import Task, TaskSandbox
+from rollyard_crds.task import Task
 from rollyard_sandbox.client import ExecClient
 
 from rollyard_pipeline.errors import HandlerFailed
-from rollyard_pipeline.handlers.base import Evaluation, FolderChanges, Handler, StageContext
+from rollyard_pipeline.handlers.base import Evaluation, Handler, StageContext
 from rollyard_pipeline.handlers.isolated.messages import HandlerOutcome
 from rollyard_pipeline.handlers.isolated.process import HandlerProcess
+from rollyard_pipeline.handlers.tables import words
 from rollyard_pipeline.registry import HANDLERS, Registry
 
 
@@ -77,24 +78,21 @@ class IsolatedHandler(Handler):
     """A handler whose `init`, `run` and `eval` run in a process of their own.
 
     Args:
-        handler: The handler. It answers in this process what it is asked about a task.
+        handler: The handler. In this process it answers questions about tasks.
         processes: The processes for its calls.
     """
 
     def __init__(self, handler: Handler, processes: HandlerProcesses) -> None:
         self._handler = handler
         self._processes = processes
-        shown = (
-            "needs_sandbox",
-            "needs_tokens",
-            "judges_answers",
-            "reward_range",
-            "components",
-            "eval_sandbox",
-            "fetches",
-        )
         # These are attributes of the class, which an instance can only hide.
-        vars(self).update({name: getattr(handler, name) for name in shown})
+        names = words(
+            "needs_sandbox needs_tokens judges_answers reward_range components eval_sandbox fetches",
+            "dockerfile eval_apart eval_hosts artifacts check judges_answer changes folder",
+        )
+        # What the base class does needs no process.
+        own = [name for name in ("init", "run") if getattr(type(handler), name) is getattr(Handler, name)]
+        vars(self).update({name: getattr(handler, name) for name in (*names, *own)})
 
     def for_task(self, task: Task) -> Handler:
         """Return the handler of this task, which runs in the worker if it is one of Rollyard's own."""
@@ -104,51 +102,13 @@ class IsolatedHandler(Handler):
         ours = type(handler).__module__.startswith("rollyard_pipeline.")
         return handler if ours else IsolatedHandler(handler, self._processes)
 
-    def dockerfile(self, task: Task, image: str) -> Mapping[str, tuple[bytes, int]] | None:
-        """Return what the handler answers."""
-        return self._handler.dockerfile(task, image)
-
-    def eval_apart(self, task: Task) -> TaskSandbox | None:
-        """Return what the handler answers."""
-        return self._handler.eval_apart(task)
-
-    def eval_hosts(self, task: Task) -> Sequence[str] | None:
-        """Return what the handler answers."""
-        return self._handler.eval_hosts(task)
-
-    def artifacts(self, task: Task) -> Sequence[str]:
-        """Return what the handler answers."""
-        return self._handler.artifacts(task)
-
-    def check(self, task: Task) -> list[str]:
-        """Return what the handler answers."""
-        return self._handler.check(task)
-
-    def judges_answer(self, task: Task) -> bool:
-        """Return what the handler answers."""
-        return self._handler.judges_answer(task)
-
-    def changes(self, task: Task, workdir: str) -> FolderChanges | None:
-        """Return what the handler answers."""
-        return self._handler.changes(task, workdir)
-
-    def folder(self, task: Task, workdir: str) -> str:
-        """Return what the handler answers."""
-        return self._handler.folder(task, workdir)
-
     async def init(self, ctx: StageContext) -> None:
         """Prepare the sandbox."""
-        if self._is_default("init"):
-            await self._handler.init(ctx)
-        else:
-            await self._call("init", ctx)
+        await self._call("init", ctx)
 
     async def run(self, ctx: StageContext) -> None:
         """Play the episode."""
-        if self._is_default("run"):
-            await self._handler.run(ctx)
-        else:
-            await self._call("run", ctx)
+        await self._call("run", ctx)
 
     async def eval(self, ctx: StageContext) -> Evaluation:
         """Return the score of the episode."""
@@ -159,10 +119,6 @@ class IsolatedHandler(Handler):
         """End the processes."""
         await self._processes.close()
         await self._handler.close()
-
-    def _is_default(self, method: str) -> bool:
-        """Return whether a method is that of the base class, which needs no process."""
-        return getattr(type(self._handler), method) is getattr(Handler, method)
 
     async def _call(self, method: str, ctx: StageContext) -> HandlerOutcome:
         sandboxes = () if ctx.client is None else (ctx.client,)

@@ -15,7 +15,7 @@ from rollyard_process.log_text import one_line
 from rollyard_sandbox.client import ExecResult
 
 from rollyard_pipeline.errors import SetupFailed, TaskInvalid
-from rollyard_pipeline.handlers.base import Evaluation, FolderChanges, Handler, StageContext
+from rollyard_pipeline.handlers.base import READ_AND_RUN, Evaluation, FolderChanges, Handler, StageContext
 from rollyard_pipeline.handlers.swe import diffs
 from rollyard_pipeline.handlers.swe.log_parsers import exit_code, parse
 from rollyard_pipeline.handlers.swe.protected import protection
@@ -48,7 +48,7 @@ class SweHandler(Handler):
 
     The policy's changes of the repository's folder are carried into a fresh sandbox, but for those of tests,
     of what decides how tests are run, and of caches. The hidden tests come after them. The policy's
-    code runs in the processes of the tests, so that a log is its word as well. `swe.verdict: report`
+    code runs in the processes of the tests, so it could forge a log. `swe.verdict: report`
     takes the results from a plugin of pytest instead; see docs/handlers.md for what remains possible.
     """
 
@@ -151,11 +151,8 @@ async def _tested(ctx: StageContext, tests: SweTests, folder: str) -> Evaluation
 
 
 async def _run(ctx: StageContext, script: str, folder: str, env: dict[str, str]) -> ExecResult:
-    # The script comes on standard input and is read completely before any of it runs, so that none of its
-    # commands can read the rest.
-    command = 'rollyard_script=$(cat) && exec < /dev/null && eval "$rollyard_script"'
     result = await ctx.sandbox.run(
-        [*_SHELL, command, "bash"],
+        [*_SHELL, READ_AND_RUN, "bash"],
         env=env,
         clean_env=True,
         cwd=folder,

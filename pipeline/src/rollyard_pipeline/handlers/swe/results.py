@@ -23,7 +23,7 @@ STATUSES: Final = (PASSED, XFAIL, XPASS, SKIPPED, FAILED, ERROR)
 """All results, the worst last."""
 MISSING: Final = "MISSING"
 """What stands in the place of a result where a test has none."""
-_WEIGHT: Final = {status: place for place, status in enumerate((*STATUSES, MISSING))}
+_WEIGHT: Final = {status: weight for weight, status in enumerate((*STATUSES, MISSING))}
 _SHOWN: Final = 10  # The most tests that a message names for each result.
 _SHOWN_NAME: Final = 160  # The most characters of a name in a message.
 _SHOWN_LIST: Final = 1_900  # The most characters about a list of tests. All that is shown has 4,096.

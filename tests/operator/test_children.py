@@ -7,7 +7,7 @@ from contextlib import suppress
 import pytest
 from rollyard_crds import RolloutJobStatus
 from rollyard_drivers.reconcile.plan import Launch, Owner, Plan, Stop, Workload
-from rollyard_operator.controllers.children import Children
+from rollyard_operator.controllers.object_loop import Children
 from rollyard_operator.kube import labels
 from rollyard_operator.kube.errors import KubeError
 from rollyard_operator.kube.object_cache import PodCache, uid_of

@@ -139,8 +139,8 @@ def start_trouble(pod: Mapping[str, Any]) -> Trouble | None:
         text = str(scheduled.get("message", ""))
         if scheduled.get("reason") == "SchedulingGated":
             queue = labels.label_of(pod, labels.QUEUE)
-            held = f"held back until queue {queue!r} admits it" if queue else "held back by a scheduling gate"
-            return Trouble("SchedulingGated", f"{held} ({text})" if text else held, since, "gate")
+            gate = f"held back until queue {queue!r} admits it" if queue else "held back by a scheduling gate"
+            return Trouble("SchedulingGated", f"{gate} ({text})" if text else gate, since, "gate")
         if scheduled.get("reason") == "Unschedulable":
             return Trouble("Unschedulable", _said("Unschedulable", text), since, "scheduler")
     return None

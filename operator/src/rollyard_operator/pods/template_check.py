@@ -103,11 +103,11 @@ class _Check:
     def placement(self, placement: Placement, field: str) -> Iterator[str]:
         """Check where a pod may run. These rules apply to pods of every kind."""
         allowed = self._allowed
-        for what, given, keys in (
+        for what, names, keys in (
             ("labels", placement.labels, allowed.labels),
             ("annotations", placement.annotations, allowed.annotations),
         ):
-            for key in given:
+            for key in names:
                 prefix = key.rpartition("/")[0].lower()
                 if any(prefix == own or prefix.endswith(f".{own}") for own in _OWN_PREFIXES):
                     yield f"{field}.{what}[{key!r}]: the prefix {prefix!r} is reserved; choose another key"
@@ -138,13 +138,13 @@ class _Check:
             yield _no(field, f"the Secret {name!r}", "secrets")
 
     def _env(self, entry: Mapping[str, Any], field: str, worker: bool) -> Iterator[str]:
-        given = _chosen(entry)
-        for key in given.keys() - {"name", "value", "valueFrom"}:
+        variable = _chosen(entry)
+        for key in variable.keys() - {"name", "value", "valueFrom"}:
             yield f"{field}.{key}: not known; an environment variable has 'name' and 'value' or 'valueFrom'"
-        name = given.get("name")
+        name = variable.get("name")
         if worker and isinstance(name, str) and _CODE_ENV.fullmatch(name) and name not in self._allowed.env:
             yield _no(f"{field}.name", f"{name!r} beside a worker's token", "env")
-        source = given.get("valueFrom", {})
+        source = variable.get("valueFrom", {})
         if not isinstance(source, Mapping):
             yield f"{field}.valueFrom: must be a mapping"
             return
@@ -195,10 +195,10 @@ class _Check:
     def _mount(
         self, entry: Mapping[str, Any], field: str, worker: bool, harmless: Sequence[object]
     ) -> Iterator[str]:
-        given = _chosen(entry)
-        for key in given.keys() - _MOUNT_KEYS:
+        mount = _chosen(entry)
+        for key in mount.keys() - _MOUNT_KEYS:
             yield f"{field}.{key}: not permitted; a mount has {', '.join(sorted(_MOUNT_KEYS))}"
-        name, path = given.get("name"), given.get("mountPath")
+        name, path = mount.get("name"), mount.get("mountPath")
         if isinstance(name, str) and name.startswith(RESERVED_PREFIX):
             yield f"{field}.name: volumes whose names begin with {RESERVED_PREFIX!r} are the operator's"
         if worker and name not in harmless and not is_below(path, (*MOUNT_ROOTS, *self._allowed.mounts)):

@@ -151,7 +151,7 @@ def hurry(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rollyard_operator.controllers.object_loop.REFUSED_SECONDS", 0.05)
     monkeypatch.setattr("rollyard_operator.controllers.job.JobLoop.counts_seconds", 0.0)
     monkeypatch.setattr("rollyard_operator.controllers.pool.PoolLoop.counts_seconds", 0.02)
-    monkeypatch.setattr("rollyard_operator.controllers.children.LEFTOVER_SECONDS", 0.02)
+    monkeypatch.setattr("rollyard_operator.controllers.object_loop.LEFTOVER_SECONDS", 0.02)
     monkeypatch.setattr("rollyard_drivers.health.FIRST_CHECK_SECONDS", 0.01)
     monkeypatch.setattr("rollyard_drivers.health.CHECK_SECONDS", 0.02)
     for user in ("controllers.object_loop", "controllers.rest_sync", "kube.reflector"):

@@ -16,8 +16,8 @@ import pytest
 from rollyard_api.app import build
 from rollyard_api.core.hosts import HostCheck
 from rollyard_api.prorl import app as prorl_app
+from rollyard_api.prorl.app import ProrlListener
 from rollyard_api.prorl.config import ProrlConfig
-from rollyard_api.prorl.listener import ProrlListener
 from rollyard_api.service import ControlPlane
 from rollyard_api.settings import Settings
 from rollyard_testing.inference.scripted import VllmShaped

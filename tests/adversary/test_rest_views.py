@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 from rollyard_api.access import permissions
-from rollyard_api.views.job.statistics import MAX_KEYS, Sketch
+from rollyard_api.views.job.folding import MAX_KEYS, Sketch
 from rollyard_api.views.rollout import live, texts
 from rollyard_crds.lease import MAX_LIVE_TEXT, MAX_LIVE_TURNS
 from rollyard_crds.reading.vocabulary import TokenizerInvalid, read

@@ -19,8 +19,8 @@ from rollyard_api.app import build
 from rollyard_api.core.errors import OptionInvalid
 from rollyard_api.core.problems import Invalid
 from rollyard_api.prorl import calls
+from rollyard_api.prorl.app import ProrlListener
 from rollyard_api.prorl.config import ProrlConfig, read_config
-from rollyard_api.prorl.listener import ProrlListener
 from rollyard_api.prorl.process_calls import FORMATS, task_of
 from rollyard_api.service import ControlPlane
 from rollyard_api.settings import Settings

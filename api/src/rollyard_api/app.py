@@ -32,7 +32,7 @@ from rollyard_api.core.problems import (
     Unavailable,
     response,
 )
-from rollyard_api.prorl.listener import ProrlListener, listening
+from rollyard_api.prorl.app import ProrlListener, listening
 from rollyard_api.routes import browsers, jobs, pools, results, stage_workers, views
 from rollyard_api.routes.common import Plane, describe_bodies
 from rollyard_api.service import ControlPlane, running

@@ -26,8 +26,8 @@ from rollyard_api.app import build
 from rollyard_api.core.errors import OptionInvalid
 from rollyard_api.core.sockets import cut_off_stalled, listening_socket, write_port
 from rollyard_api.options.declared import ControlPlaneOptions
-from rollyard_api.prorl import listener as prorl_listener
-from rollyard_api.prorl.listener import ProrlListener
+from rollyard_api.prorl import app as prorl_app
+from rollyard_api.prorl.app import ProrlListener
 from rollyard_api.service import ControlPlane
 from rollyard_api.settings import Settings
 
@@ -123,7 +123,7 @@ def run(options: ControlPlaneOptions) -> int:
             return _refused(f"{options_of_list}: {error}")
     try:
         sock = listening_socket(options.host, options.port, "--port")
-        prorl = prorl_listener.opened(options)
+        prorl = prorl_app.opened(options)
     except OptionInvalid as error:
         return _refused(error)
     for each in [sock] if prorl is None else [sock, prorl.socket]:

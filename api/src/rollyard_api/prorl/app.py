@@ -1,23 +1,28 @@
 """The application with ProRL Agent's calls, and nothing else: no documents, no metrics, no other call.
 
-A gate before the calls decides who may ask at all, and bounds the size, time and number of bodies. Many calls
-wait for the ends of rollouts, and one look at the database serves all of a job.
+It listens on a port of its own in the process of the control plane. A gate before the calls decides who may
+ask at all, and bounds the size, time and number of bodies. Many calls wait for the ends of rollouts, and one
+look at the database serves all of a job.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import logging
+import socket
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Annotated, Any, Final, Literal, TypeVar
 
 import orjson
 import sqlalchemy as sa
+import uvicorn
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from sqlalchemy.engine import Connection
 from starlette.applications import Starlette
@@ -28,6 +33,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from rollyard_api.core.codec import JSON, check_plain, decode, dumps, loads
+from rollyard_api.core.errors import OptionInvalid
 from rollyard_api.core.hosts import HostCheck
 from rollyard_api.core.limits import Limit
 from rollyard_api.core.problems import (
@@ -38,10 +44,12 @@ from rollyard_api.core.problems import (
     TooLarge,
     Unavailable,
 )
+from rollyard_api.core.sockets import listening_socket, write_port
 from rollyard_api.core.wakeups import job_topic
+from rollyard_api.options.declared import ControlPlaneOptions
 from rollyard_api.prorl import calls
 from rollyard_api.prorl.calls import NewCall, StartedCall
-from rollyard_api.prorl.config import ProrlConfig
+from rollyard_api.prorl.config import ProrlConfig, read_config
 from rollyard_api.prorl.process_calls import NAMES, RolloutParams, job_spec, process_answer, task_of
 from rollyard_api.rollouts import claims
 from rollyard_api.service import ControlPlane
@@ -50,6 +58,11 @@ from rollyard_api.storage.rows import EndedRollout, JobRow, read_one
 from rollyard_api.storage.schema import jobs, rollouts
 from rollyard_api.trajectories import records
 from rollyard_api.trajectories.delivery import Delivery
+
+FURTHER_CONNECTIONS: Final = 256
+"""The connections beside those of waiting /process calls."""
+SHUTDOWN_SECONDS: Final = 2
+
 
 log = logging.getLogger("rollyard.api.prorl")
 
@@ -494,3 +507,66 @@ async def _problem(_request: Request, error: Exception) -> Response:
             return _detail(error.status_code, error.detail)
         case _:  # Starlette raises it again after the answer, and the server logs it.
             return _detail(500, "unexpected error; the server's log says more")
+
+
+@dataclass(frozen=True, slots=True)
+class ProrlListener:
+    """A listening socket for the calls, with what the installer decided."""
+
+    socket: socket.socket
+    config: ProrlConfig
+    host: str
+    port_file: Path | None = None
+
+
+class _Server(uvicorn.Server):
+    """A server beside the control plane's own, which alone handles signals."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def opened(options: ControlPlaneOptions) -> ProrlListener | None:
+    """Return the listener of the ProRL calls, or None if they are off.
+
+    Raises:
+        OptionInvalid: A setting is wrong, or the address is not available.
+    """
+    if not options.prorl:
+        if options.prorl_config is not None:
+            raise OptionInvalid("--prorl-config goes with --prorl")
+        return None
+    config = read_config(options.prorl_config, options.prorl_tokenizer)
+    sock = listening_socket(options.prorl_host, options.prorl_port, "--prorl-port")
+    return ProrlListener(sock, config, options.prorl_host, options.prorl_port_file)
+
+
+@asynccontextmanager
+async def listening(plane: ControlPlane, listener: ProrlListener) -> AsyncIterator[None]:
+    """Serve the calls within the block."""
+    api = ProrlCalls(plane, listener.config)
+    await api.forget_lost()
+    config = uvicorn.Config(
+        api.behind_gate(listener.host),
+        http="httptools",
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        limit_concurrency=listener.config.max_calls + FURTHER_CONNECTIONS,
+        timeout_graceful_shutdown=SHUTDOWN_SECONDS,
+        timeout_keep_alive=75,
+    )
+    server = _Server(config)
+    serving = asyncio.create_task(server.serve(sockets=[listener.socket]), name="ProRL calls")
+    if listener.port_file is not None:
+        write_port(listener.port_file, listener.socket)
+    try:
+        yield
+    finally:
+        # The waiting calls are answered first, because the server waits for them.
+        await api.ends.close()
+        server.should_exit = True
+        await serving

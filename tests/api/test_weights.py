@@ -18,7 +18,7 @@ import pytest
 import rollyard_engine
 from rollyard_api.settings import Settings
 from rollyard_api.weights.coordinator import UpdateLimits
-from rollyard_inference.weights.vllm import VllmWeights
+from rollyard_inference.weights.connect import VllmWeights
 from rollyard_testing.api.databases import migrated_database
 from rollyard_testing.api.plane import serving
 from rollyard_testing.manifests import pool_manifest

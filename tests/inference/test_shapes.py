@@ -28,10 +28,8 @@ from rollyard_inference.sampling.request import Sampling, ServedModel
 from rollyard_inference.sampling.vllm import VllmCompletions, VllmGenerate
 from rollyard_inference.transports.interface import Reply, Transport
 from rollyard_inference.transports.with_httpx import HttpxTransport
-from rollyard_inference.weights.connect import weight_control
+from rollyard_inference.weights.connect import SglangWeights, VllmWeights, weight_control
 from rollyard_inference.weights.control import WeightCallLimits, WeightControl
-from rollyard_inference.weights.sglang import SglangWeights
-from rollyard_inference.weights.vllm import VllmWeights
 from rollyard_testing.inference.scripted import LOGPROB, SHAPES, Scripted, SglangShaped, VllmShaped
 from rollyard_testing.pace import patience
 

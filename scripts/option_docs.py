@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from pydantic.fields import FieldInfo
-from rollyard.bridge_options import BridgeCommandOptions
+from rollyard.commands.slurm_bridge import BridgeCommandOptions
 from rollyard.local.options import Options
 from rollyard_api.options.command_line import usual
 from rollyard_api.options.declared import (

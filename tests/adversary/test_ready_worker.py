@@ -10,9 +10,8 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-from rollyard.local.fleet import Fleet
 from rollyard.local.options import Options
-from rollyard.local.supervisor import ready_programs
+from rollyard.local.supervisor import Fleet, ready_programs
 from rollyard_crds.security.job_token import job_of, job_token
 from rollyard_drivers.host.child import Child, Folders
 from rollyard_drivers.host.home import Home

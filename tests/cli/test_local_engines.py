@@ -16,8 +16,8 @@ from typing import Any
 import httpx
 import pytest
 from rollyard.errors import CannotStart
-from rollyard.local.fleet import Fleet
 from rollyard.local.options import Options
+from rollyard.local.supervisor import Fleet
 from rollyard.local.vllm import choose, visible_gpus, vllm_server
 from rollyard_crds import BackendPool, BackendStatus, Condition
 from rollyard_crds.reading.engine_arguments import given

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 import yaml
-from rollyard.bridge_options import BridgeCommandOptions, bridge_options
 from rollyard.commands import slurm_bridge, up
+from rollyard.commands.slurm_bridge import BridgeCommandOptions, bridge_options
 from rollyard.declared import load_options
 from rollyard.detached import arguments_again
 from rollyard.errors import UsageProblem

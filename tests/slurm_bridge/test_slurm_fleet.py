@@ -20,7 +20,7 @@ from rollyard_slurm.errors import SlurmError, SlurmUnavailable, SubmitRefused
 from rollyard_slurm.options import reconcile_profile
 from rollyard_slurm.profile import SiteProfile
 from rollyard_slurm.scripts.site import Site
-from rollyard_slurm.submissions.availability import AVOID_SECONDS
+from rollyard_slurm.submissions.home_submissions import AVOID_SECONDS
 from rollyard_slurm.submissions.polling import ENDS_AT_ONCE
 from rollyard_slurm.submissions.stopping import CANCEL_AGAIN_SECONDS
 from rollyard_slurm.submissions.submitting import SUBMITTED_AT_ONCE, SUCCESSOR_AGAIN_SECONDS, UNSURE_SECONDS

@@ -11,9 +11,9 @@ import pytest
 from rollyard_crds import RolloutJob
 from rollyard_drivers.host.home import Home
 from rollyard_slurm import bridge
+from rollyard_slurm.bridge import batches
 from rollyard_slurm.errors import ProfileInvalid
 from rollyard_slurm.options import BridgeOptions, reconcile_profile
-from rollyard_slurm.preview import batches
 from rollyard_slurm.profile import SiteProfile, load
 from rollyard_slurm.readers.job_identity import SlurmJobIdentity
 from rollyard_slurm.scripts.site import Site

@@ -14,12 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rollyard_slurm.bridge import rest_of
+from rollyard_slurm.bridge import rest_of, sample_job, scripts
 from rollyard_slurm.calls.command_line import environment
 from rollyard_slurm.calls.rest import RestCalls
 from rollyard_slurm.errors import ProfileInvalid, SlurmError, SlurmUnavailable, SubmitRefused
 from rollyard_slurm.options import BridgeOptions
-from rollyard_slurm.preview import sample_job, scripts
 from rollyard_slurm.profile import RestProfile, SiteProfile, load
 from rollyard_slurm.readers import job_json
 from rollyard_slurm.readers.jobs import JobDetails

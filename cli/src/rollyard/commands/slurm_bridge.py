@@ -1,28 +1,354 @@
 """The commands of `rollyard slurm-bridge`.
 
-They run the bridge in this terminal or in the background, print its batch scripts, and end it or show it.
+They run the bridge in this terminal or in the background, print its batch scripts, and end it or show it. The
+options of `up` are checked together and converted to those of the bridge.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import sys
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, Literal
 
 import click
+from pydantic import Field
 from rollyard_api.options.command_line import GroupedCommand, declared_options
+from rollyard_api.options.declared import (
+    HTTP,
+    STATE,
+    TELEMETRY,
+    Option,
+    PlaneOptions,
+    Port,
+    document,
+    key_of,
+)
 from rollyard_api.options.sources import drop_variables
 
 from rollyard import terminal
-from rollyard.bridge_options import BridgeCommandOptions, bridge_home, bridge_options
 from rollyard.declared import load_options, speaker
 from rollyard.errors import CliError, HomeInUse, UsageProblem
 from rollyard.extras import require
+from rollyard.local.options import (
+    BACKENDS,
+    SANDBOXES,
+    EngineArgs,
+    EngineEnv,
+    Gpus,
+    Options,
+    Replicas,
+    SandboxTemplates,
+)
 
 if TYPE_CHECKING:
+    from rollyard_crds import BackendPool
+    from rollyard_drivers.host.home import Home
     from rollyard_slurm.options import BridgeOptions
+
+
+SLURM: Final = "Slurm"
+JOINING: Final = "A control plane that runs already"
+
+
+def bridge_home(home: Path | None) -> Home:
+    """Return the home that `--home` names, or the default one."""
+    from rollyard_drivers.host.home import Home, default_home
+    from rollyard_slurm.options import COMMAND
+
+    return Home((home or default_home()).expanduser().absolute(), COMMAND)
+
+
+class BridgeCommandOptions(PlaneOptions):
+    """The options of `rollyard slurm-bridge up`."""
+
+    prefix: ClassVar[str] = "ROLLYARD_SLURM_BRIDGE_"
+
+    home: Annotated[
+        Path | None,
+        Option(
+            "State folder, on storage that the nodes share",
+            STATE,
+            metavar="DIR",
+            elsewhere=("ROLLYARD_HOME",),
+            default="~/.local/state/rollyard",
+        ),
+    ] = None
+
+    partition: Annotated[str, Option("Partition of all jobs; several with commas", SLURM, metavar="NAME")] = (
+        ""
+    )
+    account: Annotated[str, Option("Account that is charged", SLURM, metavar="NAME")] = ""
+    qos: Annotated[str, Option("Quality of service", SLURM, metavar="NAME")] = ""
+    time_limit: Annotated[
+        str, Option("Time limit of each job, as sbatch takes it", SLURM, flag="--time", metavar="LIMIT")
+    ] = ""
+    constraint: Annotated[str, Option("Node features", SLURM, metavar="FEATURES")] = ""
+    profile: Annotated[
+        Path | None, Option("YAML file with what this site needs", SLURM, metavar="FILE", default="none")
+    ] = None
+    rest_url: Annotated[
+        str,
+        Option(
+            "slurmrestd in place of Slurm's commands: unix:/PATH or http://HOST:PORT", SLURM, metavar="URL"
+        ),
+    ] = ""
+    command_timeout: Annotated[float, Field(ge=1, le=600), Option("Seconds for one Slurm command", SLURM)] = (
+        20.0
+    )
+    max_jobs: Annotated[
+        int, Field(ge=1, le=10_000), Option("RolloutJobs that are active at once; others wait", SLURM)
+    ] = 16
+
+    join: Annotated[
+        str, Option("Use a control plane that runs, beside its other drivers", JOINING, metavar="URL")
+    ] = ""
+    namespaces: Annotated[
+        tuple[str, ...],
+        Option(
+            "With --join: serve jobs and pools of this namespace; repeatable",
+            JOINING,
+            flag="--namespace",
+            metavar="NAME",
+        ),
+    ] = ()
+    all_namespaces: Annotated[
+        bool,
+        Option("With --join: serve those of every namespace. Their authors can run programs as you", JOINING),
+    ] = False
+    token_file: Annotated[
+        Path | None,
+        Option(
+            "With --join: JSON with the tokens of driver and worker", JOINING, metavar="FILE", default="none"
+        ),
+    ] = None
+    ca_file: Annotated[
+        Path | None,
+        Option(
+            "With --join https://… or --tls-cert: the authority of a private certificate (PEM)",
+            JOINING,
+            metavar="FILE",
+            variable="ROLLYARD_CA_FILE",
+            default="public ones",
+        ),
+    ] = None
+
+    listen: Annotated[
+        str,
+        Option(
+            "Address to listen on; `unix`: a socket, for one node",
+            HTTP,
+            metavar="ADDRESS",
+            default="that of this host in the cluster",
+        ),
+    ] = ""
+    advertise: Annotated[
+        str, Option("Host name that the nodes use", HTTP, metavar="HOST", default="--listen")
+    ] = ""
+    port: Annotated[Port, Option("Port", HTTP, default="that of the last run, else a free one")] = 0
+
+    sandbox: Annotated[
+        Literal["apptainer", "bubblewrap", "process"],
+        Option("What isolates rollouts; `process` isolates nothing", SANDBOXES),
+    ] = "apptainer"
+    sandbox_templates: SandboxTemplates = True
+    default_image: Annotated[
+        str, Option("Apptainer: image of rollouts that name none", SANDBOXES, metavar="SIF")
+    ] = ""
+    allow_images: Annotated[
+        tuple[str, ...],
+        Option(
+            "What jobs may name as images: paths, docker://HOST/PREFIX/, none or any; repeatable",
+            SANDBOXES,
+            flag="--allow-image",
+            metavar="IMAGE",
+            default="any; with --join: none",
+        ),
+    ] = ()
+    image_cache: Annotated[
+        str,
+        Option(
+            "Apptainer: built images, shared by the nodes", SANDBOXES, metavar="DIR", default="HOME/images"
+        ),
+    ] = ""
+    build_dockerfiles: Annotated[
+        bool,
+        Option(
+            "Apptainer: nodes build the images of tasks' Dockerfiles; their commands run there as you",
+            SANDBOXES,
+        ),
+    ] = False
+
+    engine: Annotated[
+        Literal["none", "embedded", "vllm"],
+        Option("Make the BackendPool `default` with this engine", BACKENDS),
+    ] = "none"
+    model: Annotated[str, Option("Model folder of the pool `default`", BACKENDS, metavar="DIR")] = ""
+    replicas: Replicas = 1
+    gpus: Gpus = 0
+    engine_args: EngineArgs = ()
+    engine_env: EngineEnv = ()
+
+
+def bridge_options(options: BridgeCommandOptions) -> BridgeOptions:
+    """Return the options of the bridge for those of its command.
+
+    Raises:
+        UsageProblem: Options contradict each other, or one of them has a value that cannot be used.
+    """
+    from rollyard_crds.base import NAME_PATTERN
+    from rollyard_slurm import profile as profiles
+    from rollyard_slurm.options import BridgeOptions
+
+    from rollyard.declared import set_telemetry
+
+    home = bridge_home(options.home).root
+    if bool(options.join) != (options.token_file is not None):
+        raise UsageProblem("--join and --token-file belong together")
+    if not options.join and (options.namespaces or options.all_namespaces):
+        raise UsageProblem("--namespace and --all-namespaces go with --join")
+    if options.join and bool(options.namespaces) == options.all_namespaces:
+        raise UsageProblem(
+            "--join needs --namespace NAME (repeatable) or --all-namespaces: a user who may make a "
+            "BackendPool there can run programs as the user of this bridge"
+        )
+    for name in options.namespaces:
+        if not re.fullmatch(NAME_PATTERN.strip("^$"), name):
+            raise UsageProblem(f"--namespace must be a name such as team-a (got {name!r})")
+    if options.join and options.engine != "none":
+        raise UsageProblem(
+            "--engine is for a control plane of its own; with --join, submit a BackendPool that says "
+            "`placement: slurm`"
+        )
+    if options.join and not options.join.startswith(("http://", "https://")):
+        raise UsageProblem(f"--join must be a URL such as http://head:8765 (got {options.join!r})")
+    if options.join:
+        _refuse_options_of_a_plane(options)
+    if options.listen == "unix" and (options.advertise or options.port):
+        raise UsageProblem("--advertise and --port have no meaning with --listen unix")
+    if options.listen == "unix" and options.tls_cert is not None:
+        raise UsageProblem("--tls-cert has no meaning with --listen unix")
+    variables = set_telemetry(options.otlp_endpoint, options.trace_sample, options.log_format)
+    names = ("partition", "account", "qos", "time_limit", "constraint")
+    chosen: dict[str, Any] = {name: getattr(options, name) or None for name in names}
+    if options.rest_url:
+        chosen["rest"] = {"url": options.rest_url}
+    serves_tls = options.join.startswith("https://") or options.tls_cert is not None
+    return BridgeOptions(
+        home=home,
+        join=options.join,
+        tokens=options.token_file,
+        namespaces=options.namespaces,
+        ca_file=options.ca_file if serves_tls else None,
+        listen=options.listen,
+        advertise=options.advertise,
+        port=options.port,
+        sandbox=options.sandbox,
+        sandbox_options=tuple(_sandbox_options(options, home)),
+        profile=profiles.load(options.profile, chosen),
+        telemetry=tuple(sorted(variables.items())),
+        pools=_pools(options),
+        plane=document(options),
+        timeout=options.command_timeout,
+        max_jobs=options.max_jobs,
+    )
+
+
+def _refuse_options_of_a_plane(options: BridgeCommandOptions) -> None:
+    """Refuse options of a control plane that is not the bridge's.
+
+    Those of traces and logs are the bridge's and its workers' as well.
+    """
+    for name, field in PlaneOptions.model_fields.items():
+        if name in options.model_fields_set and name not in TELEMETRY:
+            raise UsageProblem(
+                f"--{key_of(name, field)} is for a control plane of its own; the one that --join names has "
+                "its own"
+            )
+
+
+def _sandbox_options(options: BridgeCommandOptions, home: Path) -> list[str]:
+    """Return the options of stage workers about their sandboxes."""
+    words: list[str] = []
+    if not options.sandbox_templates:
+        if options.sandbox != "bubblewrap":
+            raise UsageProblem("--no-sandbox-templates goes with --sandbox bubblewrap")
+        words.append("--no-sandbox-templates")
+    words += _allowed_images(options)
+    for name, value in (("--default-image", options.default_image), ("--image-cache", options.image_cache)):
+        if value and options.sandbox != "apptainer":
+            raise UsageProblem(f"{name} goes with --sandbox apptainer")
+        if value:
+            # `docker://NAME`, `docker-archive:/PATH` and similar sources are not paths and stay unchanged.
+            local = re.match(r"[a-z][a-z-]*:", value) is None
+            words += [name, str(Path(value).expanduser().absolute()) if local else value]
+    if options.build_dockerfiles:
+        if options.sandbox != "apptainer":
+            raise UsageProblem("--build-dockerfiles goes with --sandbox apptainer")
+        words.append("--build-dockerfiles")
+    if options.sandbox == "apptainer" and not options.image_cache:
+        words += ["--image-cache", str(home / "images")]
+    return words
+
+
+def _allowed_images(options: BridgeCommandOptions) -> list[str]:
+    """Return the workers' options about the images that jobs may name.
+
+    Whoever uses a control plane of this bridge holds this user's token. Authors of a control plane that the
+    bridge joins do not, and an image shows them files of this user.
+    """
+    entries = list(options.allow_images) or (["none"] if options.join else [])
+    words = []
+    for entry in entries:
+        alone = entry in ("any", "none")
+        if alone and len(entries) > 1:
+            raise UsageProblem(f"--allow-image {entry} stands alone")
+        if not alone and ":" in entry and not re.match(r"(docker|oras|library|shub)://[^\s/]", entry):
+            raise UsageProblem(
+                f"--allow-image {entry}: give a path, or a reference such as docker://HOST/PREFIX/; a path "
+                "also allows the archives below it"
+            )
+        reference = alone or "://" in entry
+        words += ["--allow-image", entry if reference else str(Path(entry).expanduser().absolute())]
+    return words
+
+
+def _pools(command_options: BridgeCommandOptions) -> tuple[BackendPool, ...]:
+    from rollyard.local.supervisor import default_pool
+
+    engine, model = command_options.engine, command_options.model
+    for name, value in (
+        ("--engine-arg", command_options.engine_args),
+        ("--engine-env", command_options.engine_env),
+    ):
+        if value and engine == "none":
+            raise UsageProblem(f"{name} goes with --engine")
+    if engine == "none":
+        if model:
+            raise UsageProblem("--model goes with --engine")
+        return ()
+    if command_options.gpus and engine != "vllm":
+        raise UsageProblem("--gpus goes with --engine vllm")
+    if engine == "vllm" and not model:
+        raise UsageProblem("--engine vllm needs --model DIR, a Hugging Face model folder")
+    if model.startswith(("/", "~", ".")):
+        folder = Path(model).expanduser().absolute()
+        if not folder.is_dir():
+            raise UsageProblem(f"--model: {folder} is no folder")
+        model = str(folder)
+    options = Options(
+        home=Path(),
+        engine=engine,
+        replicas=command_options.replicas,
+        engine_args=command_options.engine_args,
+        engine_env=command_options.engine_env,
+        gpus=command_options.gpus,
+        model=model,
+    )
+    return (default_pool(options),)
+
 
 DOWN_SECONDS: Final = 240.0
 HOME: Final = click.option(
@@ -132,7 +458,7 @@ def print_scripts(options: BridgeOptions, files: tuple[Path, ...]) -> None:
     """Print the batch scripts of the manifests in `files`, or of a sample job, and start nothing."""
     import asyncio
 
-    from rollyard_slurm.preview import sample_job, scripts
+    from rollyard_slurm.bridge import sample_job, scripts
 
     from rollyard.jobs.manifests import read_manifests
 

@@ -21,8 +21,7 @@ from rollyard.jobs.manifests import MAX_PROBLEMS, CheckReport
 if TYPE_CHECKING:
     from rollyard_crds.fields.reward import RewardSpec
     from rollyard_pipeline.sandboxes.interface import SandboxProvider
-    from rollyard_pipeline.stages.alone import StagesAlone
-    from rollyard_pipeline.stages.rescoring import Rescorer
+    from rollyard_pipeline.stages.rescoring import Rescorer, StagesAlone
 
 _ORACLE: Final = "oracle"
 SAME_REWARD: Final = 1e-9
@@ -132,7 +131,7 @@ def play(job: RolloutJob | str, tasks: Sequence[Task], *, sandbox: str) -> Check
 async def _play(spec: RolloutJobSpec, tasks: Sequence[Task], sandbox: str, folder: Path) -> list[str]:
     from rollyard_pipeline.sandboxes import open_provider
     from rollyard_pipeline.sandboxes.errors import SandboxProviderError
-    from rollyard_pipeline.stages.alone import stages_alone
+    from rollyard_pipeline.stages.rescoring import stages_alone
 
     problems: list[str] = []
     waiting = iter(tasks)

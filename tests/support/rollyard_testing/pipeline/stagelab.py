@@ -16,7 +16,7 @@ from rollyard_pipeline.backends import BackendClient
 from rollyard_pipeline.sandboxes import open_provider
 from rollyard_pipeline.sandboxes.egress.egress import Egress
 from rollyard_pipeline.sandboxes.provider import NodeProvider
-from rollyard_pipeline.stages.alone import StagesAlone
+from rollyard_pipeline.stages.rescoring import StagesAlone
 from rollyard_pipeline.tool_parsers.base import ParsedCall
 
 SMALL = {"warm": 0, "resources": {"memory": "256Mi", "disk": "16Mi", "processes": 64}}

@@ -30,7 +30,7 @@ from rollyard_testing.sandboxes.rootfolder import make_image, make_sif
 pytestmark = pytest.mark.attack(boundary="network", surface="Eval with a network")
 
 
-CARRY = "rollyard_pipeline.stages.eval_carry"
+CARRY = "rollyard_pipeline.stages.eval_sandboxes"
 PASSWORD = "a-password-of-the-policy"
 
 

@@ -306,7 +306,7 @@ ODD_ARTIFACTS = pytest.mark.attack(
 async def test_artifacts_for_a_separate_verifier(
     lab: StageLab, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rollyard_pipeline.stages.eval_carry.MAX_CARRIED", 500)
+    monkeypatch.setattr("rollyard_pipeline.stages.eval_sandboxes.MAX_CARRIED", 500)
     found = await lab.play(task(MEETS, SEPARATE), [[ARTIFACTS[name]]])
     deserves_nothing(found.reward)
 
@@ -323,7 +323,7 @@ async def test_paths_of_artifacts_count_as_their_content_does(
     lab: StageLab, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Empty files in folders with long names would otherwise fill the worker's memory with paths."""
-    monkeypatch.setattr("rollyard_pipeline.stages.eval_carry.MAX_ARTIFACTS", 20_000)
+    monkeypatch.setattr("rollyard_pipeline.stages.eval_sandboxes.MAX_ARTIFACTS", 20_000)
     leave = "cd /logs/artifacts; echo done > answer; d=$(printf '%0200d' 0); mkdir $d; touch $d/{1..COUNT}"
     assert (await lab.play(task(MEETS, SEPARATE), [[leave.replace("COUNT", "9")]])).reward == 1.0
     found = await lab.play(task(MEETS, SEPARATE), [[leave.replace("COUNT", "400")]])

@@ -9,9 +9,8 @@ from rollyard_pipeline.handlers.answers import final_answer
 from rollyard_pipeline.handlers.blocks import MAX_ANSWER
 from rollyard_pipeline.handlers.code.programs import program_of, whole_program
 from rollyard_pipeline.handlers.markup import folded
-from rollyard_pipeline.handlers.quantities import quantities
-from rollyard_pipeline.handlers.stem import letter
-from rollyard_pipeline.handlers.swe.diffs import patch_of
+from rollyard_pipeline.handlers.stem import letter, quantities
+from rollyard_pipeline.handlers.swe.handler import patch_of
 from rollyard_pipeline.handlers.swe.log_parsers import exit_code, parse
 from rollyard_pipeline.sandboxes.egress.limits import EgressRefused
 from rollyard_pipeline.sandboxes.egress.proxy import MAX_HEAD, parse_head

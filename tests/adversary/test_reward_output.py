@@ -14,7 +14,7 @@ from rollyard_crds.rolloutjob import RolloutJobSpec
 from rollyard_crds.task import Task
 from rollyard_crds.trajectory import MAX_REWARD_OUTPUT, Trajectory
 from rollyard_pipeline.handlers.base import StageContext
-from rollyard_pipeline.handlers.code import shown as code_shown
+from rollyard_pipeline.handlers.code.handler import shown_calls
 from rollyard_testing.page.attacks import TEXTS
 
 pytestmark = pytest.mark.attack(boundary="evaluation", surface="`reward_output`")
@@ -110,7 +110,7 @@ def deep(levels: int) -> Any:
 )  # fmt: skip
 def test_a_value_that_a_program_reports_is_shown_in_few_words(value: Any) -> None:
     """It is no value of Python's here: nothing is hashed or compared, and no address in memory is shown."""
-    words = code_shown.calls([{"v": value}, {"e": value}, {}] * 1000)
+    words = shown_calls([{"v": value}, {"e": value}, {}] * 1000)
     assert len(words.splitlines()) == 8
     assert len(words) < 8 * 260
     assert " at 0x" not in words

@@ -17,10 +17,10 @@ from rollyard_crds.fields.code_tests import CodeTests
 from rollyard_crds.rolloutjob import TaskSource
 from rollyard_pipeline.handlers.blocks import MAX_ANSWER
 from rollyard_pipeline.handlers.code.assertions import placed_test
-from rollyard_pipeline.handlers.code.compare import difference, same_result
+from rollyard_pipeline.handlers.code.handler import difference, same_result
 from rollyard_pipeline.handlers.code.programs import program_of
 from rollyard_pipeline.handlers.code.sandboxed import encode
-from rollyard_pipeline.handlers.swe.diffs import patch_of
+from rollyard_pipeline.handlers.swe.handler import patch_of
 from rollyard_tasks.task_list import TaskListError, parse_lines
 
 P = "print(1)"

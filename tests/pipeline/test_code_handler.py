@@ -19,8 +19,7 @@ from rollyard_pipeline.handlers import Evaluation, StageContext
 from rollyard_pipeline.handlers.base import ANSWER
 from rollyard_pipeline.handlers.code import handler as handler_module
 from rollyard_pipeline.handlers.code.assertions import plain_test
-from rollyard_pipeline.handlers.code.compare import difference, same_result
-from rollyard_pipeline.handlers.code.handler import CodeHandler
+from rollyard_pipeline.handlers.code.handler import CodeHandler, difference, same_result
 from rollyard_pipeline.handlers.code.programs import needed, program_of, whole_program
 from rollyard_pipeline.handlers.code.sandboxed import decode, encode, text
 from rollyard_pipeline.handlers.mixed import MixedHandler

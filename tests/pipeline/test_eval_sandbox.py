@@ -23,7 +23,7 @@ from rollyard_pipeline.handlers.shell import ShellHandler
 from rollyard_pipeline.sandboxes import open_provider
 from rollyard_pipeline.sandboxes.errors import SandboxLost
 from rollyard_pipeline.sandboxes.provider import NodeProvider
-from rollyard_pipeline.stages import eval_carry, sandbox_places
+from rollyard_pipeline.stages import eval_sandboxes, sandbox_places
 from rollyard_pipeline.stages.eval_sandboxes import carries, eval_sandbox, place_within, reaches
 from rollyard_pipeline.stages.sandbox_places import SandboxPlaces
 from rollyard_pipeline.stages.stages import Stages
@@ -300,7 +300,7 @@ async def test_a_diff_is_all_that_run_changed(rollout: Rollout) -> None:
 
 async def test_a_diff_compares_contents(rollout: Rollout, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither size nor time says that a file is the same, and one is compared in parts."""
-    monkeypatch.setattr(eval_carry, "MAX_DIGESTED", 1000)
+    monkeypatch.setattr(eval_sandboxes, "MAX_DIGESTED", 1000)
     rollout.job({"carry": {"diff": True}})
     make = "head -c 2999 /dev/zero > zeros; cp zeros same; touch -d @1 zeros same"
     change = "printf x | dd of=zeros bs=1 seek=2500 conv=notrunc status=none; touch -d @1 zeros"

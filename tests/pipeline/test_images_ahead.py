@@ -14,7 +14,7 @@ from rollyard_pipeline.sandboxes.apptainer.image_cache import ImageCache
 from rollyard_pipeline.sandboxes.apptainer.images import parse_image
 from rollyard_pipeline.sandboxes.apptainer.program import ContainerProgram
 from rollyard_pipeline.sandboxes.interface import SandboxRequest
-from rollyard_pipeline.worker.images_ahead import AT_ONCE, ImagesAhead
+from rollyard_pipeline.worker.worker import AT_ONCE, ImagesAhead
 from rollyard_testing.pipeline.workerlab import Plane, Provider, Steered, lease, spec, working
 from rollyard_testing.waiting import eventually
 

@@ -299,7 +299,7 @@ async def test_a_handler_that_cannot_be_loaded_fails_its_own_rollouts(
 ) -> None:
     """A process of its own tries the import, so that the worker is not blocked by it."""
     if "sleep" in source:
-        monkeypatch.setattr("rollyard_pipeline.handlers.isolated.process._START_SECONDS", 3)
+        monkeypatch.setattr("rollyard_pipeline.handlers.isolated.handler._START_SECONDS", 3)
     install_handler(tmp_path, source, monkeypatch)
     outcomes = await outcomes_of(Plane(spec()), lease(1), lease(2, "eval"))
     for outcome in outcomes.values():

@@ -14,10 +14,9 @@ from pathlib import Path
 
 import pytest
 from rollyard_crds.workers import Assignment, AssignmentRequest
-from rollyard_pipeline.command_line import assigned_options, parse
 from rollyard_pipeline.control_plane.calls import ControlPlaneUnavailable
 from rollyard_pipeline.errors import ControlPlaneRefused, OptionError
-from rollyard_pipeline.program import NODE_UNUSABLE, StopSignals, assignment_of
+from rollyard_pipeline.program import NODE_UNUSABLE, StopSignals, assigned_options, assignment_of, parse
 from rollyard_testing.pace import patience
 
 READY = ["--url", "http://127.0.0.1:9", "--token-file", "/t", "--namespace", "team", "--ready", "r-1"]

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from rollyard_crds.fields.swe_tests import SweTests
-from rollyard_pipeline.handlers.swe.report import ReportFiles, SignedReport
+from rollyard_pipeline.handlers.swe.handler import ReportFiles, SignedReport
 from rollyard_sandbox.client.results import FileContent
 from rollyard_sandbox.errors import FileError
 from rollyard_testing.pace import patience

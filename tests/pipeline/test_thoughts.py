@@ -19,7 +19,7 @@ from rollyard_pipeline.handlers.code.handler import CodeHandler
 from rollyard_pipeline.handlers.isolated.handler import loaded_handler
 from rollyard_pipeline.handlers.math import MathHandler
 from rollyard_pipeline.handlers.stem import StemHandler
-from rollyard_pipeline.handlers.swe.diffs import patch_of
+from rollyard_pipeline.handlers.swe.handler import patch_of
 from rollyard_pipeline.registry import Registry
 from rollyard_pipeline.rewards.format_checks import has_tags, own_texts
 from rollyard_pipeline.rewards.shaping import episode_document

@@ -9,14 +9,22 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from rollyard_pipeline.sandboxes.apptainer import instances
-from rollyard_pipeline.sandboxes.apptainer.starter import ApptainerOptions, ApptainerStarter
+from rollyard_pipeline.sandboxes.apptainer.starter import (
+    ApptainerOptions,
+    ApptainerStarter,
+    Instance,
+    end_instance,
+    filed_instances,
+    forget_instance,
+    instance_name,
+    load_instance,
+)
 from rollyard_pipeline.sandboxes.errors import SandboxStartFailed
 from rollyard_pipeline.sandboxes.host.processes import ProcessRef, process_ref
 from rollyard_pipeline.sandboxes.host.records import SandboxFolder
 from rollyard_testing.pace import patience
 
-NAME = instances.instance_name("filed")
+NAME = instance_name("filed")
 
 
 class Waiting:
@@ -71,7 +79,7 @@ async def test_a_filed_instance_does_not_wait_for_its_start_command(
         found = await starter._filed(NAME, command.ref)
     assert command.ref.alive()
     assert (found.root, found.helpers) == (root.ref, (command.ref,))
-    assert await asyncio.to_thread(instances.end, found.root, None, found.helpers, 10.0)
+    assert await asyncio.to_thread(end_instance, found.root, None, found.helpers, 10.0)
     assert not command.ref.alive()
 
 
@@ -89,21 +97,21 @@ async def test_an_instance_that_is_not_filed_yet_is_looked_for_after_its_start_c
 ) -> None:
     root, command = waiting(), waiting()
     looked = asyncio.Event()
-    loop, load = asyncio.get_running_loop(), instances.load
+    loop, load = asyncio.get_running_loop(), load_instance
 
-    def watched(config: Path, name: str) -> instances.Instance | None:
+    def watched(config: Path, name: str) -> Instance | None:
         found = load(config, name)
         loop.call_soon_threadsafe(looked.set)
         return found
 
-    monkeypatch.setattr(instances, "load", watched)
+    monkeypatch.setattr("rollyard_pipeline.sandboxes.apptainer.starter.load_instance", watched)
     async with asyncio.timeout(patience(10)):
         filing = asyncio.create_task(starter._filed(NAME, command.ref))
         await looked.wait()
         assert not filing.done()
         file_instance(tmp_path, root.ref)
         command.end()
-        assert await filing == instances.Instance(root.ref, root.ref, ())
+        assert await filing == Instance(root.ref, root.ref, ())
 
 
 async def test_an_instance_that_is_never_filed_is_an_error(
@@ -120,7 +128,7 @@ def test_what_is_filed_of_one_instance_is_forgotten_alone(tmp_path: Path) -> Non
     ids = ("0a", "0a1", "ff")
     for host in ("one", "two"):
         for sandbox_id in ids:
-            name = instances.instance_name(sandbox_id)
+            name = instance_name(sandbox_id)
             folder = tmp_path / "instances" / "app" / host / "user" / name
             folder.mkdir(parents=True)
             (folder / f"{name}.json").write_text("{}")
@@ -129,10 +137,10 @@ def test_what_is_filed_of_one_instance_is_forgotten_alone(tmp_path: Path) -> Non
             for kind in ("out", "err"):
                 (logs / f"{name}.{kind}").touch()
         (tmp_path / "instances" / "app" / host / "user" / "another").mkdir()
-    assert instances.filed(tmp_path) == ["0a", "0a1", "ff"]
+    assert filed_instances(tmp_path) == ["0a", "0a1", "ff"]
     before = {path for path in tmp_path.rglob("*") if path.is_file()}
-    instances.forget(tmp_path, instances.instance_name("0a"))
-    assert instances.filed(tmp_path) == ["0a1", "ff"]
+    forget_instance(tmp_path, instance_name("0a"))
+    assert filed_instances(tmp_path) == ["0a1", "ff"]
     gone = before - {path for path in tmp_path.rglob("*") if path.is_file()}
-    assert {path.stem for path in gone} == {instances.instance_name("0a")}
+    assert {path.stem for path in gone} == {instance_name("0a")}
     assert len(gone) == 6

@@ -14,8 +14,7 @@ from rollyard_crds.task import TaskSandbox
 from rollyard_pipeline.sandboxes.apptainer.images import parse_image
 from rollyard_pipeline.sandboxes.claims import shape_of_key
 from rollyard_pipeline.sandboxes.dockerfiles.context import FolderContext, HeldContext
-from rollyard_pipeline.sandboxes.dockerfiles.recipe import Recipe, dockerfile_folders, make_recipe
-from rollyard_pipeline.sandboxes.dockerfiles.translation import translate
+from rollyard_pipeline.sandboxes.dockerfiles.recipe import Recipe, dockerfile_folders, make_recipe, translate
 from rollyard_pipeline.sandboxes.errors import DockerfileRefused, ImageNotUsable
 from rollyard_pipeline.sandboxes.interface import BuildFolder, SandboxRequest
 from rollyard_pipeline.sandboxes.starters.root_folders import check_image

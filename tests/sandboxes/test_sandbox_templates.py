@@ -25,8 +25,13 @@ from rollyard_pipeline.sandboxes.host.records import SandboxFolder
 from rollyard_pipeline.sandboxes.host.threads import in_thread
 from rollyard_pipeline.sandboxes.interface import Sandbox, SandboxRequest
 from rollyard_pipeline.sandboxes.provider import NodeProvider
-from rollyard_pipeline.sandboxes.starters.bubblewrap import FORK_FAILURES
-from rollyard_pipeline.sandboxes.starters.templates import MAX_TEMPLATES, Fork, Template, source_stamp
+from rollyard_pipeline.sandboxes.starters.bubblewrap import (
+    FORK_FAILURES,
+    MAX_TEMPLATES,
+    Fork,
+    Template,
+    source_stamp,
+)
 from rollyard_sandbox.server.template import Forks
 from rollyard_testing.pace import patience
 

@@ -8,7 +8,7 @@ from typing import cast
 import pytest
 from rollyard_pipeline.sandboxes.errors import SandboxStartFailed
 from rollyard_pipeline.sandboxes.interface import SandboxKey, SandboxRequest
-from rollyard_pipeline.sandboxes.warm_pool import WarmPool, WarmSandbox
+from rollyard_pipeline.sandboxes.provider import WarmPool, WarmSandbox
 from rollyard_sandbox.errors import ConnectionLost
 
 KEY = SandboxRequest().key

@@ -1,4 +1,12 @@
-"""The handler `code`: the policy's program is run in the sandbox, and judged outside of its processes."""
+"""The handler `code`: the policy's program is run in the sandbox, and judged outside of its processes.
+
+Outputs and results are compared in the worker, as data. Spaces count as LiveCodeBench counts them. A number
+may differ from the expected one only where one of the two is written as a fraction, or is a float: whole
+numbers are counts and remainders, and the nearest other one is as wrong as any.
+
+What people are shown of a test that failed decides nothing, because the policy chose much of it. The
+functions that write it take a bounded time, and return a short text, whatever they get.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +14,15 @@ import ast
 import asyncio
 import json
 import marshal
+import math
+import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from decimal import MAX_EMAX, MIN_EMIN, Context, Decimal
 from importlib.resources import files
 from importlib.util import MAGIC_NUMBER
+from itertools import islice
 from typing import Any, Final, Literal
 
 from rollyard_crds.fields.code_tests import CodeCase, CodeTests
@@ -22,12 +34,38 @@ from rollyard_sandbox.errors import SandboxSabotaged
 
 from rollyard_pipeline.errors import TaskInvalid
 from rollyard_pipeline.handlers.base import Evaluation, Handler, StageContext
-from rollyard_pipeline.handlers.code import shown
 from rollyard_pipeline.handlers.code.assertions import placed_test, plain_test
-from rollyard_pipeline.handlers.code.compare import difference, same_result
 from rollyard_pipeline.handlers.code.programs import AnswerProgram, needed, whole_program
 from rollyard_pipeline.handlers.code.sandboxed import encode
 from rollyard_pipeline.sabotage import TEST_TIMEOUT
+
+_LENGTH: Final = 200
+"""The most characters of a value."""
+_DEPTH: Final = 3
+"""How deep a nested value is shown."""
+_ITEMS: Final = 8
+"""The most items of a list that are shown, and the most calls of a test."""
+_TEST: Final = 1000
+"""The most characters of a test."""
+_END: Final = 800
+"""The most characters of the end of an output."""
+_BRACKETS: Final[Mapping[str, str]] = {"l": "[]", "t": "()", "s": "{}", "z": "{}", "y": "<>"}
+
+
+_MISSING: Final = object()
+_NUMBER: Final = re.compile(r"[+-]?(?:[0-9]++(?:\.[0-9]*+)?|\.[0-9]++)(?:[eE][+-]?[0-9]{1,6}+)?")
+_WHOLE: Final = re.compile(r"[+-]?[0-9]++")
+_SPACES: Final = re.compile(r"\s++")
+_ROUNDED: Final = Context(prec=40, Emax=MAX_EMAX, Emin=MIN_EMIN, traps=[])
+"""How distances are calculated. Numbers themselves are compared exactly, in a time that is linear."""
+_HALF: Final = Decimal("0.5")
+_LONGEST_FLOAT: Final = 32
+"""The most characters of a float that a sandbox reports."""
+_LONGEST_DECIMAL: Final = 1000
+"""The most digits of an exact fraction that is compared with a number."""
+_MOST_BITS: Final = 1024
+"""The size of an integer in bits beyond which no float is near to it."""
+
 
 _OUTPUT: Final = 5 << 20
 """The most bytes of a program's output that are read. A longer output is wrong."""
@@ -80,7 +118,7 @@ class CodeHandler(Handler):
                 continue
             if not failure:
                 failure = f"Test {number} of {len(tests.cases)} failed: {trial.why}"
-                failure += f"\ninput: {shown.quoted(case.input)}" if case.input else ""
+                failure += f"\ninput: {quoted_text(case.input)}" if case.input else ""
                 failure += f"\n{trial.trace}" if trial.trace else ""
             if not tests.partial:
                 break
@@ -125,7 +163,7 @@ class _Trial:
             results = await self._results([[encode(tuple(case.arguments())), encode({})]])
             if results is None:
                 return False
-            self.why = f"{shown.calls(results)}\nexpected: {shown.short(case.output or '')}"
+            self.why = f"{shown_calls(results)}\nexpected: {short_text(case.output or '')}"
             if "v" not in results[0]:
                 return False
             if self.tests.checker is not None:
@@ -141,14 +179,14 @@ class _Trial:
         if output is None:
             return False
         if self.tests.checker is not None:
-            self.why = f"the checker refuses the output {shown.quoted(output)}"
+            self.why = f"the checker refuses the output {quoted_text(output)}"
             return await self._checked(case, output)
         # Comparing long outputs may take seconds, in which the worker has others to serve.
         different = await asyncio.to_thread(difference, output, case.output or "", tolerance)
         if different is None:
             return True
         line, printed, expected = different
-        texts = ["(none)" if text is None else shown.quoted(text) for text in (printed, expected)]
+        texts = ["(none)" if text is None else quoted_text(text) for text in (printed, expected)]
         self.why = f"line {line} of the output is {texts[0]}\nexpected: {texts[1]}"
         return False
 
@@ -171,7 +209,7 @@ class _Trial:
             results = await self._results(calls if placed is None else placed.expressions)
             if results is None:
                 return False
-            self.why = f"{shown.test(program)}\n{shown.calls(results)}".rstrip()
+            self.why = f"{shown_test(program)}\n{shown_calls(results)}".rstrip()
             if plain is not None and not helpers and calls is plain.calls:
                 decided = plain.verdict(results)
                 if decided is not None:
@@ -209,7 +247,7 @@ class _Trial:
         except (ValueError, RecursionError):
             return None
         known = [result for result in results if isinstance(result, dict)]
-        self.trace = shown.end("".join(str(result.pop("trace", "")) for result in known))
+        self.trace = shown_end("".join(str(result.pop("trace", "")) for result in known))
         whole = len(known) == len(results) == len(calls) and all(len(result) == 1 for result in known)
         return known if whole else None
 
@@ -223,7 +261,7 @@ class _Trial:
         if result.exit_code != 0 or result.truncated_bytes:
             much = "it printed too much" if result.truncated_bytes else "it did not run to its end"
             self.why = f"the program ended with exit status {result.exit_code}: {much}"
-            self.trace = shown.end(result.output.decode("utf-8", "replace"))
+            self.trace = shown_end(result.output.decode("utf-8", "replace"))
             return None
         return result.text()
 
@@ -314,3 +352,231 @@ exec(marshal.loads(code) if magic == MAGIC_NUMBER else compile(source, "sandboxe
 main(sys.argv[1], request)
 """
 """The program that Python is started with, for which compiling the other one would be most of its work."""
+
+
+def difference(
+    output: str, expected: str, tolerance: float | None
+) -> tuple[int, str | None, str | None] | None:
+    """Return the first line in which two outputs differ, as its number, from 1, and both; or None.
+
+    Spaces around lines, empty lines around the whole and spaces between the numbers of a line do not count.
+
+    Args:
+        output: What the program has printed.
+        expected: What it should print.
+        tolerance: The permitted distance of fractions, as a share of the expected number, or of 1 if that is
+            0; or None if texts must be equal.
+
+    Returns:
+        A line is None where its output has ended.
+    """
+    printed, correct = _lines(output), _lines(expected)
+    index = None if printed == correct else _difference(printed, correct, tolerance)
+    if index is None:
+        return None
+    ends = [lines[index] if index < len(lines) else None for lines in (printed, correct)]
+    return index + 1, ends[0], ends[1]
+
+
+def _lines(text: str) -> list[str]:
+    return [line.strip() for line in text.strip().split("\n")]
+
+
+def _difference(printed: list[str], expected: list[str], tolerance: float | None) -> int | None:
+    for index, (first, second) in enumerate(zip(printed, expected, strict=False)):
+        if first != second and not _same_line(first, second, tolerance):
+            return index
+    return None if len(printed) == len(expected) else min(len(printed), len(expected))
+
+
+def _same_line(printed: str, expected: str, tolerance: float | None) -> bool:
+    words, others = printed.split(), expected.split()
+    if len(words) != len(others) or not all(map(_same_word, words, others, [tolerance] * len(words))):
+        return False
+    return all(map(_NUMBER.fullmatch, others)) or _SPACES.findall(printed) == _SPACES.findall(expected)
+
+
+def _same_word(printed: str, expected: str, tolerance: float | None) -> bool:
+    if printed == expected:
+        return True
+    if tolerance is None or not (_NUMBER.fullmatch(printed) and _NUMBER.fullmatch(expected)):
+        return False
+    whole = [_WHOLE.fullmatch(word) is not None for word in (printed, expected)]
+    return _near(Decimal(printed), Decimal(expected), None if all(whole) else tolerance, whole=whole[1])
+
+
+def _near(number: Decimal, expected: Decimal, tolerance: float | None, *, whole: bool) -> bool:
+    """Return whether a number is equal to another, or within a tolerance of it.
+
+    Args:
+        number: A finite number.
+        expected: The expected number, which is finite.
+        tolerance: The permitted distance as a share of the expected number, or of 1 if that is 0, or None.
+        whole: Whether the expected number is written as a whole one, so that its neighbours are wrong,
+            whatever the tolerance is.
+    """
+    if number == expected:
+        return True
+    if tolerance is None:
+        return False
+    distance = _ROUNDED.subtract(number, expected).copy_abs()
+    limit = _ROUNDED.multiply(Decimal(str(tolerance)), expected.copy_abs() if expected else Decimal(1))
+    return distance <= (min(limit, _HALF) if whole else limit)
+
+
+def same_result(encoded: Any, expected: Any, tolerance: float | None) -> bool:
+    """Return whether a result, in the form of `sandboxed.encode`, is the expected JSON value.
+
+    Tuples and lists are the same, since JSON has no tuples. No object is made of the result, so nothing in it
+    decides how it compares.
+
+    Raises:
+        ValueError, TypeError, LookupError, RecursionError: The result is not in this form.
+    """
+    if not isinstance(encoded, dict):
+        return type(encoded) is type(expected) and bool(encoded == expected)
+    ((mark, content),) = encoded.items()
+    if mark == "x" and isinstance(content, list) and len(content) == 2:
+        return _same_library(content[0], content[1], expected, tolerance)
+    if mark in ("l", "t"):
+        return (
+            isinstance(expected, list)
+            and len(content) == len(expected)
+            and all(same_result(one, two, tolerance) for one, two in zip(content, expected, strict=True))
+        )
+    if mark == "d":
+        if not isinstance(expected, dict) or len(content) != len(expected):
+            return False
+        return all(
+            isinstance(key, str) and same_result(value, expected.get(key, _MISSING), tolerance)
+            for key, value in content
+        ) and len({key for key, _ in content if isinstance(key, str)}) == len(expected)
+    if isinstance(expected, bool) or not isinstance(expected, int | float) or not isinstance(content, str):
+        return False
+    if mark == "i":
+        return _same_number(int(content, 16), expected, tolerance)
+    return (
+        mark == "f" and len(content) <= _LONGEST_FLOAT and _same_number(float(content), expected, tolerance)
+    )
+
+
+def _same_library(name: Any, data: Any, expected: Any, tolerance: float | None) -> bool:
+    """Return whether a value of a type of the standard library is the expected JSON value."""
+    if name in ("OrderedDict", "Counter"):
+        return same_result(data, expected, tolerance)
+    if name == "defaultdict":
+        return same_result(data["l"][1], expected, tolerance)
+    if isinstance(expected, bool) or not isinstance(expected, int | float) or not _is_float(expected):
+        return False
+    exact = Decimal(repr(expected))
+    if name == "Decimal" and isinstance(data, str) and len(data) <= _LONGEST_DECIMAL:
+        number = Decimal(data, _ROUNDED)
+        return number.is_finite() and (
+            number == expected or _near(number, exact, tolerance, whole=isinstance(expected, int))
+        )
+    if name != "Fraction" or any(len(part["i"]) > _LONGEST_DECIMAL for part in data["l"]):
+        return False
+    above, below = (int(part["i"], 16) for part in data["l"])
+    ratio = exact.as_integer_ratio()
+    if below <= 0 or above * ratio[1] == ratio[0] * below:
+        return below > 0
+    if tolerance is None:
+        return False
+    number = _ROUNDED.divide(Decimal(above), Decimal(below))
+    return _near(number, exact, tolerance, whole=isinstance(expected, int))
+
+
+def _same_number(number: int | float, expected: int | float, tolerance: float | None) -> bool:
+    if number == expected or (number != number and expected != expected):  # Both are not a number.
+        return True
+    if tolerance is None or (isinstance(number, int) and isinstance(expected, int)):
+        return False
+    if not (_is_float(number) and _is_float(expected)):
+        return False
+    return _near(Decimal(repr(number)), Decimal(repr(expected)), tolerance, whole=isinstance(expected, int))
+
+
+def _is_float(number: int | float) -> bool:
+    """Return whether a number is finite, and no larger than floats are."""
+    return number.bit_length() <= _MOST_BITS if isinstance(number, int) else math.isfinite(number)
+
+
+def short_text(text: str, length: int = _LENGTH) -> str:
+    """Return the start of a text, with "…" where the rest is left out."""
+    return text if len(text) <= length else f"{text[:length]}…"
+
+
+def quoted_text(text: str) -> str:
+    """Return the start of a text as Python would write it."""
+    return short_text(repr(text[: _LENGTH + 1]))
+
+
+def shown_value(encoded: Any, depth: int = 0) -> str:
+    """Return the start of a value, which has the form of `sandboxed.encode` or any other of JSON."""
+    if isinstance(encoded, str):
+        return quoted_text(encoded)
+    if not isinstance(encoded, dict):
+        return short_text(str(encoded)) if isinstance(encoded, bool | float | None) else f"<{_kind(encoded)}>"
+    mark, content = next(iter(encoded.items()), ("", None))
+    if isinstance(content, list) and (mark in _BRACKETS or mark == "d"):
+        if depth >= _DEPTH:
+            return "…"
+        if mark == "d":
+            return _joined((_pair(item, depth) for item in content), len(content), "{}")
+        return _joined((shown_value(item, depth + 1) for item in content), len(content), _BRACKETS[mark])
+    if mark == "x" and isinstance(content, list) and len(content) == 2:
+        return short_text(f"{_kind(content[0])}({shown_value(content[1], depth)})")
+    if mark == "i" and isinstance(content, str):
+        return _whole(content)
+    return short_text(content) if mark == "f" and isinstance(content, str) else f"<{_kind(content)}>"
+
+
+def shown_calls(results: Sequence[Mapping[str, Any]]) -> str:
+    """Return a line for each of the first calls of the policy's function: what it returned or raised.
+
+    Args:
+        results: An object with the key `v` (an encoded value) or `e` (the name of an exception) for each
+            call.
+    """
+    lines = [
+        f"call {number} returned {shown_value(result['v'])}"
+        if "v" in result
+        else f"call {number} raised {_kind(result.get('e'))}"
+        for number, result in enumerate(results[:_ITEMS], 1)
+    ]
+    return "\n".join(lines)
+
+
+def shown_test(program: str) -> str:
+    """Return the start of a test."""
+    return short_text(program.strip(), _TEST)
+
+
+def shown_end(output: str) -> str:
+    """Return the last lines of what a program printed, from its traceback on if that is short."""
+    lines = output[-_END:].strip().splitlines()
+    starts = [number for number, line in enumerate(lines) if line.startswith("Traceback (most recent call")]
+    return "\n".join(lines[starts[-1] :] if starts else lines)
+
+
+def _pair(item: Any, depth: int) -> str:
+    if not isinstance(item, list) or len(item) != 2:
+        return "…"
+    return f"{shown_value(item[0], depth + 1)}: {shown_value(item[1], depth + 1)}"
+
+
+def _joined(items: Iterable[str], count: int, brackets: str) -> str:
+    shown = [*islice(items, _ITEMS), *(["…"] if count > _ITEMS else [])]
+    return short_text(f"{brackets[0]}{', '.join(shown)}{brackets[1]}")
+
+
+def _whole(digits: str) -> str:
+    try:
+        return str(int(digits, 16)) if len(digits) <= 64 else f"a number of {len(digits)} hexadecimal digits"
+    except ValueError:
+        return "…"
+
+
+def _kind(content: Any) -> str:
+    """Return the kind of a value for which there is nothing better to show."""
+    return short_text(content, 50) if isinstance(content, str) else type(content).__name__

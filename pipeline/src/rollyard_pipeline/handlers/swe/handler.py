@@ -1,27 +1,74 @@
-"""The handler `swe`: the policy changes a repository, and hidden tests run in a fresh sandbox."""
+"""The handler `swe`: the policy changes a repository, and hidden tests run in a fresh sandbox.
+
+Diffs are applied to the repository by the sandbox's git. `report_plugin` writes a signed report of a run of
+pytest in the sandbox, which is read and checked here.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import binascii
+import hmac
+import json
 import logging
 import posixpath
+import re
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib.resources import files
 from typing import Final
 
 from rollyard_crds.fields.signals import SHIPPED
 from rollyard_crds.fields.swe_tests import SweTests
 from rollyard_crds.task import Task
 from rollyard_process.log_text import one_line
-from rollyard_sandbox.client import ExecResult
+from rollyard_sandbox.client import ExecClient, ExecResult
+from rollyard_sandbox.errors import FileError
 
 from rollyard_pipeline.errors import SetupFailed, TaskInvalid
 from rollyard_pipeline.handlers.base import READ_AND_RUN, Evaluation, FolderChanges, Handler, StageContext
-from rollyard_pipeline.handlers.swe import diffs
-from rollyard_pipeline.handlers.swe.log_parsers import exit_code, parse
-from rollyard_pipeline.handlers.swe.protected import protection
-from rollyard_pipeline.handlers.swe.report import ReportFiles
-from rollyard_pipeline.handlers.swe.results import Results, score
+from rollyard_pipeline.handlers.blocks import Block, State, fenced_blocks
+from rollyard_pipeline.handlers.swe.log_parsers import exit_code, logged_name, parse
+from rollyard_pipeline.handlers.swe.protected import protection, test_folders, test_paths
+from rollyard_pipeline.handlers.swe.report_plugin import NAME, REPORT, SECRET, plain, sign
+from rollyard_pipeline.handlers.swe.report_plugin import TAMPERED as TAMPERED_STATUS
+from rollyard_pipeline.handlers.swe.results import (
+    MISSING,
+    PASSED,
+    Reported,
+    Results,
+    deciding,
+    in_a_function,
+    score,
+)
 from rollyard_pipeline.sabotage import SABOTAGED, TEST_TIMEOUT
+
+_MAX_BYTES: Final = 32 << 20
+_SOURCES: Final = {
+    "encodings/__init__.py": "report_start.py",
+    "sitecustomize.py": "report_start.py",
+    f"{NAME}.py": "report_plugin.py",
+}
+"""The files that start the report, and the modules of this package that they are."""
+
+
+_GIT: Final = ("git", "-c", "safe.directory=*", "apply", "--whitespace=nowarn")
+_APPLY_SECONDS: Final = 120.0
+_LABELS: Final = frozenset({"diff", "patch"})
+_HUNK: Final = re.compile(r"@@ -[0-9]{1,9}(?:,([0-9]{1,9}))? \+[0-9]{1,9}(?:,([0-9]{1,9}))? @@")
+_DIFF: Final = re.compile(
+    r"^(?:--- .++\n\+\+\+ .++\n@@ -[0-9]|"
+    r"diff --git .++\n(?:--- |(?:old|new|deleted|similarity|rename|copy|index)\b))",
+    re.MULTILINE,
+)
+"""The header of a file with its first hunk, or with what git says of a file that it moves or makes."""
+_NAMES: Final = re.compile(
+    r"^(?:--- (.++)\n\+\+\+ (.++)\n@@ -|rename from (.++)\nrename to (.++)$)", re.MULTILINE
+)
+_SIDE: Final = re.compile(r"[ab]/")
+
 
 log = logging.getLogger(__name__)
 
@@ -100,12 +147,12 @@ class SweHandler(Handler):
         folder = _folder(tests, ctx.workdir)
         if tests.submission == "answer":
             protected, most = protection(tests), tests.max_bytes
-            refused = await diffs.apply_answer(ctx, folder, ctx.final_text, protected, most)
+            refused = await apply_answer(ctx, folder, ctx.final_text, protected, most)
             if refused:
                 log.info("%s: the diff of the answer is refused: %s", ctx.rollout, refused)
                 ctx.show(f"The diff of the answer is refused: {refused}")
                 return Evaluation(0.0, {"patch_applied": 0.0}, PATCH_REFUSED)
-        if tests.patch is not None and not await diffs.applies(ctx, folder, tests.patch, env=ctx.eval_env):
+        if tests.patch is not None and not await applies(ctx, folder, tests.patch, env=ctx.eval_env):
             # Init has applied it to the repository as it was. What the policy did must be in its way.
             ctx.show("The patch of the hidden tests does not apply to what the policy left.")
             return Evaluation(0.0, {}, SABOTAGED)
@@ -212,13 +259,13 @@ async def _place_repository(ctx: StageContext, tests: SweTests, folder: str) -> 
     elif repository.source is not None:
         await _bash(ctx, _FROM_EITHER, repository.source, target, field="source")
     await _bash(ctx, '[ -d "$1" ] && [ ! -L "$1" ]', folder, field="path")
-    if repository.patch is not None and not await diffs.applies(ctx, folder, repository.patch):
+    if repository.patch is not None and not await applies(ctx, folder, repository.patch):
         raise SetupFailed(f"task '{ctx.task.id}': swe.repository.patch does not apply")
     if not ctx.for_eval:
         for path in repository.hidden:
             hidden = posixpath.join(folder, path)
             await _bash(ctx, 'rm -rf -- "$1" && [ ! -e "$1" ]', hidden, field="hidden")
-    elif tests.patch is not None and not await diffs.applies(ctx, folder, tests.patch, "--check"):
+    elif tests.patch is not None and not await applies(ctx, folder, tests.patch, "--check"):
         raise SetupFailed(f"task '{ctx.task.id}': swe.patch does not apply to the repository")
 
 
@@ -231,3 +278,250 @@ async def _bash(ctx: StageContext, script: str, *arguments: str, field: str) -> 
         raise SetupFailed(
             f"task '{ctx.task.id}': swe.repository.{field}: the command {how}: {result.text()[-1000:]}"
         )
+
+
+async def applies(
+    ctx: StageContext, folder: str, patch: str, *options: str, env: Mapping[str, str] | None = None
+) -> bool:
+    """Apply a diff to the folder, with further options of `git apply`, and return whether that was possible.
+
+    Raises:
+        rollyard_sandbox.errors.SandboxError: The sandbox failed, or has no git.
+    """
+    return (await _git(ctx, folder, patch, options, env)).exit_code == 0
+
+
+async def apply_answer(
+    ctx: StageContext, folder: str, answer: str, protected: Callable[[bytes], bool], max_bytes: int
+) -> str:
+    """Apply the diff that an answer holds, and return why it is refused, or "".
+
+    Changes of protected files are left out. What git says of the diff, and the folder before and afterwards,
+    decide about this. The text of the diff does not, because git has its own way to read it.
+
+    Raises:
+        rollyard_sandbox.errors.SandboxError: The sandbox failed, or has no git.
+    """
+    # Reading a hostile answer may take a second, in which the worker has others to serve.
+    patch = await asyncio.to_thread(patch_of, answer)
+    if not patch.strip() or len(patch.encode(errors="replace")) > max_bytes:
+        return "it is empty, or too long"
+    listed = await _git(ctx, folder, patch, ("--numstat", "-z"), ctx.eval_env)
+    if listed.exit_code != 0 or listed.truncated_bytes:
+        return "it is no diff"
+    names = {record.split(b"\t", 2)[-1] for record in listed.output.split(b"\0") if record}
+    if any(posixpath.normpath(name) != name or name.startswith((b"/", b"../")) for name in names):
+        return "it has a path that could be written more shortly, or leads out of the folder"
+    excluded = [f"--exclude={_literal(name)}" for name in sorted(names) if protected(name)]
+    before = await ctx.sandbox.work_folder(folder).tree()
+    if not await applies(ctx, folder, patch, *excluded, env=ctx.eval_env):
+        return "it does not apply"
+    after = await ctx.sandbox.work_folder(folder).tree()
+    if any(
+        entry != before.get(path) for path, entry in after.items() if entry.kind not in ("file", "folder")
+    ):
+        return "it makes links"
+    if any(after.get(path) != before.get(path) for path in before.keys() | after.keys() if protected(path)):
+        return "it moves, makes or changes a file that the policy cannot change"
+    return ""
+
+
+def patch_of(answer: str) -> str:
+    """Return the diff in an answer, which ends with a newline.
+
+    It is the whole answer if that begins as a diff does. Else it is the last fenced block that looks like a
+    diff, with headers of files and hunks, of those that are labelled as one, or else of all; together with
+    the others, if no two of them change the same file. Else it is the last that is labelled as a diff, else
+    the last one of all, else the whole answer.
+    """
+    begins = _DIFF.match(answer.lstrip("\n")) is not None
+    blocks = [] if begins else [block for block in fenced_blocks(answer, _state) if block.text.strip()]
+    labelled = [block for block in blocks if block.label in _LABELS]
+    for those in (labelled, blocks):
+        alike = [block.text for block in those if _DIFF.search(block.text)]
+        if alike:
+            return "".join(alike) if _apart(alike) else alike[-1]
+    for candidates in (labelled, blocks):
+        if candidates:
+            return candidates[-1].text
+    return answer if answer.endswith("\n") or not answer else f"{answer}\n"
+
+
+def _apart(diffs: Sequence[str]) -> bool:
+    """Return whether no two of several diffs change the same file."""
+    changed: set[str] = set()
+    for diff in diffs:
+        words = [name.partition("\t")[0].strip() for matches in _NAMES.findall(diff) for name in matches]
+        names = {_SIDE.sub("", name, count=1) for name in words if name and name != "/dev/null"}
+        if not names or not names.isdisjoint(changed):
+            return False
+        changed |= names
+    return True
+
+
+def _state(block: Block) -> State:
+    """Return whether a block was cut before its last hunk has all of its lines, as at a fence in Markdown."""
+    if block.label and block.label not in _LABELS:
+        return "whole"
+    old = new = 0
+    for line in block.text.removesuffix("\n").split("\n"):
+        if old <= 0 and new <= 0:
+            hunk = _HUNK.match(line)
+            if hunk is not None:
+                old, new = (int(count or 1) for count in hunk.groups())
+        elif line.startswith((" ", "-", "+", "\\")) or not line:
+            old -= line[:1] in " -"
+            new -= line[:1] in " +"
+        else:
+            return "broken"
+    return "cut" if old > 0 or new > 0 else "whole"
+
+
+async def _git(
+    ctx: StageContext, folder: str, patch: str, options: Sequence[str], env: Mapping[str, str] | None
+) -> ExecResult:
+    # A repository further up must not decide what the paths of the diff are relative to.
+    variables = {**(env or {}), "GIT_CEILING_DIRECTORIES": posixpath.dirname(folder)}
+    return await ctx.sandbox.run(
+        [*_GIT, *options, "-"],
+        env=variables,
+        clean_env=env is not None,
+        cwd=folder,
+        stdin=patch.encode(errors="replace"),
+        timeout=min(_APPLY_SECONDS, ctx.timeout),
+        max_output=1 << 20,
+    )
+
+
+def _literal(name: bytes) -> str:
+    return re.sub(r"([*?\[\]\\])", r"\\\1", name.decode("utf-8", "surrogateescape"))
+
+
+@dataclass(slots=True)
+class SignedReport:
+    """What a report says.
+
+    Attributes:
+        results: The result of each test. It is MISSING for a case of a cut name that was found and not run.
+        complete: Whether the report is genuine and has its last line.
+        tampered: The tests that passed without running their own code to its end, and those in whose place
+            a function that fails did not count as failed.
+        controlled: The tests in whose place such a function counted as failed.
+    """
+
+    results: Results = field(default_factory=Results)
+    complete: bool = False
+    tampered: set[str] = field(default_factory=set)
+    controlled: set[str] = field(default_factory=set)
+
+    def doubtful(self, tests: SweTests) -> set[str]:
+        """Return the tests of a task that have passed in a way that is not believed."""
+        reported = Reported(tests, self.results.keys() | self.tampered)
+        listed = [*tests.fail_to_pass, *tests.pass_to_pass, *(tests.expected or ())]
+        doubted = {name for test in listed for name in reported.of(test) if name in self.tampered}
+        for test in filter(in_a_function, deciding(tests)):
+            passed = (name for name in reported.of(test) if self.results.get(name) == PASSED)
+            doubted.update(name for name in passed if name not in self.controlled)
+        return doubted
+
+
+class ReportFiles:
+    """The plugin, its secret and its report, in a folder of the sandbox that Run could not write to.
+
+    Args:
+        client: The sandbox.
+        folder: The absolute path of the folder.
+    """
+
+    def __init__(self, client: ExecClient, folder: str) -> None:
+        self._client = client
+        self._folder = folder
+        self._secret = secrets.token_hex(32)
+
+    async def write(self, tests: SweTests, repository: str) -> None:
+        """Write the plugin, and the secret with what it has to know of the tests.
+
+        Args:
+            tests: The hidden tests.
+            repository: The absolute path of the repository's folder.
+
+        Raises:
+            rollyard_sandbox.errors.SandboxError: The sandbox failed.
+        """
+        names = sorted({plain(name) for name in deciding(tests) if in_a_function(name)})
+        listed = (*tests.fail_to_pass, *tests.pass_to_pass)
+        cut = sorted({plain(name) for name in listed if "[" in name and not name.endswith("]")})
+        paths = test_paths(tests)
+        task = {
+            "secret": self._secret,
+            "folder": repository,
+            "names": names,
+            "cut": cut,
+            "files": paths,
+            "folders": test_folders(paths),
+        }
+        for path, module in _SOURCES.items():
+            source = files(__package__).joinpath(module).read_bytes()
+            await self._client.write_file(f"{self._folder}/{path}", source)
+        await self._client.write_file(f"{self._folder}/{SECRET}", json.dumps(task).encode(), mode=0o600)
+
+    def environment(self, environment: dict[str, str]) -> dict[str, str]:
+        """Return the variables that let Python begin with the plugin, and pytest load it."""
+        added = {"PYTEST_ADDOPTS": f"-p {NAME}", "PYTHONPATH": self._folder}
+        for name, separator in (("PYTEST_ADDOPTS", " "), ("PYTHONPATH", ":")):
+            if environment.get(name):
+                added[name] += separator + environment[name]
+        return {**environment, **added}
+
+    async def read(self, parser: str) -> SignedReport:
+        """Return what the report says. Without a report it is empty, and not complete.
+
+        Args:
+            parser: The log parser, by whose rules tests are named.
+
+        Raises:
+            rollyard_sandbox.errors.SandboxError: The sandbox failed.
+        """
+        data, size = bytearray(), 1
+        while len(data) < min(size, _MAX_BYTES):
+            try:
+                part = await self._client.read_file(
+                    f"{self._folder}/{REPORT}", max_bytes=8 << 20, offset=len(data)
+                )
+            except FileError:
+                return SignedReport()
+            data += part.data
+            size = part.size
+            if not part.data:
+                break
+        return read_report(bytes(data), self._secret, parser)
+
+
+def read_report(data: bytes, secret: str, parser: str) -> SignedReport:
+    """Return what a report says, up to the first line that is not genuine."""
+    report, last = SignedReport(), b""
+    collected: set[str] = set()
+    for line in data.split(b"\n")[:-1]:
+        signature, _, text = line.partition(b" ")
+        expected = sign(secret.encode(), last, text)
+        if report.complete or not hmac.compare_digest(expected, signature):
+            report.complete = False
+            return report
+        last = expected
+        kind, digits, status = text.decode().split(" ")
+        if kind == "end":
+            report.complete = True
+            for test in collected - report.results.keys() - report.tampered:
+                report.results.add(test, MISSING)
+            continue
+        # Tests are named as data sets name them. No text of a test is read as a line of a log.
+        test = logged_name(parser, bytes.fromhex(digits.strip("-")).decode(errors="surrogateescape"))
+        if status == TAMPERED_STATUS:
+            report.tampered.add(test)
+        elif kind == "collected":
+            collected.add(test)
+        elif kind == "control":
+            report.controlled.add(test)
+        else:
+            report.results.add(test, status)
+    return report

@@ -3,18 +3,27 @@
 Apptainer provides the image, a writable layer and the closed network. Inside, before the exec server
 starts, `rollyard_sandbox.isolation.container` adds what an instance lacks: its own user, size limits for
 what can be written, and an exec server that nothing inside can bypass or end.
+
+An instance is a process that keeps it (`Apptainer instance: USER [NAME]`, daemonized), its child `appinit`,
+which is process 1 inside, and helpers that serve its file systems. Killing process 1 immediately ends
+everything inside, and then the keeper, which ends the helpers. If the keeper is killed first, it leaves the
+helpers behind.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import csv
 import io
+import json
 import logging
 import os
 import platform
 import re
-from collections.abc import Sequence
+import signal
+import time
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
@@ -22,7 +31,6 @@ from typing import Final
 from rollyard_sandbox.isolation.protections import NOT_CONFINED
 
 from rollyard_pipeline.sandboxes.allowed_images import ANY, AllowedImages
-from rollyard_pipeline.sandboxes.apptainer import instances
 from rollyard_pipeline.sandboxes.apptainer.image_cache import NO_ROOM, ImageCache
 from rollyard_pipeline.sandboxes.apptainer.images import Image, built_image, parse_image
 from rollyard_pipeline.sandboxes.apptainer.program import (
@@ -40,7 +48,13 @@ from rollyard_pipeline.sandboxes.errors import (
     SandboxStartFailed,
 )
 from rollyard_pipeline.sandboxes.host.cgroups import CgroupPlace
-from rollyard_pipeline.sandboxes.host.processes import ProcessRef, ends
+from rollyard_pipeline.sandboxes.host.processes import (
+    ProcessRef,
+    descendants,
+    ends,
+    kill_and_wait,
+    process_ref,
+)
 from rollyard_pipeline.sandboxes.host.records import SOCKET_NAME, SandboxFolder, SandboxRecord
 from rollyard_pipeline.sandboxes.host.threads import in_thread
 from rollyard_pipeline.sandboxes.interface import BuildFolder, SandboxKey
@@ -62,6 +76,10 @@ from rollyard_pipeline.sandboxes.starters.runtime import (
     Runtime,
     make_runtime,
 )
+
+_PREFIX: Final = "ry-"
+_KEEPER_SECONDS: Final = 5.0
+
 
 log = logging.getLogger(__name__)
 
@@ -194,10 +212,10 @@ class ApptainerStarter(Starter):
     def _end_strays(self) -> None:
         """End instances whose folders are gone, because no sweep of the node's records finds them."""
         known = set(self._folder.ids())
-        for sandbox_id in instances.filed(self._own):
+        for sandbox_id in filed_instances(self._own):
             if sandbox_id not in known:
-                log.warning("instance %s has no folder any more: ended", instances.instance_name(sandbox_id))
-                self._clear(instances.instance_name(sandbox_id))
+                log.warning("instance %s has no folder any more: ended", instance_name(sandbox_id))
+                self._clear(instance_name(sandbox_id))
 
     def check(self, key: SandboxKey) -> None:
         """Raise ImageNotUsable if no sandbox can ever be started from the key's image.
@@ -247,7 +265,7 @@ class ApptainerStarter(Starter):
     ) -> StartedSandbox:
         """Start an instance with the exec server in it; see `Starter.start`."""
         image = await self._ready(key)
-        name = instances.instance_name(folder.name)
+        name = instance_name(folder.name)
         launch = SandboxLaunch(
             # An instance begins in the folder from which it is started, if the image has such a folder.
             argv=["/bin/sh", "-c", 'cd / && exec "$@"', "sh", *self._command(key, image, name)],
@@ -269,15 +287,15 @@ class ApptainerStarter(Starter):
             raise
         return StartedSandbox(instance.root, instance.keeper, instance.helpers)
 
-    async def _filed(self, name: str, starter: ProcessRef) -> instances.Instance:
+    async def _filed(self, name: str, starter: ProcessRef) -> Instance:
         """Return the instance's processes, once Apptainer has filed them.
 
         The start command is one of the helpers if it still runs.
         """
-        instance = await in_thread(instances.load, self._own, name)
+        instance = await in_thread(load_instance, self._own, name)
         if instance is None:
             await in_thread(ends, starter, START_SECONDS)
-            instance = await in_thread(instances.load, self._own, name)
+            instance = await in_thread(load_instance, self._own, name)
         if instance is None:
             raise SandboxStartFailed(f"no instance {name} is filed below {self._own}, though one has started")
         # Apptainer files an instance before the server runs, but its command ends up to 0.1 s later. Nobody
@@ -362,20 +380,20 @@ class ApptainerStarter(Starter):
 
     def kill(self, record: SandboxRecord, seconds: float) -> bool:
         """Kill the instance with all of its processes, and return whether they are gone."""
-        name = instances.instance_name(record.id)
+        name = instance_name(record.id)
         if record.root is None:
-            ended = instances.end_by_name(name, seconds)
+            ended = end_by_name(name, seconds)
         else:
-            ended = instances.end(record.root, record.monitor, record.helpers, seconds)
-        instances.forget(self._own, name)
+            ended = end_instance(record.root, record.monitor, record.helpers, seconds)
+        forget_instance(self._own, name)
         return ended
 
     def _clear(self, name: str, sessions: Sequence[int] = ()) -> None:
-        instance = instances.load(self._own, name)
+        instance = load_instance(self._own, name)
         if instance is not None:
-            instances.end(instance.root, instance.keeper, instance.helpers, 10.0)
-        instances.end_by_name(name, 10.0, sessions)
-        instances.forget(self._own, name)
+            end_instance(instance.root, instance.keeper, instance.helpers, 10.0)
+        end_by_name(name, 10.0, sessions)
+        forget_instance(self._own, name)
 
     def _explained(self, error: SandboxStartFailed, key: SandboxKey) -> Exception:
         text = str(error)
@@ -417,3 +435,115 @@ def _mount(source: str, target: str) -> str:
     fields = ["type=bind", f"source={source}", f"destination={target}", "ro"]
     csv.writer(line, lineterminator="").writerow(fields)
     return line.getvalue()
+
+
+@dataclass(frozen=True, slots=True)
+class Instance:
+    """The processes of an instance, as this machine sees them."""
+
+    root: ProcessRef
+    keeper: ProcessRef
+    helpers: tuple[ProcessRef, ...]
+
+
+def instance_name(sandbox_id: str) -> str:
+    """Return the name under which `apptainer instance list` shows a sandbox."""
+    return f"{_PREFIX}{sandbox_id}"
+
+
+def filed_instances(config: Path) -> list[str]:
+    """Return the ids of the sandboxes that Apptainer has filed below `config`, alive or not."""
+    names = {path.name for path in config.glob(f"instances/*/*/*/{_PREFIX}*") if path.is_dir()}
+    return sorted(name.removeprefix(_PREFIX) for name in names)
+
+
+def load_instance(config: Path, name: str) -> Instance | None:
+    """Return the instance that Apptainer has filed below `config`, or None if it is missing or dead."""
+    for file in config.glob(f"instances/*/*/*/{name}/{name}.json"):
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            filed = json.loads(file.read_bytes())
+            root, keeper = process_ref(int(filed["pid"])), process_ref(int(filed["ppid"]))
+            if root is not None and keeper is not None:
+                return Instance(root, keeper, _helpers(root, keeper))
+    return None
+
+
+def _helpers(root: ProcessRef, keeper: ProcessRef) -> tuple[ProcessRef, ...]:
+    inside = {root.pid, *(ref.pid for ref in descendants(root.pid))}
+    return tuple(ref for ref in descendants(keeper.pid) if ref.pid not in inside)
+
+
+def search(name: str, sessions: Iterable[int] = ()) -> list[ProcessRef]:
+    """Return this user's processes whose command line names the instance, with the related processes.
+
+    Related processes are their descendants, those in their sessions, and those in `sessions`. Keepers come
+    last.
+    """
+    own = f"Uid:\t{os.geteuid()}\t"
+    keepers, others, theirs = [], dict[ProcessRef, int](), set(sessions)
+    for pid in map(int, filter(str.isdigit, os.listdir("/proc"))):
+        with contextlib.suppress(OSError):
+            # The status gives the owner: the folder itself belongs to root if a process may not be traced.
+            if pid == os.getpid() or own not in Path(f"/proc/{pid}/status").read_text(errors="replace"):
+                continue
+            line = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace")
+            session, ref = os.getsid(pid), process_ref(pid)
+            if ref is None:
+                continue
+            if not {f"[{name}]", name} & set(line.replace("\0", " ").split(" ")):
+                others[ref] = session
+                continue
+            keepers.append(ref)
+            if session != os.getsid(0):
+                theirs.add(session)
+    below = [ref for keeper in keepers for ref in descendants(keeper.pid)]
+    beside = [ref for ref, session in others.items() if session in theirs]
+    return [ref for ref in dict.fromkeys([*below, *beside]) if ref not in keepers] + keepers
+
+
+def end_instance(
+    root: ProcessRef | None, keeper: ProcessRef | None, helpers: Sequence[ProcessRef], seconds: float
+) -> bool:
+    """End an instance in the order that leaves nothing, and return whether all of it is gone. This blocks."""
+    deadline = time.monotonic() + seconds
+    ended = root is None or kill_and_wait(root, deadline - time.monotonic())
+    if keeper is not None and not ends(keeper, min(_KEEPER_SECONDS, deadline - time.monotonic())):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(keeper.pid, signal.SIGTERM)
+        ends(keeper, min(1.0, deadline - time.monotonic()))
+    for ref in (*helpers, *([keeper] if keeper is not None else [])):
+        ended = kill_and_wait(ref, max(0.1, deadline - time.monotonic())) and ended
+    return ended
+
+
+def end_by_name(name: str, seconds: float, sessions: Iterable[int] = ()) -> bool:
+    """End an instance whose processes are not recorded, and return whether all of it is gone. This blocks.
+
+    Args:
+        sessions: Sessions that are known to contain its processes, in addition to those found by name.
+    """
+    deadline = time.monotonic() + seconds
+    # Processes are stopped first, until no new one appears: a starting instance starts more of them, and a
+    # helper whose keeper is dead can no longer be found.
+    stopped: dict[ProcessRef, None] = {}
+    while fresh := [ref for ref in search(name, sessions) if ref not in stopped and ref.alive()]:
+        for ref in reversed(fresh):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(ref.pid, signal.SIGSTOP)
+        stopped |= dict.fromkeys(fresh)
+        if time.monotonic() >= deadline:
+            break
+    last = [ref for ref in search(name, sessions) if ref in stopped]
+    ended = True
+    for ref in dict.fromkeys([*last, *stopped]):
+        ended = kill_and_wait(ref, max(0.1, deadline - time.monotonic())) and ended
+    return ended
+
+
+def forget_instance(config: Path, name: str) -> None:
+    """Remove what Apptainer files for an instance: its entry and its logs."""
+    for path in [*config.glob(f"instances/*/*/*/{name}/*"), *config.glob(f"instances/logs/*/*/{name}.*")]:
+        path.unlink(missing_ok=True)
+    for folder in config.glob(f"instances/*/*/*/{name}"):
+        with contextlib.suppress(OSError):
+            folder.rmdir()

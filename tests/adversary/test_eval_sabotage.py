@@ -56,9 +56,7 @@ CAUSED = {
         name="reward_file_of_the_tested_program",
         goal="Make the reward file unreadable from a program that the hidden test starts.",
         mark=pytest.mark.attack(
-            "a program under test makes it unreadable",
-            surface="reward file",
-            stopped_by="0.0 at once",
+            "a program under test makes it unreadable", surface="reward file", stopped_by="0.0 at once"
         ),
         steps=(
             'printf \'#!/bin/sh\\nrm "$ROLLYARD_REWARD_FILE"; mkdir "$ROLLYARD_REWARD_FILE"\\n\' > tool; '

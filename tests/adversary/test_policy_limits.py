@@ -30,9 +30,7 @@ ATTACKS = [
         name="fork_bomb",
         goal="Exhaust the process ids of the node.",
         mark=pytest.mark.attack(
-            "fork bomb",
-            surface="processes",
-            stopped_by="limit of processes of the sandbox",
+            "fork bomb", surface="processes", stopped_by="limit of processes of the sandbox"
         ),
         steps=(
             python("""
@@ -54,11 +52,7 @@ except OSError as error:
     Attack(
         name="thread_bomb",
         goal="Exhaust the process ids of the node by threads.",
-        mark=pytest.mark.attack(
-            "thread bomb",
-            surface="processes",
-            stopped_by="threads count as processes",
-        ),
+        mark=pytest.mark.attack("thread bomb", surface="processes", stopped_by="threads count as processes"),
         steps=(
             python("""
 import os, threading
@@ -80,9 +74,7 @@ os._exit(0)
         name="zombie_flood",
         goal="Fill the process table with orphans that nobody waits for.",
         mark=pytest.mark.attack(
-            "orphans that become zombies",
-            surface="processes",
-            stopped_by="the exec server reaps them",
+            "orphans that become zombies", surface="processes", stopped_by="the exec server reaps them"
         ),
         steps=(
             python("""
@@ -158,9 +150,7 @@ print("made them")
         name="sparse_file",
         goal="Make the clean-up read or copy a file of a petabyte.",
         mark=pytest.mark.attack(
-            "a sparse file of a petabyte",
-            surface="disk",
-            stopped_by="nothing is copied at the end",
+            "a sparse file of a petabyte", surface="disk", stopped_by="nothing is copied at the end"
         ),
         steps=(
             python("""
@@ -317,11 +307,7 @@ print("took", made, "of them:", refused)
     Attack(
         name="output_without_end",
         goal="Keep the worker reading for ever.",
-        mark=pytest.mark.attack(
-            "output without end",
-            surface="output",
-            stopped_by="the tool's time limit",
-        ),
+        mark=pytest.mark.attack("output without end", surface="output", stopped_by="the tool's time limit"),
         steps=("yes", "echo still here"),
         spec=IMPATIENT,
         shows=("^still here$",),

@@ -53,8 +53,7 @@ ATTACKS = [
         name="neighbours_sockets",
         goal="Connect to an abstract socket, a path or a loopback port of a sandbox beside it.",
         mark=pytest.mark.attack(
-            "abstract and named sockets, loopback ports",
-            stopped_by="network and mount namespaces",
+            "abstract and named sockets, loopback ports", stopped_by="network and mount namespaces"
         ),
         steps=(
             python("""

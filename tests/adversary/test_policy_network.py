@@ -174,9 +174,7 @@ for number, name in ((40, "vsock"), (30, "tipc"), (31, "bluetooth"), (21, "rds")
         name="named_sockets",
         goal="Talk to a service of the host by the path of its socket.",
         mark=pytest.mark.attack(
-            "Docker's, D-Bus', any other",
-            surface="named sockets",
-            stopped_by="none is mounted",
+            "Docker's, D-Bus', any other", surface="named sockets", stopped_by="none is mounted"
         ),
         steps=(
             "find / -xdev -type s 2>/dev/null | head; echo looked",

@@ -67,8 +67,7 @@ print("io_setup", libc.syscall(number, 65535, ctypes.byref(ctypes.c_ulong())), c
         name="posix_message_queues",
         goal="Take the message queues of the worker's user (RLIMIT_MSGQUEUE), by the call or by the folder.",
         mark=pytest.mark.attack(
-            "POSIX message queues, by call or by folder",
-            stopped_by="`RLIMIT_MSGQUEUE` is 0",
+            "POSIX message queues, by call or by folder", stopped_by="`RLIMIT_MSGQUEUE` is 0"
         ),
         steps=(
             python("""

@@ -163,12 +163,7 @@ def test_broken_line_7312(desk: Any) -> None:
     )
     lines[7311] = json.dumps({"id": "t7312", "promt": "x"})
     path.write_text("\n".join(lines) + "\n")
-    desk.refused(
-        manifest("broken", tasks={"url": url}),
-        "InvalidTasks",
-        "line 7312: ",
-        ": unknown field",
-    )
+    desk.refused(manifest("broken", tasks={"url": url}), "InvalidTasks", "line 7312: ", ": unknown field")
     said = desk.cli("submit", "-f", desk.write(manifest("broken", tasks={"url": url})))
     assert "line 7312: promt: unknown field; did you mean 'prompt'?" in said.err, "it is one's own upload"
     lines[7311] = json.dumps(TASK | {"id": "t1"})

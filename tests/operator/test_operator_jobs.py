@@ -244,9 +244,7 @@ async def test_tasks_of_a_config_map_are_read_when_it_comes(lab: Lab) -> None:
 async def test_the_object_shows_which_rows_of_a_config_map_are_skipped(lab: Lab) -> None:
     text = '{"id": "a", "prompt": "1+1?"}\n{"id": 1}\n\nx\n'
     meta = {"name": "tasks", "namespace": NAMESPACE}
-    lab.kube.put(
-        {"apiVersion": "v1", "kind": "ConfigMap", "metadata": meta, "data": {"tasks.jsonl": text}},
-    )
+    lab.kube.put({"apiVersion": "v1", "kind": "ConfigMap", "metadata": meta, "data": {"tasks.jsonl": text}})
     lab.kube.put(job(tasks={"configMapRef": {"name": "tasks"}, "onBadRow": "skip"}))
     await until(lambda: len(lab.kube.of("Pod")) == 3)
     assert [task.id for task in lab.control.tasks[KEY]] == ["a"]

@@ -61,10 +61,7 @@ def plain_pod(name: str, image: str, labels: dict[str, str], command: list[str])
                     "imagePullPolicy": "Never",
                     "command": command,
                     "resources": {"requests": {"cpu": "5m", "memory": "32Mi"}},
-                    "securityContext": {
-                        "allowPrivilegeEscalation": False,
-                        "capabilities": {"drop": ["ALL"]},
-                    },
+                    "securityContext": {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}},
                 }
             ],
         },

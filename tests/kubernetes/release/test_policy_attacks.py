@@ -256,10 +256,7 @@ def neighbour(image: str, canary: str) -> dict[str, Any]:
                     "command": ["sh", "-c", script],
                     "env": [{"name": "CANARY", "value": canary}],
                     "resources": {"requests": {"cpu": "5m", "memory": "32Mi"}},
-                    "securityContext": {
-                        "allowPrivilegeEscalation": False,
-                        "capabilities": {"drop": ["ALL"]},
-                    },
+                    "securityContext": {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}},
                 }
             ],
         },
@@ -375,10 +372,7 @@ def the_job(
         "attacks",
         *(task_of(rollout, marks[rollout.name], words) for rollout in rollouts),
         agent={"type": "oracle", "tools": tools, "toolTimeoutSeconds": 120},
-        sandbox={
-            "warm": 0,
-            "resources": {"cpu": "1", "memory": "256Mi", "disk": "64Mi", "processes": 128},
-        },
+        sandbox={"warm": 0, "resources": {"cpu": "1", "memory": "256Mi", "disk": "64Mi", "processes": 128}},
         stages={"init": stage, "run": stage, "eval": stage},
         minGroupSize=1,
     )

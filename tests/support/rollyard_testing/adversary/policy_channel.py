@@ -43,9 +43,7 @@ raise SystemExit(5)
         name="replaced_shells",
         goal="Put a program of its own where the exec server expects its shell.",
         mark=pytest.mark.attack(
-            "exec of another program",
-            surface="shell",
-            stopped_by="a lost shell is replaced",
+            "exec of another program", surface="shell", stopped_by="a lost shell is replaced"
         ),
         steps=(
             "exec bash --norc -c 'exit 0'",
@@ -58,11 +56,7 @@ raise SystemExit(5)
     Attack(
         name="exit_flood",
         goal="Wear the exec server out by shells that end.",
-        mark=pytest.mark.attack(
-            "24 shells that end",
-            surface="shell",
-            stopped_by="a lost shell is replaced",
-        ),
+        mark=pytest.mark.attack("24 shells that end", surface="shell", stopped_by="a lost shell is replaced"),
         steps=(*["exit 0", "kill -9 $$"] * 12, "echo still here"),
         shows=("^still here$",),
     ),
@@ -82,9 +76,7 @@ raise SystemExit(5)
         name="stopped_session",
         goal="Stop every process, so that nothing ever ends.",
         mark=pytest.mark.attack(
-            "SIGSTOP to everything",
-            surface="shell",
-            stopped_by="time limit, then a new shell",
+            "SIGSTOP to everything", surface="shell", stopped_by="time limit, then a new shell"
         ),
         steps=("kill -STOP -1", "echo still here"),
         spec=IMPATIENT,

@@ -73,10 +73,7 @@ while True:
             surface="server",
             stopped_by="signals of processes inside are dropped; SIGTERM counts only from outside",
         ),
-        steps=(
-            "for s in {1..64}; do kill -s $s 1; done 2> /dev/null; echo sent",
-            "echo still here",
-        ),
+        steps=("for s in {1..64}; do kill -s $s 1; done 2> /dev/null; echo sent", "echo still here"),
         shows=("^sent$", "^still here$"),
     ),
     Attack(

@@ -14,9 +14,7 @@ ATTACKS = [
     Attack(
         name="locked_work_folder",
         goal="Turn a bad score into an error of the evaluation, by a work folder that nobody can enter.",
-        mark=pytest.mark.attack(
-            "the work folder is locked",
-        ),
+        mark=pytest.mark.attack("the work folder is locked"),
         steps=("chmod 000 /work; ls /work",),
         shows=("Permission denied",),
         test_script=_GRADES,
@@ -37,9 +35,7 @@ ATTACKS = [
     Attack(
         name="full_work_folder",
         goal="The same, by a disk without room.",
-        mark=pytest.mark.attack(
-            "the disk of the work folder is full",
-        ),
+        mark=pytest.mark.attack("the disk of the work folder is full"),
         steps=(_FILL.format("/work"),),
         shows=("tried",),
         test_script=_GRADES,
@@ -47,9 +43,7 @@ ATTACKS = [
     Attack(
         name="full_tmp",
         goal="Turn a bad score into an error by a full /tmp.",
-        mark=pytest.mark.attack(
-            "/tmp is full",
-        ),
+        mark=pytest.mark.attack("/tmp is full"),
         steps=(_FILL.format("/tmp"),),
         shows=("tried",),
         test_script=_GRADES,
@@ -57,9 +51,7 @@ ATTACKS = [
     Attack(
         name="full_shared_memory",
         goal="Turn a bad score into an error by full shared memory.",
-        mark=pytest.mark.attack(
-            "shared memory is full",
-        ),
+        mark=pytest.mark.attack("shared memory is full"),
         steps=(_FILL.format("/dev/shm"),),
         shows=("tried",),
         test_script=_GRADES,
@@ -67,9 +59,7 @@ ATTACKS = [
     Attack(
         name="everything_full",
         goal="Leave neither room nor memory to the evaluation.",
-        mark=pytest.mark.attack(
-            "every folder is full",
-        ),
+        mark=pytest.mark.attack("every folder is full"),
         steps=tuple(_FILL.format(folder) for folder in ("/work", "/tmp", "/dev/shm")),
         shows=("tried",),
         test_script=_GRADES,
@@ -90,9 +80,7 @@ ATTACKS = [
     Attack(
         name="everything_locked",
         goal="Leave no folder in which the evaluation could keep its files.",
-        mark=pytest.mark.attack(
-            "every folder is locked",
-        ),
+        mark=pytest.mark.attack("every folder is locked"),
         steps=("chmod 000 /tmp /dev/shm /work; ls /tmp",),
         shows=("Permission denied",),
         test_script=_GRADES,

@@ -79,9 +79,7 @@ for name in os.listdir("/proc/1/ns") if os.access("/proc/1/ns", os.R_OK) else ()
         name="chroot_and_handles",
         goal="Open files of the host by leaving the root folder, or by a file handle.",
         mark=pytest.mark.attack(
-            "chroot, `..`, open_by_handle_at",
-            surface="root folder",
-            stopped_by="no capability; pivoted root",
+            "chroot, `..`, open_by_handle_at", surface="root folder", stopped_by="no capability; pivoted root"
         ),
         steps=(
             python(
@@ -171,9 +169,7 @@ print("tried", seen)
         name="kernel_memory",
         goal="Read the kernel's memory or addresses.",
         mark=pytest.mark.attack(
-            "kcore, mem, kmsg, kallsyms",
-            surface="kernel",
-            stopped_by="absent or covered",
+            "kcore, mem, kmsg, kallsyms", surface="kernel", stopped_by="absent or covered"
         ),
         steps=(
             "for f in /proc/kcore /dev/mem /dev/kmem /dev/port /proc/kmsg /dev/kmsg; do "
@@ -187,9 +183,7 @@ print("tried", seen)
         name="devices",
         goal="Open or make a device of the host.",
         mark=pytest.mark.attack(
-            "open or make device nodes",
-            surface="devices",
-            stopped_by="a /dev of its own, nodev mounts",
+            "open or make device nodes", surface="devices", stopped_by="a /dev of its own, nodev mounts"
         ),
         steps=(
             python("""
@@ -220,9 +214,7 @@ for name, kind, major, minor in (
         name="control_groups",
         goal="Leave or change its control group, or run a program of the host by release_agent.",
         mark=pytest.mark.attack(
-            "release_agent, cgroup.procs",
-            surface="control groups",
-            stopped_by="no control group is mounted",
+            "release_agent, cgroup.procs", surface="control groups", stopped_by="no control group is mounted"
         ),
         steps=(
             "find / -name release_agent -o -name cgroup.procs 2>/dev/null | head -n 3",
@@ -300,9 +292,7 @@ attempt("syscall", 298, b"\\0" * 128, 0, -1, -1, 0)  # perf_event_open, of anoth
         name="open_descriptors",
         goal="Use a descriptor of the worker or of the exec server that a command inherits.",
         mark=pytest.mark.attack(
-            "inherited ones",
-            surface="descriptors",
-            stopped_by="all are closed in commands",
+            "inherited ones", surface="descriptors", stopped_by="all are closed in commands"
         ),
         steps=(
             python("""
@@ -324,9 +314,7 @@ for name in os.listdir("/proc/self/fd"):
         name="system_folders",
         goal="Change a program that another sandbox, the exec server or Eval will run.",
         mark=pytest.mark.attack(
-            "programs, Python's paths, the injected runtime",
-            surface="system folders",
-            stopped_by="read-only",
+            "programs, Python's paths, the injected runtime", surface="system folders", stopped_by="read-only"
         ),
         steps=(
             "for f in /usr/bin/env /bin/bash /.rollyard/venv/bin/python /etc/passwd /etc/ld.so.preload; do "

@@ -6,19 +6,10 @@ from dataclasses import replace
 
 import pytest
 from rollyard_testing.adversary.attacklab import Lab
-from rollyard_testing.adversary.attacks import Attack, Verdict, submit
+from rollyard_testing.adversary.attacks import HONEST, Attack, Verdict, submit
 from rollyard_testing.adversary.sharedrollouts import SharedRollout
 
 pytestmark = pytest.mark.attack(boundary="frame", surface="judgement")
-
-
-HONEST = Attack(
-    name="honest",
-    goal="Solve the task as it is meant.",
-    steps=("echo 42 > result.txt", submit("42")),
-    test_script='[ "$(cat result.txt)$ROLLYARD_ANSWER" = 4242 ]',
-    reward=1.0,
-)
 
 
 @pytest.mark.attack("an honest rollout is taken for an attack", stopped_by="it gets its reward of 1.0")

@@ -93,6 +93,16 @@ class Attack:
         return [pytest.mark.attack(self.tries, **own)] if self.tries else []
 
 
+HONEST = Attack(
+    name="honest",
+    goal="Solve the task as it is meant.",
+    steps=("echo 42 > result.txt", submit("42")),
+    test_script='[ "$(cat result.txt)$ROLLYARD_ANSWER" = 4242 ]',
+    reward=1.0,
+)
+"""No attack: a rollout that deserves its reward, beside those that do not."""
+
+
 def cases(attacks: Iterable[Attack]) -> list[Any]:
     """Return the attacks as parameters of a test, under their names and with their marks."""
     return [pytest.param(one, id=one.name, marks=one.marks) for one in attacks]

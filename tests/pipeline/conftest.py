@@ -155,11 +155,7 @@ class ScriptedBackend:
         models: list[dict[str, Any]] | None = None,
         states: dict[str, Callable[[], Any]] | None = None,
     ) -> None:
-        self.calls = {
-            "/inference/v1/generate": generate,
-            "/v1/completions": completions,
-            "/generate": sglang,
-        }
+        self.calls = {"/inference/v1/generate": generate, "/v1/completions": completions, "/generate": sglang}
         self.models = [{"id": "tiny", "max_model_len": 64, **MODE}] if models is None else models
         self.states = states or {}
         self.requests: list[tuple[str, dict[str, Any]]] = []

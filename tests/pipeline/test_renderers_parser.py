@@ -24,10 +24,7 @@ from rollyard_testing.pipeline.call_suite import (
 )
 
 SCHEMAS = {
-    "bash": {
-        "type": "object",
-        "properties": {"command": {"type": "string"}, "count": {"type": "integer"}},
-    }
+    "bash": {"type": "object", "properties": {"command": {"type": "string"}, "count": {"type": "integer"}}}
 }
 
 

@@ -717,8 +717,7 @@ def leased(stage: str, **fields: Any) -> Lease:
 
 
 @pytest.mark.parametrize(
-    ("stage", "carry"),
-    [("init", {}), ("run", {"kept": 1}), ("eval", {"answer": "7", "kept": 1})],
+    ("stage", "carry"), [("init", {}), ("run", {"kept": 1}), ("eval", {"answer": "7", "kept": 1})]
 )
 def test_a_stage_has_what_the_stages_before_it_left(stage: str, carry: dict[str, Any]) -> None:
     sandbox: Any = {"env": {"A": "task", "B": "task"}}

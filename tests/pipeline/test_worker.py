@@ -23,15 +23,7 @@ from rollyard_pipeline.stages.stages import Stages
 from rollyard_pipeline.worker.worker import PACE_SECONDS
 from rollyard_process.backoff import Backoff
 from rollyard_testing.pace import patience
-from rollyard_testing.pipeline.workerlab import (
-    Answer,
-    Plane,
-    Provider,
-    Steered,
-    lease,
-    spec,
-    working,
-)
+from rollyard_testing.pipeline.workerlab import Answer, Plane, Provider, Steered, lease, spec, working
 from rollyard_testing.waiting import eventually
 
 

@@ -120,10 +120,7 @@ async def test_changes_stay_in_a_layer_of_their_own(
         # The folder is this user's: inside, its files may be changed.
         assert await kit.sh(
             first, "echo changed > /etc/image-name; rm /usr/bin/seq; touch /usr/new; echo ok"
-        ) == (
-            0,
-            "ok",
-        )
+        ) == (0, "ok")
         assert (await kit.sh(first, "cat /etc/image-name"))[1] == "changed"
         assert await kit.sh(second, "cat /etc/image-name; ls /usr; seq 1") == (0, "made-by-test\nbin\n1")
     assert (root_folder / "etc/image-name").read_text() == "made-by-test\n"

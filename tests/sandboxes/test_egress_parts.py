@@ -14,12 +14,7 @@ import pytest
 from rollyard_crds.fields.allowed_hosts import HostRule, host_name, installers_rule
 from rollyard_crds.lease import SandboxHandle
 from rollyard_crds.rolloutjob import SandboxSpec
-from rollyard_pipeline.sandboxes.egress.destinations import (
-    Destinations,
-    Infrastructure,
-    is_own,
-    why_refused,
-)
+from rollyard_pipeline.sandboxes.egress.destinations import Destinations, Infrastructure, is_own, why_refused
 from rollyard_pipeline.sandboxes.egress.egress import proxy_variables
 from rollyard_pipeline.sandboxes.egress.limits import (
     MAX_NOTES,
@@ -536,10 +531,7 @@ async def test_every_address_of_a_host_is_tried_in_turn(world: Outside) -> None:
 
 @pytest.mark.parametrize(
     "limits",
-    [
-        {"idle_seconds": 0.05, "connection_seconds": 1e4},
-        {"connection_seconds": 0.2, "idle_seconds": 1e4},
-    ],
+    [{"idle_seconds": 0.05, "connection_seconds": 1e4}, {"connection_seconds": 0.2, "idle_seconds": 1e4}],
 )
 async def test_a_connection_on_which_nothing_comes_ends(world: Outside, limits: dict[str, float]) -> None:
     world.pause = 1e4

@@ -196,10 +196,7 @@ def test_settings_of_both_versions(tmp_path: Path, version: int) -> None:
 
 
 def test_oom_kills_of_both_versions(tmp_path: Path) -> None:
-    for name, file, text in (
-        ("1", "memory.oom_control", "oom_kill 2\n"),
-        ("2", "memory.events", EVENTS_V2),
-    ):
+    for name, file, text in (("1", "memory.oom_control", "oom_kill 2\n"), ("2", "memory.events", EVENTS_V2)):
         (tmp_path / name).mkdir()
         (tmp_path / name / file).write_text(text)
     assert cgroups.oom_kills([tmp_path / "1", tmp_path / "2", tmp_path / "gone"]) == 5

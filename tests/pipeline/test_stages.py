@@ -6,12 +6,13 @@ import asyncio
 import json
 import secrets
 import shutil
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import nullcontext
 from datetime import UTC, datetime
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import AsyncMock
 
 import pytest
 from rollyard_crds.lease import (
@@ -68,6 +69,7 @@ from rollyard_testing.waiting import eventually
 
 END = "<|im_end|>"
 Answer = Callable[[str], str]
+Installed = Callable[..., Awaitable[StageResult]]
 
 
 class Plane:
@@ -115,6 +117,10 @@ class Rollout:
             group_id="g", sample_index=5, queued_seconds=0.0, lease_seconds=30.0, task=self.task,
             backend=self.backend, **{"attempt": 0, **fields},
         )  # fmt: skip
+
+    def change_backend(self, **fields: Any) -> None:
+        assert self.backend is not None
+        self.backend = self.backend.model_copy(update=fields)
 
     async def stage(self, stage: str, **fields: Any) -> StageResult:
         self.times = StageTimes()
@@ -446,8 +452,7 @@ async def test_a_paused_backend_uses_up_no_run_time(
 
 async def test_a_backend_that_is_gone_is_no_reward(rollout: Rollout, model: Callable[..., None]) -> None:
     model(lambda prompt: call("bash", command="true"))
-    assert rollout.backend is not None
-    rollout.backend = rollout.backend.model_copy(update={"url": "http://127.0.0.1:9"})
+    rollout.change_backend(url="http://127.0.0.1:9")
     with pytest.raises(BackendUnavailable) as caught:
         await rollout.play()
     assert rollout.plane.routed
@@ -455,10 +460,7 @@ async def test_a_backend_that_is_gone_is_no_reward(rollout: Rollout, model: Call
     assert rollout.times.model_seconds >= 0.9, "the times of a stage that fails are reported, too"
     assert rollout.times.own_seconds < rollout.times.active_seconds - 0.9
     assert rollout.init is not None
-    lease = Lease(
-        rollout="r", token=1, stage="run", job="j", namespace="d", job_uid="u", group_id="g", sample_index=0,
-        attempt=0, queued_seconds=0, lease_seconds=30, task=rollout.task, sandbox=rollout.init.sandbox,
-    )  # fmt: skip
+    lease = rollout.lease("run", sandbox=rollout.init.sandbox)
     failure = stage_failure(lease, caught.value, StageTimes())
     assert (failure.reason, failure.retryable, failure.return_to) == ("BackendUnavailable", True, "init")
 
@@ -470,7 +472,7 @@ async def test_no_sandbox_reaches_a_backend_that_a_rollout_uses_or_moves_to(
     assert rollout.backend is not None
     url = rollout.backend.url.replace("127.0.0.1", "localhost")
     rollout.plane.next = rollout.backend.model_copy(update={"url": url})
-    rollout.backend = rollout.backend.model_copy(update={"url": "http://127.0.0.1:9"})
+    rollout.change_backend(url="http://127.0.0.1:9")
     trajectory = await rollout.play()
     assert [one.failed_url for one in rollout.plane.routed] == ["http://127.0.0.1:9"]
     assert (rollout.plane.routed[0].rollout, rollout.plane.routed[0].token) == ("r", 1)
@@ -484,8 +486,7 @@ async def test_a_tokenizer_that_is_not_here_says_what_to_set(
     rollout: Rollout, model: Callable[..., None]
 ) -> None:
     model(lambda prompt: END)
-    assert rollout.backend is not None
-    rollout.backend = rollout.backend.model_copy(update={"tokenizer": "/no/such/folder"})
+    rollout.change_backend(tokenizer="/no/such/folder")
     with pytest.raises(TokenizerUnavailable, match=r"spec\.tokenizer"):
         await rollout.play()
 
@@ -496,14 +497,10 @@ async def test_a_model_without_a_chat_template_fails_once_and_says_what_to_do(
     model(lambda prompt: END)
     assert rollout.backend is not None
     shutil.copy(model_folder / "tokenizer.json", tmp_path)
-    rollout.backend = rollout.backend.model_copy(update={"tokenizer": str(tmp_path)})
+    rollout.change_backend(tokenizer=str(tmp_path))
     with pytest.raises(TokenizerUnavailable) as caught:
         await rollout.play()
-    lease = Lease(
-        rollout="r", token=1, stage="run", job="j", namespace="default", job_uid="u", group_id="g",
-        sample_index=0, attempt=0, queued_seconds=0.0, lease_seconds=30.0, task=rollout.task,
-    )  # fmt: skip
-    failure = stage_failure(lease, caught.value, StageTimes())
+    failure = stage_failure(rollout.lease("run"), caught.value, StageTimes())
     assert (failure.reason, failure.retryable) == ("TokenizerUnavailable", False)
     assert str(tmp_path) in failure.message
     assert "chat_template.jinja" in failure.message
@@ -523,12 +520,11 @@ async def test_chat_template_kwargs_reach_the_template(
         return END
 
     model(answer, {"tools": [], "chatTemplateKwargs": {"enable_thinking": False}})
-    assert rollout.backend is not None
-    rollout.backend = rollout.backend.model_copy(update={"tokenizer": str(tmp_path)})
+    rollout.change_backend(tokenizer=str(tmp_path))
     await rollout.play()
     assert seen == ["qno thoughts"]
     model(answer, {"tools": [], "chatTemplateKwargs": {"messages": []}})
-    rollout.backend = rollout.backend.model_copy(update={"tokenizer": str(tmp_path)})
+    rollout.change_backend(tokenizer=str(tmp_path))
     with pytest.raises(TemplateError, match=r"agent\.chatTemplateKwargs cannot set messages"):
         await rollout.play()
 
@@ -566,8 +562,7 @@ async def test_what_stands_in_a_thought_is_no_answer(
     for thoughts, expected in (("separate", reward), ("answer", 1.0)):
         agent = {"type": "single_turn", "thoughts": thoughts}
         model(lambda prompt: said + END, agent, {"answer": "4"}, handler="math")
-        assert rollout.backend is not None
-        rollout.backend = rollout.backend.model_copy(update={"tokenizer": str(folder)})
+        rollout.change_backend(tokenizer=str(folder))
         trajectory = await rollout.play()
         assert trajectory.messages[-1].content == said
         assert (await rollout.score()).reward == expected
@@ -851,9 +846,6 @@ OUT_OF_MEMORY = pytest.mark.attack(
 async def test_a_sandbox_that_ended_for_its_own_memory_is_scored(
     rollout: Rollout, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def oom_killed(handle: object) -> bool:
-        return True
-
     rollout.configure(oracle(("bash", {"command": "true"})))
     await rollout.play()
     assert rollout.init is not None
@@ -861,7 +853,7 @@ async def test_a_sandbox_that_ended_for_its_own_memory_is_scored(
     await rollout.provider.release(rollout.init.sandbox)
     with pytest.raises(SandboxLost):
         await rollout.score()
-    monkeypatch.setattr(rollout.provider, "oom_killed", oom_killed)
+    monkeypatch.setattr(rollout.provider, "oom_killed", AsyncMock(return_value=True))
     result = await rollout.score()
     assert (result.reward, result.reward_reason) == (0.0, "SandboxOutOfMemory")
     # This worker's sandboxes say nothing of one that a worker of another kind has lost.
@@ -875,18 +867,13 @@ async def test_an_evaluation_that_waits_for_the_sandboxs_memory_is_scored(
 ) -> None:
     """The exec server is there, and does not answer before the limit."""
 
-    async def evaluated(*arguments: object, **options: object) -> None:
-        raise EvalTimeout("Eval took longer than 1 s")
-
-    async def oom_killed(handle: object) -> bool:
-        return True
-
     rollout.configure(oracle(("bash", {"command": "true"})))
     await rollout.play()
-    monkeypatch.setattr("rollyard_pipeline.stages.stages.evaluate", evaluated)
+    late = AsyncMock(side_effect=EvalTimeout("Eval took longer than 1 s"))
+    monkeypatch.setattr("rollyard_pipeline.stages.stages.evaluate", late)
     with pytest.raises(EvalTimeout):
         await rollout.score()
-    monkeypatch.setattr(rollout.provider, "oom_killed", oom_killed)
+    monkeypatch.setattr(rollout.provider, "oom_killed", AsyncMock(return_value=True))
     result = await rollout.score()
     assert (result.reward, result.reward_reason) == (0.0, "SandboxOutOfMemory")
 
@@ -895,10 +882,7 @@ async def test_an_evaluation_that_waits_for_the_sandboxs_memory_is_scored(
 async def test_a_sandbox_that_a_call_of_run_ends_for_memory_goes_to_eval(
     rollout: Rollout, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def oom_killed(handle: object) -> bool:
-        return True
-
-    monkeypatch.setattr(rollout.provider, "oom_killed", oom_killed)
+    monkeypatch.setattr(rollout.provider, "oom_killed", AsyncMock(return_value=True))
     rollout.configure(oracle(("bash", {"command": "kill -9 $PPID; sleep 30"})))
     trajectory = await rollout.play()
     assert (trajectory.truncated, trajectory.truncated_reason) == (True, "SandboxOutOfMemory")
@@ -945,25 +929,25 @@ class Judge(Handler):
 """
 
 
-async def installed(
-    rollout: Rollout,
-    model: Callable[..., None],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    end: str,
-    **spec: Any,
-) -> StageResult:
-    """Return the Eval of a handler of an installed package, which ends with `end`."""
-    install_handler(tmp_path, INSTALLED.replace("END", end), monkeypatch)
-    model(lambda prompt: f"Turn {prompt.count('<|im_start|>assistant')}.{END}", handler="steered", **spec)
-    await rollout.play()
-    return await rollout.score()
+@pytest.fixture
+def installed(
+    rollout: Rollout, model: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Installed:
+    """Return a function for the Eval of a handler of an installed package, which ends with `end`."""
+
+    async def evaluated(end: str, **spec: Any) -> StageResult:
+        install_handler(tmp_path, INSTALLED.replace("END", end), monkeypatch)
+        model(lambda prompt: f"Turn {prompt.count('<|im_start|>assistant')}.{END}", handler="steered", **spec)
+        await rollout.play()
+        return await rollout.score()
+
+    return evaluated
 
 
 async def test_an_installed_handler_uses_its_context_from_its_own_process(
-    rollout: Rollout, model: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    rollout: Rollout, installed: Installed
 ) -> None:
-    result = await installed(rollout, model, tmp_path, monkeypatch, "pass")
+    result = await installed("pass")
     assert rollout.ran is not None
     assert rollout.ran.trajectory is not None
     said = [(message.role, message.content) for message in rollout.ran.trajectory.messages]
@@ -983,16 +967,10 @@ async def test_an_installed_handler_uses_its_context_from_its_own_process(
     ids=["a missing file", "a test that hangs"],
 )
 async def test_what_the_policy_broke_is_scored_where_the_handler_has_its_own_process(
-    rollout: Rollout,
-    model: Callable[..., None],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    end: str,
-    reason: str,
+    rollout: Rollout, installed: Installed, end: str, reason: str
 ) -> None:
     rollout.stages._eval_grace = 0.0
-    limits = {"eval": {"timeoutSeconds": round(patience(3))}}
-    result = await installed(rollout, model, tmp_path, monkeypatch, end, stages=limits)
+    result = await installed(end, stages={"eval": {"timeoutSeconds": round(patience(3))}})
     assert (result.reward, result.reward_reason) == (0.0, reason)
 
 
@@ -1005,11 +983,11 @@ async def test_what_the_policy_broke_is_scored_where_the_handler_has_its_own_pro
     "has ended is refused. It runs **as the worker's user** all the same",
 )
 async def test_a_sandbox_is_out_of_reach_when_its_call_has_ended(
-    rollout: Rollout, model: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    rollout: Rollout, installed: Installed
 ) -> None:
     """A handler that keeps the context of a rollout does not reach the sandbox of the next one by it."""
     kept = "if box is not globals().setdefault('kept', box): await kept.run(['true'])"
-    await installed(rollout, model, tmp_path, monkeypatch, kept)
+    await installed(kept)
     await rollout.play()
     with pytest.raises(SandboxError, match="the call of this request has ended"):
         await rollout.score()
@@ -1021,8 +999,7 @@ async def test_a_failing_backend_is_reported_through_an_installed_handler(
     """The exception of the agent is the worker's own, whatever the handler did with it."""
     install_handler(tmp_path, INSTALLED, monkeypatch)
     model(lambda prompt: END, handler="steered")
-    assert rollout.backend is not None
-    rollout.backend = rollout.backend.model_copy(update={"url": "http://127.0.0.1:9"})
+    rollout.change_backend(url="http://127.0.0.1:9")
     with pytest.raises(BackendUnavailable):
         await rollout.play()
 

@@ -80,7 +80,6 @@ class Plane:
         """The backend to which rollouts move."""
 
     async def job_spec(self, namespace: str, name: str, uid: str) -> RolloutJobSpec:
-        assert self.spec is not None
         return self.spec
 
     async def route(self, request: RouteRequest) -> RouteResponse:
@@ -119,7 +118,6 @@ class Rollout:
         )  # fmt: skip
 
     def change_backend(self, **fields: Any) -> None:
-        assert self.backend is not None
         self.backend = self.backend.model_copy(update=fields)
 
     async def stage(self, stage: str, **fields: Any) -> StageResult:
@@ -131,12 +129,9 @@ class Rollout:
         self.init = await self.stage("init")
         self.ran = await self.stage("run", sandbox=self.init.sandbox, carry=self.init.carry)
         transcript = self.ran.transcript
-        assert transcript is not None
         return transcript.with_segments(lists(self.ran.segments))
 
     async def score(self, attempt: int = 0) -> StageResult:
-        assert self.init is not None
-        assert self.ran is not None
         return await self.stage(
             "eval", sandbox=self.init.sandbox, carry=self.ran.carry, trajectory=self.ran.transcript,
             attempt=attempt,
@@ -152,7 +147,7 @@ async def rollout(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Rol
         async with BackendClient(request_timeout=20.0) as backends:
             registry = Registry({AGENTS: {"replaying": ReplayingAgent}, HANDLERS: {"late": Late}})
             egress = Egress()
-            stages = Stages(plane, backends, provider, registry, backend_budget=1.0, egress=egress)  # type: ignore[arg-type]
+            stages = Stages(plane, backends, provider, registry, backend_budget=1.0, egress=egress)
             yield Rollout(provider, stages, plane, egress.infrastructure)
             await stages.close()
     finally:
@@ -239,7 +234,6 @@ async def test_calls_that_only_the_library_reads_are_run_and_the_record_names_it
     assert [(one.name, one.arguments) for one in turn.tool_calls] == [("submit", {"answer": "7"})]
     said = trajectory.messages[-2]
     assert said.content == "I guess.</think>\n\nSo:"
-    assert turn.thought is not None
     assert said.content[turn.thought.start : turn.thought.end] == "I guess."
 
 
@@ -355,7 +349,6 @@ async def test_a_first_prompt_that_leaves_no_room_fails_before_anything_is_sampl
     ) as caught:
         await rollout.play()
     assert rollout.model.prompts == []
-    assert rollout.init is not None
     lease = rollout.lease("run", sandbox=rollout.init.sandbox)
     failure = stage_failure(lease, caught.value, StageTimes())
     assert (failure.reason, failure.retryable, failure.counts) == ("PromptTooLong", False, True)
@@ -415,9 +408,7 @@ async def test_the_record_says_what_the_backend_did(rollout: Rollout, model: Cal
     model(lambda prompt: "done" + END, sampling={"temperature": 0.7, "seed": 11})
     rollout.model.card["logprobs_mode"] = "raw_logprobs"
     trajectory = await rollout.play()
-    assert trajectory.sampling is not None
     assert (trajectory.sampling.temperature, trajectory.sampling.logprobs_mode) == (0.7, "raw_logprobs")
-    assert rollout.ran is not None
     stats = rollout.ran.stats
     assert (stats.sampled_tokens, stats.discarded_tokens) == (trajectory.sampled_tokens, 0)
     assert stats.requests == 1
@@ -459,7 +450,6 @@ async def test_a_backend_that_is_gone_is_no_reward(rollout: Rollout, model: Call
     assert rollout.plane.routed[0].failed_url == "http://127.0.0.1:9"
     assert rollout.times.model_seconds >= 0.9, "the times of a stage that fails are reported, too"
     assert rollout.times.own_seconds < rollout.times.active_seconds - 0.9
-    assert rollout.init is not None
     lease = rollout.lease("run", sandbox=rollout.init.sandbox)
     failure = stage_failure(lease, caught.value, StageTimes())
     assert (failure.reason, failure.retryable, failure.return_to) == ("BackendUnavailable", True, "init")
@@ -469,7 +459,6 @@ async def test_no_sandbox_reaches_a_backend_that_a_rollout_uses_or_moves_to(
     rollout: Rollout, model: Callable[..., None]
 ) -> None:
     model(lambda prompt: "done" + END)
-    assert rollout.backend is not None
     url = rollout.backend.url.replace("127.0.0.1", "localhost")
     rollout.plane.next = rollout.backend.model_copy(update={"url": url})
     rollout.change_backend(url="http://127.0.0.1:9")
@@ -495,7 +484,6 @@ async def test_a_model_without_a_chat_template_fails_once_and_says_what_to_do(
     rollout: Rollout, model: Callable[..., None], model_folder: Path, tmp_path: Path
 ) -> None:
     model(lambda prompt: END)
-    assert rollout.backend is not None
     shutil.copy(model_folder / "tokenizer.json", tmp_path)
     rollout.change_backend(tokenizer=str(tmp_path))
     with pytest.raises(TokenizerUnavailable) as caught:
@@ -532,7 +520,6 @@ async def test_chat_template_kwargs_reach_the_template(
 async def test_math_needs_no_sandbox(rollout: Rollout, model: Callable[..., None]) -> None:
     model(lambda prompt: "2 + 2 = \\boxed{4}" + END, {"type": "single_turn"}, {"answer": "4"}, handler="math")
     trajectory = await rollout.play()
-    assert rollout.init is not None
     assert rollout.init.sandbox is None
     assert rollout.provider.claimed() == []
     assert [message.role for message in trajectory.messages] == ["user", "assistant"]
@@ -566,7 +553,6 @@ async def test_what_stands_in_a_thought_is_no_answer(
         trajectory = await rollout.play()
         assert trajectory.messages[-1].content == said
         assert (await rollout.score()).reward == expected
-        assert rollout.plane.spec is not None
         rescorer = Rescorer("math", rollout.plane.spec, None, "me")
         record = Trajectory.model_validate_json(trajectory.line())
         (again,) = await rescorer.rescored([(record, rollout.task)], datetime.now(UTC))
@@ -826,7 +812,6 @@ async def test_a_failed_setup_ends_init(rollout: Rollout) -> None:
 async def test_a_lost_sandbox_goes_back_to_init(rollout: Rollout) -> None:
     rollout.configure(oracle(("bash", {"command": "true"})))
     rollout.init = await rollout.stage("init")
-    assert rollout.init.sandbox is not None
     await rollout.provider.release(rollout.init.sandbox)
     for stage in ("run", "eval"):
         with pytest.raises(SandboxLost) as caught:
@@ -848,8 +833,6 @@ async def test_a_sandbox_that_ended_for_its_own_memory_is_scored(
 ) -> None:
     rollout.configure(oracle(("bash", {"command": "true"})))
     await rollout.play()
-    assert rollout.init is not None
-    assert rollout.init.sandbox is not None
     await rollout.provider.release(rollout.init.sandbox)
     with pytest.raises(SandboxLost):
         await rollout.score()
@@ -948,8 +931,6 @@ async def test_an_installed_handler_uses_its_context_from_its_own_process(
     rollout: Rollout, installed: Installed
 ) -> None:
     result = await installed("pass")
-    assert rollout.ran is not None
-    assert rollout.ran.trajectory is not None
     said = [(message.role, message.content) for message in rollout.ran.trajectory.messages]
     assert said == [
         ("user", "q"), ("assistant", "Turn 1."), ("user", "Once more."), ("assistant", "Turn 2."),
@@ -1049,8 +1030,6 @@ async def test_a_crash_in_a_call_of_the_handlers_own_is_one_of_run(rollout: Roll
 async def test_a_crash_after_run_is_a_failure_once(rollout: Rollout) -> None:
     rollout.configure(oracle(("bash", {"command": "(sleep 0.1; kill -9 $PPID) & disown"})))
     await rollout.play()
-    assert rollout.init is not None
-    assert rollout.init.sandbox is not None
     await eventually(lambda: not rollout.provider.claimed(), patience(20))
     for swept in ([], [rollout.init.sandbox.id]):
         with pytest.raises(PipelineError) as caught:
@@ -1083,7 +1062,6 @@ async def test_cancelling_run_stops_its_command(rollout: Rollout, tmp_path: Path
 async def files(rollout: Rollout) -> AsyncIterator[ExecClient]:
     rollout.configure()
     rollout.init = await rollout.stage("init")
-    assert rollout.init.sandbox is not None
     async with await rollout.provider.attach(rollout.init.sandbox) as sandbox:
         yield sandbox.client
 

@@ -40,7 +40,6 @@ def listed(run_dir: Path) -> list[str]:
 def alive(run_dir: Path, sandbox_id: str) -> list[int]:
     """Return the processes of a sandbox that its record names and that run."""
     record = SandboxFolder(run_dir).load(sandbox_id)
-    assert record is not None
     known = [record.root, record.monitor, *record.helpers]
     return [process.pid for process in known if process is not None and process.alive()]
 
@@ -63,7 +62,6 @@ async def test_it_is_an_instance(kit: Any, apptainer: NodeProvider, run_dir: Pat
         name = instances.instance_name(sandbox.handle.id)
         assert listed(run_dir) == [name]
         record = SandboxFolder(run_dir).load(sandbox.handle.id)
-        assert record is not None
         # Helpers outside mount a SIF; the record names them, so that they can be ended.
         assert any("squashfuse" in Path(f"/proc/{h.pid}/cmdline").read_text() for h in record.helpers)
     await apptainer.release(sandbox.handle)
@@ -181,7 +179,6 @@ async def test_killed_from_outside_leaves_nothing(
 ) -> None:
     async with await kit.acquire(apptainer) as sandbox:
         record = SandboxFolder(run_dir).load(sandbox.handle.id)
-        assert record is not None
         assert record.root is not None
         assert record.monitor is not None
         every = {

@@ -489,7 +489,7 @@ Talk = Callable[..., Awaitable[bytes]]
 @asynccontextmanager
 async def proxied(world: Outside, *hosts: str, **limits: float) -> AsyncIterator[Talk]:
     """Yield a function that sends bytes to a proxy as a program does, and returns all that comes back."""
-    egress = world.egress(limits=EgressLimits(**limits))  # type: ignore[arg-type]
+    egress = world.egress(limits=EgressLimits(**limits))
     proxy = egress.proxy(world.spec(*hosts).host_rules, "r-1", world.resolve)
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -603,7 +603,7 @@ async def test_each_connection_gives_its_place_back_however_it_ends(
 ) -> None:
     one = LentTo()
     egress = world.egress(limits=EgressLimits(connections=1, waiting=1, reserved=0, worker_connections=1))
-    async with egress.lent(one, world.spec(), "r-1", {}):  # type: ignore[arg-type]
+    async with egress.lent(one, world.spec(), "r-1", {}):
         for _ in range(2):
             assert (await one.talk(getting(world))).endswith(b"reached")
         with monkeypatch.context() as broken:
@@ -631,13 +631,13 @@ async def test_a_lending_survives_what_passes_and_ends_where_a_server_takes_no_m
     monkeypatch.setattr("rollyard_pipeline.sandboxes.egress.egress._PAUSE", 0.0)
     one = LentTo()
     egress = world.egress(limits=EgressLimits(connections=1, waiting=1))
-    async with egress.lent(one, world.spec(), "r-1", {}):  # type: ignore[arg-type]
+    async with egress.lent(one, world.spec(), "r-1", {}):
         for refusals in (["TooManyTunnels"] * 9, ["SandboxError"] * 4, ["SandboxError"] * 4):
             one.answers = refusals
             assert (await one.talk(getting(world))).endswith(b"reached")
     for last in (["SandboxError"] * 5, ["TooManyTunnels", "TurnedAway", "TunnelRefused"]):
         one = LentTo()
-        async with egress.lent(one, world.spec(), "r-1", {}):  # type: ignore[arg-type]
+        async with egress.lent(one, world.spec(), "r-1", {}):
             (lending,) = (task for task in asyncio.all_tasks() if task.get_name() == "sandbox-network")
             one.answers = [*last, "SandboxError"]
             assert (await one.talk(getting(world))).endswith(b"reached")

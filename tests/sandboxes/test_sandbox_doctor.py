@@ -181,7 +181,7 @@ def test_no_place_where_nothing_is_handed_on(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("version", [1, 2])
 def test_settings_of_both_versions(tmp_path: Path, version: int) -> None:
-    place = CgroupPlace(version, tmp_path, frozenset({"memory", "pids", "cpu"}))  # type: ignore[arg-type]
+    place = CgroupPlace(version, tmp_path, frozenset({"memory", "pids", "cpu"}))
     (group,) = cgroups.create([place], "abc", CgroupLimits(cpu=0.5, memory_bytes=1000, processes=7))
     written = {file.name: file.read_text() for file in group.iterdir()}
     if version == 1:

@@ -69,6 +69,8 @@ from rollyard_testing.waiting import eventually
 
 END = "<|im_end|>"
 Answer = Callable[[str], str]
+UseModel = Callable[..., None]
+"""Gives the rollout a model: see the fixture `model`."""
 Installed = Callable[..., Awaitable[StageResult]]
 
 
@@ -159,7 +161,7 @@ async def rollout(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Rol
 @pytest.fixture
 async def model(
     rollout: Rollout, scripted: Callable[[Answer], Any], model_folder: Path
-) -> AsyncIterator[Callable[..., None]]:
+) -> AsyncIterator[UseModel]:
     """Yield a function that gives the rollout a model whose answers depend on the prompt's text."""
     answer: list[Answer] = []
 
@@ -195,7 +197,7 @@ def oracle(*steps: tuple[str, dict[str, Any]]) -> dict[str, Any]:
 
 
 async def test_another_familys_calls_are_read_and_a_malformed_one_is_an_observation(
-    rollout: Rollout, model: Callable[..., None]
+    rollout: Rollout, model: UseModel
 ) -> None:
     steps = [
         f"<tool_call>\n<function=bash>\n<parameter=command>\nls{END}",
@@ -258,9 +260,7 @@ async def test_a_template_that_fits_no_parser_is_no_try_of_a_rollout(
             assert (await rollout.play()).tool_parser == used
 
 
-async def test_the_policy_sees_what_went_wrong_and_goes_on(
-    rollout: Rollout, model: Callable[..., None]
-) -> None:
+async def test_the_policy_sees_what_went_wrong_and_goes_on(rollout: Rollout, model: UseModel) -> None:
     steps = [
         call("bash", command="echo out; exit_code() { return 3; }; exit_code"),
         f"<tool_call>{{broken</tool_call>{END}",
@@ -300,20 +300,25 @@ async def test_the_policy_sees_what_went_wrong_and_goes_on(
 
 
 @pytest.mark.parametrize(
-    ("agent", "sampling", "reason"),
+    ("agent", "sampling", "context", "reason"),
     [
-        ({"maxTurns": 2}, {}, "MaxTurns"),
-        ({"maxContextTokens": 1500}, {}, "MaxContext"),
-        ({}, {"maxTokens": 4}, "MaxTokens"),
+        ({"maxTurns": 2}, {}, 8192, "MaxTurns"),
+        ({"maxContextTokens": 1500}, {}, 8192, "MaxContext"),
+        ({}, {"maxTokens": 4}, 8192, "MaxTokens"),
+        # The server's context is smaller than it says.
+        ({}, {}, 1500, "MaxContext"),
     ],
 )
 async def test_limits_truncate_and_go_to_eval(
-    rollout: Rollout, model: Callable[..., None], agent: dict[str, Any], sampling: dict[str, Any], reason: str
+    rollout: Rollout, model: UseModel, agent: Any, sampling: Any, context: int, reason: str
 ) -> None:
     model(lambda prompt: call("bash", command="seq 1 30"), agent, sampling=sampling)
+    rollout.model.context = context
     trajectory = await rollout.play()
     assert (trajectory.truncated, trajectory.truncated_reason) == (True, reason)
-    limit = agent.get("maxContextTokens", 8192)
+    assert trajectory.turns
+    assert rollout.plane.routed == []
+    limit = min(agent.get("maxContextTokens", context), context)
     for segment in trajectory.segments:
         assert len(segment.prompt_ids) + len(segment.response_ids) <= limit
         assert segment.loss_mask[-1] == 1  # There is no tool output that was not answered.
@@ -334,7 +339,7 @@ async def test_limits_truncate_and_go_to_eval(
 )
 async def test_a_first_prompt_that_leaves_no_room_fails_before_anything_is_sampled(
     rollout: Rollout,
-    model: Callable[..., None],
+    model: UseModel,
     agent: dict[str, Any],
     card: dict[str, Any],
     context: int,
@@ -364,9 +369,7 @@ class ReplayingAgent(Agent):
             await ctx.replay(ParsedCall("bash", {"command": "echo again"}))
 
 
-async def test_replayed_calls_do_not_count_against_max_turns(
-    rollout: Rollout, model: Callable[..., None]
-) -> None:
+async def test_replayed_calls_do_not_count_against_max_turns(rollout: Rollout, model: UseModel) -> None:
     """The model reads them as turns of its own, and none of their tokens is trained on."""
     read: list[str] = []
 
@@ -391,7 +394,7 @@ async def test_replayed_calls_do_not_count_against_max_turns(
     assert (await rollout.score()).reward == 1.0
 
 
-async def test_a_run_timeout_keeps_what_was_sampled(rollout: Rollout, model: Callable[..., None]) -> None:
+async def test_a_run_timeout_keeps_what_was_sampled(rollout: Rollout, model: UseModel) -> None:
     model(
         lambda prompt: call("bash", command="sleep 60" if "<tool_response>" in prompt else "touch worked"),
         task={"test_script": "[ -f worked ]"},
@@ -404,7 +407,7 @@ async def test_a_run_timeout_keeps_what_was_sampled(rollout: Rollout, model: Cal
     assert (await rollout.score()).reward == 1.0
 
 
-async def test_the_record_says_what_the_backend_did(rollout: Rollout, model: Callable[..., None]) -> None:
+async def test_the_record_says_what_the_backend_did(rollout: Rollout, model: UseModel) -> None:
     model(lambda prompt: "done" + END, sampling={"temperature": 0.7, "seed": 11})
     rollout.model.card["logprobs_mode"] = "raw_logprobs"
     trajectory = await rollout.play()
@@ -417,20 +420,8 @@ async def test_the_record_says_what_the_backend_did(rollout: Rollout, model: Cal
     assert rollout.model.seeds == [request_seed(11, "t", 5, 0)]
 
 
-async def test_a_context_smaller_than_the_backend_says_truncates(
-    rollout: Rollout, model: Callable[..., None]
-) -> None:
-    model(lambda prompt: call("bash", command="seq 1 30"))
-    rollout.model.context = 1500
-    trajectory = await rollout.play()
-    assert (trajectory.truncated, trajectory.truncated_reason) == (True, "MaxContext")
-    assert trajectory.turns
-    assert all(len(one.prompt_ids) + len(one.response_ids) <= 1500 for one in trajectory.segments)
-    assert rollout.plane.routed == []
-
-
 async def test_a_paused_backend_uses_up_no_run_time(
-    rollout: Rollout, model: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+    rollout: Rollout, model: UseModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("rollyard_pipeline.backends.client._PAUSE_POLL", 0.1)
     model(lambda prompt: "done" + END, stages={"run": {"timeoutSeconds": 2}})
@@ -441,7 +432,7 @@ async def test_a_paused_backend_uses_up_no_run_time(
     assert rollout.times.model_seconds < 2.0, "the pause was taken for the backend's speed"
 
 
-async def test_a_backend_that_is_gone_is_no_reward(rollout: Rollout, model: Callable[..., None]) -> None:
+async def test_a_backend_that_is_gone_is_no_reward(rollout: Rollout, model: UseModel) -> None:
     model(lambda prompt: call("bash", command="true"))
     rollout.change_backend(url="http://127.0.0.1:9")
     with pytest.raises(BackendUnavailable) as caught:
@@ -456,7 +447,7 @@ async def test_a_backend_that_is_gone_is_no_reward(rollout: Rollout, model: Call
 
 
 async def test_no_sandbox_reaches_a_backend_that_a_rollout_uses_or_moves_to(
-    rollout: Rollout, model: Callable[..., None]
+    rollout: Rollout, model: UseModel
 ) -> None:
     model(lambda prompt: "done" + END)
     url = rollout.backend.url.replace("127.0.0.1", "localhost")
@@ -471,9 +462,7 @@ async def test_no_sandbox_reaches_a_backend_that_a_rollout_uses_or_moves_to(
     assert not await rollout.infrastructure.contains("pkgs.example.org", [])
 
 
-async def test_a_tokenizer_that_is_not_here_says_what_to_set(
-    rollout: Rollout, model: Callable[..., None]
-) -> None:
+async def test_a_tokenizer_that_is_not_here_says_what_to_set(rollout: Rollout, model: UseModel) -> None:
     model(lambda prompt: END)
     rollout.change_backend(tokenizer="/no/such/folder")
     with pytest.raises(TokenizerUnavailable, match=r"spec\.tokenizer"):
@@ -481,7 +470,7 @@ async def test_a_tokenizer_that_is_not_here_says_what_to_set(
 
 
 async def test_a_model_without_a_chat_template_fails_once_and_says_what_to_do(
-    rollout: Rollout, model: Callable[..., None], model_folder: Path, tmp_path: Path
+    rollout: Rollout, model: UseModel, model_folder: Path, tmp_path: Path
 ) -> None:
     model(lambda prompt: END)
     shutil.copy(model_folder / "tokenizer.json", tmp_path)
@@ -495,7 +484,7 @@ async def test_a_model_without_a_chat_template_fails_once_and_says_what_to_do(
 
 
 async def test_chat_template_kwargs_reach_the_template(
-    rollout: Rollout, model: Callable[..., None], model_folder: Path, tmp_path: Path
+    rollout: Rollout, model: UseModel, model_folder: Path, tmp_path: Path
 ) -> None:
     shutil.copy(model_folder / "tokenizer.json", tmp_path)
     (tmp_path / "chat_template.jinja").write_text(
@@ -517,7 +506,7 @@ async def test_chat_template_kwargs_reach_the_template(
         await rollout.play()
 
 
-async def test_math_needs_no_sandbox(rollout: Rollout, model: Callable[..., None]) -> None:
+async def test_math_needs_no_sandbox(rollout: Rollout, model: UseModel) -> None:
     model(lambda prompt: "2 + 2 = \\boxed{4}" + END, {"type": "single_turn"}, {"answer": "4"}, handler="math")
     trajectory = await rollout.play()
     assert rollout.init.sandbox is None
@@ -537,7 +526,7 @@ async def test_math_needs_no_sandbox(rollout: Rollout, model: Callable[..., None
 )
 async def test_what_stands_in_a_thought_is_no_answer(
     rollout: Rollout,
-    model: Callable[..., None],
+    model: UseModel,
     bpe: Any,
     tmp_path: Path,
     family: str,
@@ -561,7 +550,7 @@ async def test_what_stands_in_a_thought_is_no_answer(
 
 
 async def test_a_jobs_reward_is_made_of_components(
-    rollout: Rollout, model: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+    rollout: Rollout, model: UseModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reward = {
         "weights": {"handler": 1.0, "boxed": 0.5, "service": 0.25},
@@ -914,7 +903,7 @@ class Judge(Handler):
 
 @pytest.fixture
 def installed(
-    rollout: Rollout, model: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    rollout: Rollout, model: UseModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Installed:
     """Return a function for the Eval of a handler of an installed package, which ends with `end`."""
 
@@ -975,7 +964,7 @@ async def test_a_sandbox_is_out_of_reach_when_its_call_has_ended(
 
 
 async def test_a_failing_backend_is_reported_through_an_installed_handler(
-    rollout: Rollout, model: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    rollout: Rollout, model: UseModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The exception of the agent is the worker's own, whatever the handler did with it."""
     install_handler(tmp_path, INSTALLED, monkeypatch)

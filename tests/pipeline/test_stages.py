@@ -64,11 +64,11 @@ from rollyard_testing.crds.segments import lists
 from rollyard_testing.families import FAMILIES, write_folder
 from rollyard_testing.pace import patience
 from rollyard_testing.pipeline.call_suite import MINIMAX, byte_folder, byte_tokenizer
-from rollyard_testing.pipeline.installed import install_handler
 from rollyard_testing.waiting import eventually
 
 END = "<|im_end|>"
 Answer = Callable[[str], str]
+Install = Callable[[str], None]
 UseModel = Callable[..., None]
 """Gives the rollout a model: see the fixture `model`."""
 Installed = Callable[..., Awaitable[StageResult]]
@@ -902,13 +902,11 @@ class Judge(Handler):
 
 
 @pytest.fixture
-def installed(
-    rollout: Rollout, model: UseModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Installed:
+def installed(rollout: Rollout, model: UseModel, install: Install) -> Installed:
     """Return a function for the Eval of a handler of an installed package, which ends with `end`."""
 
     async def evaluated(end: str, **spec: Any) -> StageResult:
-        install_handler(tmp_path, INSTALLED.replace("END", end), monkeypatch)
+        install(INSTALLED.replace("END", end))
         model(lambda prompt: f"Turn {prompt.count('<|im_start|>assistant')}.{END}", handler="steered", **spec)
         await rollout.play()
         return await rollout.score()
@@ -964,10 +962,10 @@ async def test_a_sandbox_is_out_of_reach_when_its_call_has_ended(
 
 
 async def test_a_failing_backend_is_reported_through_an_installed_handler(
-    rollout: Rollout, model: UseModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    rollout: Rollout, model: UseModel, install: Install
 ) -> None:
     """The exception of the agent is the worker's own, whatever the handler did with it."""
-    install_handler(tmp_path, INSTALLED, monkeypatch)
+    install(INSTALLED)
     model(lambda prompt: END, handler="steered")
     rollout.change_backend(url="http://127.0.0.1:9")
     with pytest.raises(BackendUnavailable):

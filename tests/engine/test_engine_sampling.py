@@ -119,7 +119,7 @@ def test_a_sampled_token_always_has_a_probability(
     logits = (np.linspace(-1, 0, SIZE) * spread + LOGITS).astype(np.float32)
     logits[-1] = -spread
     sampler = Sampler(SamplingParams(1, temperature, top_p, top_k, logprobs=20))
-    sampler._random = Draws()  # type: ignore[assignment]
+    sampler._random = Draws()
     for _ in range(4):
         token = sampler.sample(logits, "v")
         assert -746 - np.log(SIZE) <= token.logprob <= 0.0

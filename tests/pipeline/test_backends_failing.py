@@ -232,7 +232,7 @@ async def test_a_cancelled_turn_closes_its_request_at_once(backend: Any) -> None
 
 def _sample(count: int = 2, finish: str = "stop", version: str = "v", first: int = 5) -> Sample:
     ids = tuple(range(first, first + count))
-    return Sample(ids, (-0.5,) * count, (version,) * count, finish)  # type: ignore[arg-type]
+    return Sample(ids, (-0.5,) * count, (version,) * count, finish)
 
 
 def _at(name: str) -> BackendAssignment:
@@ -299,7 +299,7 @@ class Scripted:
 
     def session(self, **options: Any) -> BackendSession:
         options = {"task_id": "t", "sample_index": 1, "budget": 20.0, **options}
-        self.talk = BackendSession(self, _at("a"), self._route, SamplingSpec(), **options)  # type: ignore[arg-type]
+        self.talk = BackendSession(self, _at("a"), self._route, SamplingSpec(), **options)
         self.talk.on_wait = self.waited.append
         return self.talk
 

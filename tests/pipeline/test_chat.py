@@ -18,7 +18,7 @@ USER = [{"role": "user", "content": "hi"}]
 
 
 def render(source: str, **options: object) -> str:
-    return ChatTemplate(source, {"bos_token": "<s>"}).render(USER, **options)  # type: ignore[arg-type]
+    return ChatTemplate(source, {"bos_token": "<s>"}).render(USER, **options)
 
 
 def test_the_helpers_that_templates_expect() -> None:

@@ -383,7 +383,6 @@ def test_tests_without_a_reward_file() -> None:
 def keyed(test: str, **options: str) -> Task:
     """Return a task with what its job says about all task folders."""
     made = folder(test)
-    assert made.harbor is not None
     made.harbor.options = HarborOptions.model_validate(options)
     return made
 

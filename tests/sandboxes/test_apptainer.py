@@ -40,7 +40,6 @@ def listed(run_dir: Path) -> list[str]:
 def alive(run_dir: Path, sandbox_id: str) -> list[int]:
     """Return the processes of a sandbox that its record names and that run."""
     record = SandboxFolder(run_dir).load(sandbox_id)
-    assert record is not None
     known = [record.root, record.monitor, *record.helpers]
     return [process.pid for process in known if process is not None and process.alive()]
 
@@ -63,7 +62,6 @@ async def test_it_is_an_instance(kit: Any, apptainer: NodeProvider, run_dir: Pat
         name = instances.instance_name(sandbox.handle.id)
         assert listed(run_dir) == [name]
         record = SandboxFolder(run_dir).load(sandbox.handle.id)
-        assert record is not None
         # Helpers outside mount a SIF; the record names them, so that they can be ended.
         assert any("squashfuse" in Path(f"/proc/{h.pid}/cmdline").read_text() for h in record.helpers)
     await apptainer.release(sandbox.handle)
@@ -120,10 +118,7 @@ async def test_changes_stay_in_a_layer_of_their_own(
         # The folder is this user's: inside, its files may be changed.
         assert await kit.sh(
             first, "echo changed > /etc/image-name; rm /usr/bin/seq; touch /usr/new; echo ok"
-        ) == (
-            0,
-            "ok",
-        )
+        ) == (0, "ok")
         assert (await kit.sh(first, "cat /etc/image-name"))[1] == "changed"
         assert await kit.sh(second, "cat /etc/image-name; ls /usr; seq 1") == (0, "made-by-test\nbin\n1")
     assert (root_folder / "etc/image-name").read_text() == "made-by-test\n"
@@ -184,7 +179,6 @@ async def test_killed_from_outside_leaves_nothing(
 ) -> None:
     async with await kit.acquire(apptainer) as sandbox:
         record = SandboxFolder(run_dir).load(sandbox.handle.id)
-        assert record is not None
         assert record.root is not None
         assert record.monitor is not None
         every = {

@@ -198,7 +198,6 @@ def a_registry(archive: Path) -> Iterator[tuple[str, str, list[str]]]:
             if file is not None and name.startswith("blobs/")
         }
         index = files["index.json"]
-        assert index is not None
         (entry,) = json.loads(index.read())["manifests"]
     asked: list[str] = []
 

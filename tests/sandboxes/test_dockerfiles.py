@@ -146,7 +146,7 @@ def test_what_has_no_effect_is_noted() -> None:
         "COPY a.txt /tmp/a\n"
     )
     notes = recipe(text).notes
-    assert [re.match(r"Dockerfile line (\d+): (\w+)", note).groups() for note in notes] == [  # type: ignore[union-attr]
+    assert [re.match(r"Dockerfile line (\d+): (\w+)", note).groups() for note in notes] == [
         ("3", "LABEL"), ("4", "EXPOSE"), ("5", "VOLUME"), ("7", "HEALTHCHECK"), ("8", "CMD"), ("9", "COPY"),
     ]  # fmt: skip
     assert "/tmp of a sandbox is empty" in notes[-1]

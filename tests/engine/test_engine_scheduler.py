@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from numpy.typing import NDArray
-from rollyard_engine.errors import ModelFolderInvalid
+from rollyard_engine.errors import EngineError
 from rollyard_engine.folder import ModelFolder
 from rollyard_engine.generation.sampling import Logits, SamplingParams
 from rollyard_engine.generation.scheduler import (
@@ -427,9 +427,9 @@ def test_a_swap_forgets_the_kept_caches_and_refuses_what_does_not_fit() -> None:
     first = make_sequence([5] * 100)
     scheduler.add(first)
     run_until(scheduler, lambda: first.finished)
-    with pytest.raises(ModelFolderInvalid, match="vocabulary of 7 tokens"):
+    with pytest.raises(EngineError, match="vocabulary of 7 tokens"):
         scheduler.swap_model(FakeModel(2, vocabulary=7))
-    with pytest.raises(ModelFolderInvalid, match="context of 64 tokens"):
+    with pytest.raises(EngineError, match="context of 64 tokens"):
         scheduler.swap_model(FakeModel(2, context=64))
     scheduler.swap_model(FakeModel(2))
     second = make_sequence([*([5] * 100), *ids(first), 9])

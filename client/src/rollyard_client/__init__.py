@@ -30,7 +30,6 @@ if TYPE_CHECKING:
         CursorGone,
         Invalid,
         JobReplaced,
-        MissingLibrary,
         NotFound,
         RollyardError,
         ServerUnavailable,
@@ -70,7 +69,6 @@ __all__ = [
     "Invalid",
     "JobEvent",
     "JobReplaced",
-    "MissingLibrary",
     "NotFound",
     "ResultIterator",
     "Retry",
@@ -101,8 +99,8 @@ __getattr__ = lazily(
         "context": "Context context_path read_token resolve",
         "driver": "DriverClient",
         "errors": "AnswerInvalid Conflict ContextError CursorBeyondEnd CursorGone Invalid JobReplaced "
-        "MissingLibrary NotFound RollyardError ServerUnavailable StorageFull TokenizerDiffers TooMany "
-        "Unauthorized WaitTimeout",
+        "NotFound RollyardError ServerUnavailable StorageFull TokenizerDiffers TooMany Unauthorized "
+        "WaitTimeout",
         "requests.cursors": "Acknowledged",
         "requests.results": "Group RolloutSummary",
         "requests.sign_in": "SignInCode",

@@ -10,7 +10,9 @@ class RollyardError(Exception):
     """The base class of the package's exceptions.
 
     Attributes:
-        reason: A stable word in CamelCase. It is the server's reason if the server gave one.
+        reason: A stable word in CamelCase. It is the server's reason if the server gave one, and
+            MissingLibrary if a library is needed that the light client does without. The message then names
+            the extra that has it.
         status: The HTTP status, or None if there was no answer.
         errors: One line for each wrong field, if the server named them.
         retry_after: The seconds after which the server asks to repeat the call, or None.
@@ -120,12 +122,6 @@ class TokenizerDiffers(RollyardError):
     """Raised if a trainer's token ids mean something else than those of the pool that samples for it."""
 
     reason = "TokenizerDiffers"
-
-
-class MissingLibrary(RollyardError):
-    """Raised if a library is needed that the light client does without. The message names its extra."""
-
-    reason = "MissingLibrary"
 
 
 _BY_STATUS: Final[dict[int, type[RollyardError]]] = {

@@ -54,12 +54,6 @@ class PipelineError(WorkerError):
             self.return_to = return_to
 
 
-class OptionError(PipelineError):
-    """A command-line option cannot be used."""
-
-    reason = "OptionInvalid"
-
-
 class PermanentFailure(PipelineError):
     """A failure that every attempt would have."""
 

@@ -18,7 +18,11 @@ class ProfileInvalid(BridgeError):
 
 
 class SlurmError(BridgeError):
-    """A call to Slurm failed."""
+    """A call to Slurm failed.
+
+    The reason is ScriptInvalid if no batch script can be made from a workload. The message then names the
+    variable or option at fault.
+    """
 
     reason = "SlurmError"
 
@@ -37,12 +41,6 @@ class SlurmUnavailable(SlurmError):
     def __init__(self, message: str, unsure: bool = False) -> None:
         super().__init__(message)
         self.unsure = unsure
-
-
-class ScriptInvalid(SlurmError):
-    """No batch script can be made from a workload. The message names the variable or option at fault."""
-
-    reason = "ScriptInvalid"
 
 
 class SubmitRefused(SlurmError):

@@ -541,7 +541,7 @@ class AsyncClient:
             status: Yield only rollouts that ended with this status.
 
         Raises:
-            MissingLibrary: numpy or msgpack is not installed.
+            RollyardError: numpy or msgpack is not installed.
         """
         return self._walk(ArrayPages(name, namespace or self.namespace, status, cursor))
 
@@ -608,7 +608,7 @@ class AsyncClient:
         where trajectories are long.
 
         Raises:
-            MissingLibrary: numpy or msgpack is not installed.
+            RollyardError: numpy or msgpack is not installed.
         """
         steps = gather(
             RAW_ARRAYS,

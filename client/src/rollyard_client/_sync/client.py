@@ -534,7 +534,7 @@ class Client:
             status: Yield only rollouts that ended with this status.
 
         Raises:
-            MissingLibrary: numpy or msgpack is not installed.
+            RollyardError: numpy or msgpack is not installed.
         """
         return self._walk(ArrayPages(name, namespace or self.namespace, status, cursor))
 
@@ -601,7 +601,7 @@ class Client:
         where trajectories are long.
 
         Raises:
-            MissingLibrary: numpy or msgpack is not installed.
+            RollyardError: numpy or msgpack is not installed.
         """
         steps = gather(
             RAW_ARRAYS,

@@ -21,9 +21,16 @@ _URL: Final = re.compile(r"https?://[^\s/?#@]+(/[^\s?#]*)?")
 
 
 class TraceOptionError(ProcessError, ValueError):
-    """An option of traces or logs cannot be used. The message names the flag or the variable."""
+    """An option of traces or logs cannot be used. The message names the flag or the variable.
+
+    The reason is TraceLibrariesMissing if spans are to be exported and OpenTelemetry is not installed.
+    """
 
     reason = "InvalidTraceOption"
+
+    def __init__(self, message: str, *, reason: str | None = None) -> None:
+        super().__init__(message)
+        self.reason = reason or self.reason
 
 
 def checked_url(url: str, name: str) -> str:

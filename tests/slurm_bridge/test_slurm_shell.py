@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 from rollyard_drivers.reconcile.plan import Owner, Workload
-from rollyard_slurm.errors import ProfileInvalid, SlurmError
+from rollyard_slurm.errors import BridgeError, SlurmError
 from rollyard_slurm.profile import SiteProfile, load
 from rollyard_slurm.readers.job_identity import SlurmJobIdentity
 from rollyard_slurm.scripts.batch import batch_script
@@ -325,7 +325,7 @@ def test_a_profiles_text_is_kept_or_refused_by_the_name_of_its_field(
     refused, found = "", None
     try:
         found = load(path).model_dump(by_alias=True)
-    except ProfileInvalid as error:
+    except BridgeError as error:
         refused = str(error).removeprefix(f"--profile {path}: ")
     if refused:
         assert refused.startswith(field.split(".")[0])

@@ -26,8 +26,6 @@ if TYPE_CHECKING:
         AnswerInvalid,
         Conflict,
         ContextError,
-        CursorBeyondEnd,
-        CursorGone,
         Invalid,
         JobReplaced,
         NotFound,
@@ -61,8 +59,6 @@ __all__ = [
     "Conflict",
     "Context",
     "ContextError",
-    "CursorBeyondEnd",
-    "CursorGone",
     "DriverClient",
     "Group",
     "GroupArrays",
@@ -98,9 +94,8 @@ __getattr__ = lazily(
         "call": "Retry",
         "context": "Context context_path read_token resolve",
         "driver": "DriverClient",
-        "errors": "AnswerInvalid Conflict ContextError CursorBeyondEnd CursorGone Invalid JobReplaced "
-        "NotFound RollyardError ServerUnavailable StorageFull TokenizerDiffers TooMany Unauthorized "
-        "WaitTimeout",
+        "errors": "AnswerInvalid Conflict ContextError Invalid JobReplaced NotFound RollyardError "
+        "ServerUnavailable StorageFull TokenizerDiffers TooMany Unauthorized WaitTimeout",
         "requests.cursors": "Acknowledged",
         "requests.results": "Group RolloutSummary",
         "requests.sign_in": "SignInCode",

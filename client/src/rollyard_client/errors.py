@@ -49,23 +49,13 @@ class Conflict(RollyardError):
     reason = "Conflict"
 
 
-class CursorGone(RollyardError):
-    """Raised if the cursor belongs to a job that was deleted, and another job has its name now.
-
-    Nothing of that other job was read. To read it, begin without a cursor.
-    """
-
-    reason = "CursorGone"
-
-
-class CursorBeyondEnd(Conflict):
-    """Raised if the cursor comes after more results than the job has, so it belongs to another job."""
-
-    reason = "CursorBeyondEnd"
-
-
 class JobReplaced(RollyardError):
-    """Raised if a job was deleted while a caller waited for it, and another job has its name now."""
+    """Raised if the job that the caller follows was deleted, and another job has its name now.
+
+    Nothing of that other job is returned. The reason is JobReplaced if this happened while the caller waited. It
+    is CursorGone if a cursor belongs to the deleted job, and CursorBeyondEnd if a cursor comes after more
+    results than the job has. To read the other job, begin without a cursor.
+    """
 
     reason = "JobReplaced"
 
@@ -141,7 +131,8 @@ _BY_STATUS: Final[dict[int, type[RollyardError]]] = {
 
 
 _BY_REASON: Final[dict[str, type[RollyardError]]] = {
-    kind.reason: kind for kind in (CursorGone, CursorBeyondEnd)
+    "CursorGone": JobReplaced,
+    "CursorBeyondEnd": JobReplaced,
 }
 
 

@@ -6,15 +6,12 @@ from rollyard_drivers.host.errors import HostError
 
 
 class BridgeError(HostError):
-    """The base class of every exception of the bridge."""
+    """The base class of every exception of the bridge.
+
+    The reason is ProfileInvalid if a profile cannot be used. The message then names the file and the field.
+    """
 
     reason: str = "BridgeError"
-
-
-class ProfileInvalid(BridgeError):
-    """A profile cannot be used. The message names the file and the field."""
-
-    reason = "ProfileInvalid"
 
 
 class SlurmError(BridgeError):

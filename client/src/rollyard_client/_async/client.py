@@ -651,7 +651,7 @@ class AsyncClient:
             Conflict: The cursor would move backwards (`CursorBehind`), another reader has moved it
                 (`CursorMoved`), it counts something else than the kept one (`CursorKindDiffers`), or the job
                 has no room for another name (`TooManyCursors`).
-            CursorGone: The cursor belongs to a job that was deleted.
+            JobReplaced: The cursor belongs to a job that was deleted.
         """
         where = namespace or self.namespace
         return await self._transport.send(

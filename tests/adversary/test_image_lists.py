@@ -68,9 +68,9 @@ async def test_only_listed_root_folders_are_shown(provider: SandboxProvider, wor
         with pytest.raises(SandboxImpossible, match="--allow-image"):
             await provider.acquire(SandboxRequest.of(spec, TaskSandbox(image=image)), OWNER)
         # Nothing is brought ahead of the queue that may not be started.
-        with pytest.raises(SandboxImpossible, match="--allow-image"):
+        with pytest.raises(SandboxImpossible, match="--allow-image") as refused:
             await provider.fetch(SandboxRequest.of(spec, TaskSandbox(image=image)))
-    assert SandboxImpossible.retryable is False
+        assert (refused.value.reason, refused.value.retryable) == ("ImageNotAllowed", False)
     for spec in (SandboxSpec(), SandboxSpec(image=str(world / "images/plain"))):
         async with await provider.acquire(SandboxRequest.of(spec), OWNER) as sandbox:
             await provider.release(sandbox.handle)

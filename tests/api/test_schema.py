@@ -70,8 +70,11 @@ async def test_a_database_of_an_unknown_version_is_refused_and_not_touched(empty
         with database.writer.begin() as conn:
             conn.execute(sa.text("CREATE TABLE alembic_version (version_num VARCHAR(32) NOT NULL)"))
             conn.execute(sa.text("INSERT INTO alembic_version VALUES ('9999')"))
-        with pytest.raises(ControlPlaneError, match=r"has the schema 9999, .* name an empty database"):
+        with pytest.raises(
+            ControlPlaneError, match=r"has the schema 9999, .* name an empty database"
+        ) as refused:
             opening.upgrade(database.writer)
+        assert refused.value.reason == "StateRefused"
         with database.writer.connect() as conn:
             assert sa.inspect(conn).get_table_names() == ["alembic_version"]
     finally:

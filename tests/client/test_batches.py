@@ -489,8 +489,11 @@ def test_a_missing_library_is_named_with_its_extra(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(library, "import_module", absent)
     with pytest.raises(RollyardError, match=r"numpy is not installed: pip install 'rollyard\[numpy\]'"):
         Batch([], "", "", True).arrays()
-    with pytest.raises(RollyardError, match=r"torch is not installed: pip install 'rollyard\[torch\]'"):
+    with pytest.raises(
+        RollyardError, match=r"torch is not installed: pip install 'rollyard\[torch\]'"
+    ) as missing:
         Batch([], "", "", True).tensors()
+    assert missing.value.reason == "MissingLibrary"
 
 
 def test_calls_are_repeated_when_their_answer_is_lost(plane: Plane) -> None:

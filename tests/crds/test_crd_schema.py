@@ -195,5 +195,6 @@ def test_stages_keep_their_own_defaults() -> None:
 
 
 def test_not_structural_is_said() -> None:
-    with pytest.raises(CrdsError, match="anyOf"):
+    with pytest.raises(CrdsError, match="anyOf") as refused:
         schema.structural({"anyOf": [{"type": "string"}, {"type": "integer"}]}, {})
+    assert refused.value.reason == "NotStructural"

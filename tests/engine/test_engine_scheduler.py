@@ -429,8 +429,9 @@ def test_a_swap_forgets_the_kept_caches_and_refuses_what_does_not_fit() -> None:
     run_until(scheduler, lambda: first.finished)
     with pytest.raises(EngineError, match="vocabulary of 7 tokens"):
         scheduler.swap_model(FakeModel(2, vocabulary=7))
-    with pytest.raises(EngineError, match="context of 64 tokens"):
+    with pytest.raises(EngineError, match="context of 64 tokens") as refused:
         scheduler.swap_model(FakeModel(2, context=64))
+    assert (refused.value.reason, refused.value.status) == ("ModelFolderInvalid", 400)
     scheduler.swap_model(FakeModel(2))
     second = make_sequence([*([5] * 100), *ids(first), 9])
     scheduler.add(second)

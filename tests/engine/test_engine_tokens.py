@@ -70,8 +70,9 @@ def test_without_a_template_messages_are_refused(folder: Path) -> None:
 
 def test_a_broken_template_is_named_when_loading(folder: Path) -> None:
     (folder / "chat_template.jinja").write_text("{% if %}")
-    with pytest.raises(EngineError, match="chat template"):
+    with pytest.raises(EngineError, match="chat template") as refused:
         load_tokenizer(folder)
+    assert (refused.value.reason, refused.value.status) == ("ModelFolderInvalid", 400)
 
 
 @pytest.mark.parametrize("step", [1, 2, 3, 7])

@@ -103,10 +103,11 @@ def test_missing_libraries_are_an_error_only_if_a_flag_asks(
 ) -> None:
     monkeypatch.setattr(exports, "are_installed", lambda: False)
     with (
-        pytest.raises(TraceOptionError, match=r"pip install 'rollyard\[traces\]'"),
+        pytest.raises(TraceOptionError, match=r"pip install 'rollyard\[traces\]'") as missing,
         exporting(options("http://127.0.0.1:1"), "s", "i", required=True),
     ):
         pass
+    assert missing.value.reason == "TraceLibrariesMissing"
     with exporting(options("http://127.0.0.1:1"), "s", "i", required=False) as nothing:
         assert nothing is None
     assert "no traces are sent" in caplog.text

@@ -52,8 +52,8 @@ class Conflict(RollyardError):
 class JobReplaced(RollyardError):
     """Raised if the job that the caller follows was deleted, and another job has its name now.
 
-    Nothing of that other job is returned. The reason is JobReplaced if this happened while the caller waited. It
-    is CursorGone if a cursor belongs to the deleted job, and CursorBeyondEnd if a cursor comes after more
+    Nothing of that other job is returned. The reason is JobReplaced if this happened while the caller waited.
+    It is CursorGone if a cursor belongs to the deleted job, and CursorBeyondEnd if a cursor comes after more
     results than the job has. To read the other job, begin without a cursor.
     """
 

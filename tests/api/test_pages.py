@@ -15,8 +15,9 @@ from rollyard_api.core import cursors
 from rollyard_api.jobs import jobs
 from rollyard_api.settings import Settings
 from rollyard_api.storage import jobs as job_rows
-from rollyard_client import AsyncClient, CursorBeyondEnd, CursorGone
+from rollyard_client import AsyncClient
 from rollyard_client.call import ready
+from rollyard_client.errors import JobReplaced
 from rollyard_client.paging import Cursor, Files, Listing
 from rollyard_client.requests.results import Page
 from rollyard_testing.api.plane import Worker, make_manifest, serving, start_api
@@ -445,12 +446,13 @@ async def test_the_sdk_raises_typed_errors_and_exports_all(tmp_path: Any) -> Non
             assert rows == 6
             assert len(parts) > 1
             beyond = cursors.text("trajectories", job.metadata.uid or "", 7)
-            with pytest.raises(CursorBeyondEnd):
+            with pytest.raises(JobReplaced) as refused:
                 await anext(aiter(client.trajectories("job", cursor=beyond)))
+            assert (refused.value.status, refused.value.reason) == (409, "CursorBeyondEnd")
             await client.delete("job")
             await client.submit(make_manifest(tasks=tasks(6)))
-            with pytest.raises(CursorGone) as gone:
+            with pytest.raises(JobReplaced) as gone:
                 await anext(
                     aiter(client.groups("job", cursor=cursors.text("groups", job.metadata.uid or "", 1)))
                 )
-            assert gone.value.status == 410
+            assert (gone.value.status, gone.value.reason) == (410, "CursorGone")

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from numpy.typing import NDArray
-from rollyard_engine.errors import ModelFolderInvalid
+from rollyard_engine.errors import EngineError
 from rollyard_engine.folder import ModelFolder
 from rollyard_engine.generation.sampling import Logits, SamplingParams
 from rollyard_engine.generation.scheduler import (
@@ -405,10 +405,11 @@ def test_a_swap_forgets_the_kept_caches_and_refuses_what_does_not_fit() -> None:
     scheduler = make_scheduler(FakeModel(1))
     first = make_sequence([5] * 100)
     run_to_end(scheduler, first)
-    with pytest.raises(ModelFolderInvalid, match="vocabulary of 7 tokens"):
+    with pytest.raises(EngineError, match="vocabulary of 7 tokens"):
         scheduler.swap_model(FakeModel(2, vocabulary=7))
-    with pytest.raises(ModelFolderInvalid, match="context of 64 tokens"):
+    with pytest.raises(EngineError, match="context of 64 tokens") as refused:
         scheduler.swap_model(FakeModel(2, context=64))
+    assert (refused.value.reason, refused.value.status) == ("ModelFolderInvalid", 400)
     scheduler.swap_model(FakeModel(2))
     second = make_sequence([*([5] * 100), *ids(first), 9])
     run_to_end(scheduler, second)

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rollyard.integrations.errors import RolloutsLate, StreamEnded, TrainerMismatch, WeightsRefused
+from rollyard.errors import CliError
+from rollyard.integrations.errors import RolloutsLate, StreamEnded, TrainerMismatch
 from rollyard.integrations.streams import MAX_ID, StreamPlayer
 from rollyard.integrations.trl import TASK_KEY, TrlRollouts, TrlWeights
 from rollyard_client.errors import ServerUnavailable
@@ -372,8 +373,9 @@ def test_weights_that_a_server_refuses_stop_the_trainer(tmp_path: Any) -> None:
     client.update_state = "Failed"
     weights = TrlWeights(client, "policy", tmp_path, at_once=True)  # type: ignore[arg-type]
     rollouts = TrlRollouts(client, manifest(2), TASKS, weights=weights)  # type: ignore[arg-type]
-    with pytest.raises(WeightsRefused, match="a server refused them"):
+    with pytest.raises(CliError, match="a server refused them") as refused:
         rollouts([rollouts.dataset()[0]["prompt"]] * 2, trainer())
+    assert refused.value.reason == "WeightsRefused"
     assert client.pushed == []
     assert weights.version == ""
     # The pool still lacks them, so they are brought again before anything is played.

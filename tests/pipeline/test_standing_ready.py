@@ -16,7 +16,7 @@ import pytest
 from rollyard_crds.workers import Assignment, AssignmentRequest
 from rollyard_pipeline.command_line import assigned_options, parse
 from rollyard_pipeline.control_plane.calls import ControlPlaneUnavailable
-from rollyard_pipeline.errors import ControlPlaneRefused, OptionError
+from rollyard_pipeline.errors import ControlPlaneRefused, PipelineError
 from rollyard_pipeline.program import NODE_UNUSABLE, StopSignals, assignment_of
 from rollyard_testing.pace import patience
 
@@ -97,8 +97,9 @@ def test_the_arguments_make_it_a_worker_of_the_job() -> None:
     ],
 )
 def test_an_assignment_with_other_arguments_is_refused(arguments: list[str], says: str) -> None:
-    with pytest.raises(OptionError, match=says):
+    with pytest.raises(PipelineError, match=says) as refused:
         assigned_options(parse(READY), assignment(*ARGUMENTS, *arguments))
+    assert refused.value.reason == "OptionInvalid"
 
 
 @pytest.fixture

@@ -330,8 +330,9 @@ async def running(settings: Settings) -> AsyncIterator[ControlPlane]:
 
     Raises:
         OptionInvalid: The token file cannot be used.
-        StateRefused: Another process serves this state folder, or this version does not know the database's.
-        TraceLibrariesMissing: Traces are asked for, and the extra `traces` is not installed.
+        ControlPlaneError: Another process serves this state folder, or this version does not know the
+            database's.
+        TraceOptionError: Traces are asked for, and the extra `traces` is not installed.
         sqlalchemy.exc.OperationalError: The database cannot be opened.
     """
     settings.state_dir.mkdir(parents=True, exist_ok=True, mode=0o700)

@@ -322,12 +322,12 @@ def slurm_checks() -> Iterator[Finding]:
 
 def check_slurmrestd(profile: Path | None, sockets: Iterable[Path] = SOCKETS) -> Finding | None:
     """Check that slurmrestd answers. Return None if no profile names one and no socket of it exists."""
-    from rollyard_slurm.errors import ProfileInvalid
+    from rollyard_slurm.errors import BridgeError
     from rollyard_slurm.profile import RestProfile, load
 
     try:
         rest = load(profile).rest if profile is not None else None
-    except ProfileInvalid as error:
+    except BridgeError as error:
         return Finding("slurm profile", "missing", str(error))
     if rest is not None:
         return _check_server(rest, needed=True)

@@ -47,12 +47,6 @@ _KEPT: Final = frozenset(
 )
 
 
-class SchemaError(CrdsError, ValueError):
-    """A model says something that a structural schema cannot."""
-
-    reason = "NotStructural"
-
-
 class _WithDefaults(GenerateJsonSchema):
     """Pydantic's generator, with the values of default factories written out as defaults."""
 
@@ -85,7 +79,7 @@ def _resolved(node: JsonSchema, definitions: Mapping[str, JsonSchema]) -> JsonSc
     if "anyOf" in node:
         choices = [choice for choice in node["anyOf"] if choice.get("type") != "null"]
         if len(choices) != 1:
-            raise SchemaError(f"cannot say anyOf {node['anyOf']} structurally")
+            raise CrdsError(f"cannot say anyOf {node['anyOf']} structurally", reason="NotStructural")
         rest = {key: value for key, value in node.items() if key != "anyOf"}
         if rest.get("default", ...) is None:
             # Absent means none. An explicit null is dropped by clients and refused by the server.
@@ -110,11 +104,11 @@ def structural(node: JsonSchema, definitions: Mapping[str, JsonSchema]) -> JsonS
     """Return a JSON schema of pydantic's as a structural one.
 
     Raises:
-        SchemaError: the schema needs a choice between types, or has no type.
+        CrdsError: the schema needs a choice between types, or has no type.
     """
     node = _resolved(node, definitions)
     if "type" not in node:
-        raise SchemaError(f"no type: {node}")
+        raise CrdsError(f"no type: {node}", reason="NotStructural")
     out = {key: value for key, value in node.items() if key in _KEPT or key.startswith("x-kubernetes-")}
     _numeric(node, out)
     if "description" in out:
@@ -253,7 +247,7 @@ def crd(resource: Resource) -> JsonSchema:
     """Return one CustomResourceDefinition, as the API server takes it.
 
     Raises:
-        SchemaError: the model cannot be said structurally.
+        CrdsError: the model cannot be said structurally.
     """
     subresources: JsonSchema = {"status": {}}
     if resource.scale is not None:

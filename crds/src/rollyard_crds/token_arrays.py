@@ -17,7 +17,6 @@ from typing import Annotated, Any, Final, Literal
 
 from pydantic import BeforeValidator, PlainSerializer, WithJsonSchema, model_validator
 
-from rollyard_crds.errors import CrdsError
 from rollyard_crds.trajectory import LOWEST_LOGPROB, Record, Segment, SegmentSizes
 
 Dtype = Literal["<u1", "<u2", "<u4", "<f4", "<f8"]
@@ -34,12 +33,6 @@ _FLIP: Final = bytes.maketrans(b"\x00\x01", b"\x01\x00")
 _SWAPPED: Final = sys.byteorder == "big"
 _PARALLEL: Final = ("loss_mask", "logprobs", "policy_versions")
 _ARRAYS: Final = ("prompt_ids", "response_ids", "loss_mask", "logprobs")
-
-
-class TokensInvalid(CrdsError, ValueError):
-    """Token lists that a trajectory cannot have."""
-
-    reason = "TokensInvalid"
 
 
 def _decoded(data: Any) -> Any:
@@ -83,14 +76,14 @@ class TokenArray(Record):
         """Return integers as an array.
 
         Raises:
-            TokensInvalid: One is negative, or needs more than 32 bits.
+            ValueError: One is negative, or needs more than 32 bits.
         """
         for dtype in _INTEGERS:
             try:
                 return cls._of(dtype, array(_CODES[dtype], values))
             except OverflowError:
                 continue
-        raise TokensInvalid(f"a token id must be from 0 to {ID_END - 1}")
+        raise ValueError(f"a token id must be from 0 to {ID_END - 1}")
 
     @classmethod
     def floats(cls, values: Sequence[float]) -> TokenArray:
@@ -218,7 +211,7 @@ class PackedSegment(Record):
         """Return lists as a segment, which is checked by who receives it.
 
         Raises:
-            TokensInvalid: An integer is negative, or needs more than 32 bits.
+            ValueError: An integer is negative, or needs more than 32 bits.
         """
         return cls.model_construct(
             prompt_ids=TokenArray.integers(prompt_ids),

@@ -18,7 +18,7 @@ from rollyard_crds.names import PROVIDER, StageName
 from rollyard_crds.rolloutjob import StagesSpec
 from rollyard_crds.workers import Assignment, AssignmentRequest
 from rollyard_process.log_text import log_to
-from rollyard_process.telemetry.export import SpanExport, TraceLibrariesMissing, exporting
+from rollyard_process.telemetry.export import SpanExport, exporting
 from rollyard_process.telemetry.options import TraceOptions, trace_options
 from rollyard_process.telemetry.variables import TraceOptionError
 
@@ -107,7 +107,7 @@ def _main(runner: asyncio.Runner, options: argparse.Namespace, ready: Readiness)
     except PipelineError as error:
         print(f"rollyard worker: {error.reason}: {error}", file=sys.stderr)
         return NODE_UNUSABLE if error.of_node else 2
-    except (TraceOptionError, TraceLibrariesMissing) as error:
+    except TraceOptionError as error:
         print(f"rollyard worker: {error.reason}: {error}", file=sys.stderr)
         return 2
 

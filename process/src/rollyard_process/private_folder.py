@@ -13,24 +13,16 @@ import stat
 from pathlib import Path
 from typing import Final
 
-from rollyard_process.errors import ProcessError
-
 _MAX_LINKS: Final = 40  # as the kernel itself allows in one path
 _ALL_USERS: Final = "4294967295"
 _OPEN: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-
-
-class NotPrivateError(ProcessError, OSError):
-    """Another user can read, change or replace the folder, or something on the way to it."""
-
-    reason = "NotPrivate"
 
 
 def make_private_folder(path: Path) -> None:
     """Make a folder that is private to this user, with the folders on the way to it; see the other function.
 
     Raises:
-        NotPrivateError: another user could reach or replace it; the message names the folder at fault.
+        PermissionError: another user could reach or replace it; the message names the folder at fault.
         OSError: it cannot be made.
     """
     os.close(open_private_folder(path))
@@ -45,7 +37,7 @@ def open_private_folder(path: Path) -> int:
     enter becomes mode 0700.
 
     Raises:
-        NotPrivateError: another user could reach or replace it; the message names the folder at fault.
+        PermissionError: another user could reach or replace it; the message names the folder at fault.
         OSError: it cannot be made or opened.
     """
     trusted = _trusted()
@@ -65,7 +57,7 @@ def open_private_folder(path: Path) -> int:
                 continue
             links += 1
             if entry.st_uid not in trusted or not waiting or links > _MAX_LINKS:
-                raise NotPrivateError(
+                raise PermissionError(
                     f"{folder / name} is a symbolic link of user {entry.st_uid}; choose another folder"
                 )
             target = Path(os.readlink(name, dir_fd=descriptor))
@@ -75,7 +67,7 @@ def open_private_folder(path: Path) -> int:
                 folder, descriptor = Path("/"), os.open("/", _OPEN)
         status = os.fstat(descriptor)
         if status.st_uid != os.geteuid():
-            raise NotPrivateError(f"{folder} belongs to user {status.st_uid}; choose another folder")
+            raise PermissionError(f"{folder} belongs to user {status.st_uid}; choose another folder")
         if stat.S_IMODE(status.st_mode) & 0o077:
             os.fchmod(descriptor, 0o700)
         return descriptor
@@ -98,14 +90,14 @@ def _made(name: str, descriptor: int) -> os.stat_result:
 def _check(status: os.stat_result, folder: Path, trusted: frozenset[int]) -> None:
     mode = stat.S_IMODE(status.st_mode)
     if status.st_uid not in trusted:
-        raise NotPrivateError(
+        raise PermissionError(
             f"{folder} belongs to user {status.st_uid}, who could replace what is in it; choose a folder "
             "whose whole path belongs to root or to you"
         )
     if mode & stat.S_ISVTX:
         return
     if mode & stat.S_IWOTH or (mode & stat.S_IWGRP and not _own_group(status.st_gid)):
-        raise NotPrivateError(
+        raise PermissionError(
             f"{folder} can be written by others (mode {mode:04o}), who could replace what is in it; choose "
             "another folder, or take their right away with chmod go-w"
         )

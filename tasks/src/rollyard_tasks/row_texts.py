@@ -25,7 +25,7 @@ _BETWEEN_ITEMS: Final = re.compile(rb'(?:[^",{}\[\]]++|"%b")*+' % _STRING_REST, 
 
 
 class FileRefused(TasksError, ValueError):
-    """The file as a whole cannot be read. The message shows nothing of its content."""
+    """A file, a task folder or its archive cannot be read. The message shows nothing of a file's content."""
 
     reason = "InvalidTasks"
 

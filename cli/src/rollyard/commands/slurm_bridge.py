@@ -18,7 +18,7 @@ from rollyard_api.options.sources import drop_variables
 from rollyard import terminal
 from rollyard.bridge_options import BridgeCommandOptions, bridge_home, bridge_options
 from rollyard.declared import load_options, speaker
-from rollyard.errors import CliError, HomeInUse, UsageProblem
+from rollyard.errors import CliError, UsageProblem
 from rollyard.extras import require
 
 if TYPE_CHECKING:
@@ -199,7 +199,7 @@ def start_detached(ctx: click.Context, options: BridgeOptions) -> None:
     """Start the same command in the background, and wait until the bridge is ready.
 
     Raises:
-        HomeInUse: A bridge runs on this home already.
+        CliError: A bridge runs on this home already.
         StartFailed: The bridge ended, or it was not ready within DETACH_SECONDS.
     """
     from rollyard_drivers.host.home import read_json
@@ -209,9 +209,10 @@ def start_detached(ctx: click.Context, options: BridgeOptions) -> None:
     home = bridge_home(options.home)
     running = home.supervisor()
     if running is not None:
-        raise HomeInUse(
+        raise CliError(
             f"a bridge runs already on {home.root} (process {running.pid}); "
-            "stop it with `rollyard slurm-bridge down`"
+            "stop it with `rollyard slurm-bridge down`",
+            reason="HomeInUse",
         )
     home.make()
 

@@ -122,13 +122,15 @@ def _detach(ctx: click.Context, options: Options) -> None:
     from rollyard_drivers.host.home import Home, default_home, read_json
 
     from rollyard import detached
-    from rollyard.errors import HomeInUse, StartFailed
+    from rollyard.errors import CliError, StartFailed
 
     home = Home(options.home)
     running = home.supervisor()
     if running is not None:
-        raise HomeInUse(
-            f"`rollyard up` runs already on {home.root} (process {running.pid}); stop it with `rollyard down`"
+        raise CliError(
+            f"`rollyard up` runs already on {home.root} (process {running.pid}); stop it with "
+            "`rollyard down`",
+            reason="HomeInUse",
         )
     home.make()
     log = home.logs / "up.log"

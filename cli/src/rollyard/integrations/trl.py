@@ -23,7 +23,8 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 
 from rollyard_crds.trajectory import Trajectory
 
-from rollyard.integrations.errors import TrainerMismatch, WeightsRefused
+from rollyard.errors import CliError
+from rollyard.integrations.errors import TrainerMismatch
 from rollyard.integrations.sequences import TrainingSequence, is_scored, sequences
 from rollyard.integrations.streams import PLAY_SECONDS, StreamPlayer
 
@@ -138,7 +139,7 @@ class TrlRollouts:
                 the job, or the trainer samples at another temperature.
             RolloutsLate: The rollouts took too long.
             StreamEnded: The job ended before they did.
-            WeightsRefused: The pool did not get the new weights.
+            CliError: The pool did not get the new weights.
         """
         self._check(trainer)
         batch = [self.tasks[self._named(prompt)] for prompt in prompts]
@@ -235,7 +236,7 @@ class TrlWeights:
         """Bring the weights to the pool, unless it has those of this step. All processes must call it.
 
         Raises:
-            WeightsRefused: The update failed on a backend.
+            CliError: The update failed on a backend.
             RollyardError: The control plane refuses the update, or it takes longer than `timeout`.
             OSError: The checkpoint cannot be written.
         """
@@ -266,8 +267,9 @@ class TrlWeights:
         update = self.client.update_weights(self.pool, version, checkpoint=str(checkpoint), mode=self.mode)
         update = self.client.wait_weights(self.pool, update.id, self.timeout)
         if update.state != "Succeeded":
-            raise WeightsRefused(
-                f"weights {version} did not reach pool {self.pool}: {update.message or update.state}"
+            raise CliError(
+                f"weights {version} did not reach pool {self.pool}: {update.message or update.state}",
+                reason="WeightsRefused",
             )
         self.version = version
         self._folders.append(checkpoint)

@@ -30,7 +30,6 @@ from rollyard_tasks.file_rows import FileRow, header, is_text
 from rollyard_tasks.formats.harbor import folder_rows
 from rollyard_tasks.formats.parquet_rows import MAGIC, PIECE_BYTES, converted
 from rollyard_tasks.formats.registry import DEFAULT
-from rollyard_tasks.harbor.archive import FolderRefused
 from rollyard_tasks.harbor.plan import harbor_plan, resource_problems
 from rollyard_tasks.row_texts import FileRefused
 from rollyard_tasks.task_file import MAX_FILE_BYTES, TaskFile
@@ -175,7 +174,7 @@ def folder_rows_of(path: Path) -> Iterator[FileRow]:
     try:
         for number, row in enumerate(folder_rows(path), 1):
             yield FileRow(number, row, unit="folder")
-    except FolderRefused as error:
+    except FileRefused as error:
         raise TaskListError([str(error)]) from error
     if not number:
         raise TaskListError(["there is no task folder: no folder below has a task.toml"])

@@ -161,7 +161,7 @@ class Supervisor:
         """Lock the home, start everything, and reconcile until stopped.
 
         Raises:
-            HomeInUse: Another supervisor runs on this home.
+            HostError: Another supervisor runs on this home.
             StartFailed: The control plane does not become ready.
         """
         pool = default_pool(self._options)
@@ -328,7 +328,7 @@ async def run_supervisor(options: Options, say: Callable[[str], None]) -> None:
     """Run `rollyard up` in the foreground until Ctrl-C, SIGTERM or a failure to start.
 
     Raises:
-        HomeInUse: Another supervisor runs on this home.
+        HostError: Another supervisor runs on this home.
         StartFailed: The control plane does not become ready.
     """
 

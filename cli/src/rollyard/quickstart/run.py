@@ -21,7 +21,7 @@ from rollyard_drivers.host import launcher
 from rollyard_drivers.host.home import Home, read_json
 
 from rollyard.detached import wait_ready
-from rollyard.errors import HomeUnusable, InvalidInput, LookupFailed
+from rollyard.errors import CliError, InvalidInput, LookupFailed
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -69,7 +69,7 @@ def prepare(options: QuickstartOptions) -> RolloutJob:
 
     Raises:
         InvalidInput: The manifest is not a single RolloutJob with a task file, or it has too few tasks.
-        HomeUnusable: The output folder cannot be written.
+        CliError: The output folder cannot be written.
     """
     from rollyard_crds import RolloutJob
     from rollyard_tasks.task_file import task_json
@@ -96,7 +96,9 @@ def prepare(options: QuickstartOptions) -> RolloutJob:
         options.out.mkdir(parents=True, exist_ok=True)
         chosen.write_text("".join(lines))
     except OSError as error:
-        raise HomeUnusable(f"--out {options.out} cannot be written: {error.strerror or error}") from error
+        raise CliError(
+            f"--out {options.out} cannot be written: {error.strerror or error}", reason="HomeUnusable"
+        ) from error
     job.spec.tasks.url = chosen.resolve().as_uri()
     job.spec.samples_per_task = options.samples
     return job
@@ -106,7 +108,7 @@ def fresh_home(path: Path) -> Home:
     """Return the home after the files of an earlier quickstart were removed from it.
 
     Raises:
-        HomeInUse: A quickstart runs there now.
+        HostError: A quickstart runs there now.
     """
     home = Home(path.resolve())
     with home.locked():
@@ -176,7 +178,7 @@ def run(options: QuickstartOptions, console: Console) -> RolloutJob:
 
     Raises:
         InvalidInput: The manifest, its tasks or the model cannot be used.
-        HomeInUse: A quickstart runs in this home already.
+        HostError: A quickstart runs in this home already.
         StartFailed: `rollyard up` or a server did not start in time, or the weight update failed.
         CliError: Something else failed. As with the others, the message says what to do.
     """

@@ -541,7 +541,7 @@ class AsyncClient:
             status: Yield only rollouts that ended with this status.
 
         Raises:
-            MissingLibrary: numpy or msgpack is not installed.
+            RollyardError: numpy or msgpack is not installed.
         """
         return self._walk(ArrayPages(name, namespace or self.namespace, status, cursor))
 
@@ -608,7 +608,7 @@ class AsyncClient:
         where trajectories are long.
 
         Raises:
-            MissingLibrary: numpy or msgpack is not installed.
+            RollyardError: numpy or msgpack is not installed.
         """
         steps = gather(
             RAW_ARRAYS,
@@ -651,7 +651,7 @@ class AsyncClient:
             Conflict: The cursor would move backwards (`CursorBehind`), another reader has moved it
                 (`CursorMoved`), it counts something else than the kept one (`CursorKindDiffers`), or the job
                 has no room for another name (`TooManyCursors`).
-            CursorGone: The cursor belongs to a job that was deleted.
+            JobReplaced: The cursor belongs to a job that was deleted.
         """
         where = namespace or self.namespace
         return await self._transport.send(

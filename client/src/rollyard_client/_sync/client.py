@@ -534,7 +534,7 @@ class Client:
             status: Yield only rollouts that ended with this status.
 
         Raises:
-            MissingLibrary: numpy or msgpack is not installed.
+            RollyardError: numpy or msgpack is not installed.
         """
         return self._walk(ArrayPages(name, namespace or self.namespace, status, cursor))
 
@@ -601,7 +601,7 @@ class Client:
         where trajectories are long.
 
         Raises:
-            MissingLibrary: numpy or msgpack is not installed.
+            RollyardError: numpy or msgpack is not installed.
         """
         steps = gather(
             RAW_ARRAYS,
@@ -644,7 +644,7 @@ class Client:
             Conflict: The cursor would move backwards (`CursorBehind`), another reader has moved it
                 (`CursorMoved`), it counts something else than the kept one (`CursorKindDiffers`), or the job
                 has no room for another name (`TooManyCursors`).
-            CursorGone: The cursor belongs to a job that was deleted.
+            JobReplaced: The cursor belongs to a job that was deleted.
         """
         where = namespace or self.namespace
         return self._transport.send(

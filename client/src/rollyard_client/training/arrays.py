@@ -46,7 +46,7 @@ def numpy_arrays(groups: Sequence[Group | GroupArrays], pad_id: int) -> Arrays:
     """Return the segments of these groups as numpy arrays.
 
     Raises:
-        MissingLibrary: numpy is not installed.
+        RollyardError: numpy is not installed.
     """
     np = library("numpy")
     rows = [
@@ -86,7 +86,7 @@ def torch_tensors(groups: Sequence[Group | GroupArrays], pad_id: int, device: An
     """Return the segments of these groups as torch tensors on `device`.
 
     Raises:
-        MissingLibrary: numpy or torch is not installed.
+        RollyardError: numpy or torch is not installed.
     """
     torch = library("torch")
     arrays = numpy_arrays(groups, pad_id)

@@ -60,7 +60,7 @@ class GroupBatch(Generic[G]):
         """Return the batch as padded numpy arrays, one row for each segment.
 
         Raises:
-            MissingLibrary: numpy is not installed.
+            RollyardError: numpy is not installed.
         """
         from rollyard_client.training.arrays import numpy_arrays
 
@@ -70,7 +70,7 @@ class GroupBatch(Generic[G]):
         """Return the batch as padded torch tensors on `device`, one row for each segment.
 
         Raises:
-            MissingLibrary: numpy or torch is not installed.
+            RollyardError: numpy or torch is not installed.
         """
         from rollyard_client.training.arrays import torch_tensors
 

@@ -173,7 +173,7 @@ def trajectories(body: bytes, form: str) -> list[TrajectoryArrays]:
 
     Raises:
         AnswerInvalid: The page has another form.
-        MissingLibrary: numpy or msgpack is not installed.
+        RollyardError: numpy or msgpack is not installed.
     """
     np = library("numpy")
     return [_trajectory(np, record) for record in _documents(body, form)]

@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 from typing import Final
 
-from rollyard_pipeline.sandboxes.errors import ImageNotAllowed
+from rollyard_pipeline.sandboxes.errors import SandboxImpossible
 
 ANY: Final = "any"
 NONE: Final = "none"
@@ -47,13 +47,14 @@ class AllowedImages:
         """Check the image that a job or a task names; None is the worker's default, which is always allowed.
 
         Raises:
-            ImageNotAllowed: It is not listed. Whether it exists makes no difference.
+            SandboxImpossible: It is not listed. Whether it exists makes no difference.
         """
         if image is None or self._any or self._allows(image):
             return
-        raise ImageNotAllowed(
+        raise SandboxImpossible(
             f"sandbox.image {image!r}: the workers of this installation may not use it; its installer lists "
-            "images with --allow-image"
+            "images with --allow-image",
+            "ImageNotAllowed",
         )
 
     def _allows(self, image: str) -> bool:

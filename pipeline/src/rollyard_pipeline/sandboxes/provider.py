@@ -170,7 +170,7 @@ class NodeProvider(SandboxProvider):
         """Check the request's image: first that it may be used, so nobody learns more of others.
 
         Raises:
-            ImageNotAllowed, ImageNotUsable: It may not, or it cannot be started.
+            SandboxImpossible, ImageNotUsable: It may not, or it cannot be started.
         """
         # What a Dockerfile is built from is known when it has been translated, and checked there.
         if request.build is None:

@@ -16,11 +16,11 @@ from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Final
 
-from rollyard_process.errors import ProcessError
 from rollyard_process.log_text import one_line
 from rollyard_process.telemetry.identity import is_sampled
 from rollyard_process.telemetry.options import TraceOptions
 from rollyard_process.telemetry.spans import TraceSpan, Value
+from rollyard_process.telemetry.variables import TraceOptionError
 from rollyard_process.version import installed_version
 
 if TYPE_CHECKING:
@@ -51,12 +51,6 @@ _LOGGERS: Final = (
 _MODULES: Final = ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http", "requests")
 
 
-class TraceLibrariesMissing(ProcessError):
-    """Spans are to be exported, and OpenTelemetry is not installed."""
-
-    reason = "TraceLibrariesMissing"
-
-
 class SpanExport:
     """Exports the spans of one process.
 
@@ -68,7 +62,7 @@ class SpanExport:
         queue: The largest number of spans that wait for their export.
 
     Raises:
-        TraceLibrariesMissing: The extra `traces` is not installed.
+        TraceOptionError: The extra `traces` is not installed.
     """
 
     def __init__(
@@ -81,8 +75,9 @@ class SpanExport:
         queue: int = MAX_QUEUE,
     ) -> None:
         if not are_installed():
-            raise TraceLibrariesMissing(
-                "traces need OpenTelemetry's libraries; install them with: pip install 'rollyard[traces]'"
+            raise TraceOptionError(
+                "traces need OpenTelemetry's libraries; install them with: pip install 'rollyard[traces]'",
+                reason="TraceLibrariesMissing",
             )
         self.options = options
         self._queue = queue
@@ -296,13 +291,13 @@ def exporting(
         required: Whether a flag asks for traces, not only a variable that may be meant for other programs.
 
     Raises:
-        TraceLibrariesMissing: The extra `traces` is not installed, and a flag asks for traces.
+        TraceOptionError: The extra `traces` is not installed, and a flag asks for traces.
     """
     export = None
     if options.on:
         try:
             export = SpanExport(options, service, instance)
-        except TraceLibrariesMissing as error:
+        except TraceOptionError as error:
             if required:
                 raise
             log.warning("no traces are sent to %s: %s", options.url, error)

@@ -13,7 +13,6 @@ from rollyard_sandbox.errors import (
     LaunchError,
     ProtocolError,
     SandboxError,
-    ServerFault,
 )
 from rollyard_sandbox.execution import processes
 from rollyard_sandbox.execution.bash_session import BashSession
@@ -139,7 +138,9 @@ class Operations:
         except Exception as error:
             # No request ends the server, because the policy would gain a new try from its end.
             sys.excepthook(*sys.exc_info())
-            connection.refuse(request, ServerFault(f"{operation}: {type(error).__name__}: {error}"))
+            connection.refuse(
+                request, SandboxError(f"{operation}: {type(error).__name__}: {error}", reason="ServerFault")
+            )
 
     def close(self) -> None:
         """Clean up when the server ends, after every process has been killed."""

@@ -111,7 +111,7 @@ class BatchScript:
             between: Lines that are added between the traps and the start of the program.
 
         Raises:
-            ScriptInvalid: The value of an option cannot be written into a line.
+            SlurmError: The value of an option cannot be written into a line.
         """
         directives = [
             *render(Directive(name, value) for name, value in self.options),
@@ -189,7 +189,7 @@ def batch_script(
         avoided: The nodes that the job excludes, because workers recently could not use them.
 
     Raises:
-        ScriptInvalid: A name or a value cannot be part of a script. `BatchScript.text` checks the options.
+        SlurmError: A name or a value cannot be part of a script. `BatchScript.text` checks the options.
     """
     profile = site.profile.of(workload.kind)
     owner = workload.owner

@@ -17,9 +17,10 @@ from rollyard_crds.reading.manifest import describe
 
 from rollyard_tasks.formats.ids import task_id
 from rollyard_tasks.formats.interface import Row, RowRefused, TaskFormat
-from rollyard_tasks.harbor.archive import FolderRefused, pack, read_folder, unpack
+from rollyard_tasks.harbor.archive import pack, read_folder, unpack
 from rollyard_tasks.harbor.plan import harbor_plan, solution_calls
 from rollyard_tasks.harbor.table import HarborRefused
+from rollyard_tasks.row_texts import FileRefused
 
 MAX_TASK_FOLDERS: Final = 100_000
 
@@ -37,7 +38,7 @@ class HarborFormat(TaskFormat):
         try:
             folder = HarborFolder.of(_contents(_archive(row)), self.harbor)
             plan = harbor_plan(folder)
-        except (FolderRefused, HarborRefused) as error:
+        except (FileRefused, HarborRefused) as error:
             raise _refused(path, str(error)) from error
         except ValidationError as error:
             raise _refused(path, describe(error, model=HarborFolder)[0]) from error
@@ -87,15 +88,15 @@ def folder_rows(top: Path) -> Iterator[dict[str, str]]:
     that cannot be read, or that holds a link or too much, is a row that says so.
 
     Raises:
-        FolderRefused: There are too many folders, or one above them cannot be read.
+        FileRefused: There are too many folders, or one above them cannot be read.
     """
     for count, folder in enumerate(_task_folders(top)):
         if count >= MAX_TASK_FOLDERS:
-            raise FolderRefused(f"{top}: holds more than {MAX_TASK_FOLDERS} task folders")
+            raise FileRefused(f"{top}: holds more than {MAX_TASK_FOLDERS} task folders")
         name = folder.name if folder == top else folder.relative_to(top).as_posix()
         try:
             row = {"path": name, "task_binary": pack(read_folder(folder))}
-        except FolderRefused as error:
+        except FileRefused as error:
             row = {"path": name, "refused": str(error)}
         yield row
 
@@ -107,7 +108,7 @@ def _task_folders(folder: Path) -> Iterator[Path]:
     try:
         below = sorted(path for path in folder.iterdir() if path.is_dir() and not path.is_symlink())
     except OSError as error:
-        raise FolderRefused(f"{folder}: {error.strerror}") from error
+        raise FileRefused(f"{folder}: {error.strerror}") from error
     for path in below:
         if not path.name.startswith("."):
             yield from _task_folders(path)

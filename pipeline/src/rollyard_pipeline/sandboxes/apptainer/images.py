@@ -132,7 +132,7 @@ def built_image(text: str, build: BuildFolder, allowed: AllowedImages, private: 
     """Return the image of the Dockerfile that a task brings.
 
     Raises:
-        ImageNotAllowed: The image of its FROM is not among `allowed`.
+        SandboxImpossible: The image of its FROM is not among `allowed`.
         ImageNotUsable: It cannot be translated faithfully, or its base cannot be used.
     """
     data, _ = build.files.get("Dockerfile", (b"", 0))

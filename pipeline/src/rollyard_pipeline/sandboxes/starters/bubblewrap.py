@@ -42,7 +42,6 @@ from rollyard_pipeline.sandboxes.starters.root_folders import (
 from rollyard_pipeline.sandboxes.starters.runtime import SANDBOX_UID, Runtime, make_runtime
 from rollyard_pipeline.sandboxes.starters.templates import (
     Fork,
-    TemplateLost,
     Templates,
     numbered,
     source_stamp,
@@ -209,13 +208,13 @@ class BubblewrapStarter(Starter):
         problem: Exception | None = None
         try:
             started = await self._fork(self._templates, key, folder, cgroups, secret)
-        except TemplateLost:
-            log.info("a template of sandboxes has ended; another one will be started")
         except SandboxStartFailed as error:
             problem = error
         else:
-            self._failures = 0
-            return started
+            if started is not None:
+                self._failures = 0
+                return started
+            log.info("a template of sandboxes has ended; another one will be started")
         self._templates.drop(key.image)
         (folder / SOCKET_NAME).unlink(missing_ok=True)  # The next start binds it again.
         started = await self._start_alone(key, folder, cgroups, secret)
@@ -228,7 +227,8 @@ class BubblewrapStarter(Starter):
 
     async def _fork(
         self, templates: Templates, key: SandboxKey, folder: Path, cgroups: Sequence[Path], secret: bytes
-    ) -> StartedSandbox:
+    ) -> StartedSandbox | None:
+        """Fork a sandbox of a template, or return None if the template has ended."""
         options = {
             "sizes": memory_folders(key),
             "limits": numbered(resource_limits(key, self.places)),
@@ -239,7 +239,7 @@ class BubblewrapStarter(Starter):
         }
         template = await templates.get(key.image, self._stamp(key.image))
         root = await template.fork(Fork(folder / SOCKET_NAME, secret, cgroups, options), START_SECONDS)
-        return StartedSandbox(root, None)
+        return None if root is None else StartedSandbox(root, None)
 
     async def _start_template(self, image: str | None, control: int) -> Started:
         runtime = self._prepared()

@@ -20,7 +20,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from rollyard_pipeline.errors import WorkerError
 from rollyard_pipeline.sandboxes.errors import SandboxStartFailed
 from rollyard_pipeline.sandboxes.host.processes import ProcessRef, kill_and_wait
 from rollyard_pipeline.sandboxes.host.threads import in_thread
@@ -44,12 +43,6 @@ MAX_TEMPLATES: Final = 4
 """The number of templates that one worker keeps. The least recently used one is ended beyond it."""
 NAMED_SECONDS: Final = 5.0
 """The time for which a start that was given up waits for the template to name the process that it forked."""
-
-
-class TemplateLost(WorkerError):
-    """The template has ended, so another one has to be started."""
-
-    reason = "TemplateLost"
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,11 +71,12 @@ class Template:
         """End the template. Sandboxes that were forked from it are left running."""
         self._control.close()
 
-    async def fork(self, request: Fork, seconds: float) -> ProcessRef:
+    async def fork(self, request: Fork, seconds: float) -> ProcessRef | None:
         """Fork a sandbox, and return its process 1 when the server inside is ready.
 
+        It returns None if the template has ended.
+
         Raises:
-            TemplateLost: The template has ended.
             SandboxStartFailed: The server ended, or was not ready within `seconds` and has been killed. The
                 message ends with its standard error.
             NodeDiskFull: There is no room for the socket.
@@ -103,8 +97,8 @@ class Template:
                 descriptors.append(owned(stack, procs))
             try:
                 socket.send_fds(self._control, [json.dumps(request.options).encode()], descriptors)
-            except OSError as error:
-                raise TemplateLost(f"the template of sandboxes has ended: {error}") from error
+            except OSError:
+                return None
             ready_write.close()
             info_write.close()
             root: ProcessRef | None = None
@@ -125,7 +119,7 @@ class Template:
             await _kill(root)
             words = log_text(errors)
             if not words and root is None and failure.startswith("ended"):
-                raise TemplateLost("the template of sandboxes has ended")
+                return None
             raise SandboxStartFailed(f"the exec server {failure}: {words or 'it wrote nothing'}")
 
 

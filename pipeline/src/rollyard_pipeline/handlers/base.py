@@ -228,8 +228,8 @@ class StageContext:
         message, turn = messages[-1]
         if self.spec.agent.thoughts == "answer":
             return message.content, None
-        if turn is None or turn.thought is None:
-            # Where the tokens are not known either, as in `rollyard grade`, the text has to say it.
+        if turn is None:
+            # Where no turn was recorded, as in `rollyard grade`, the text alone decides.
             return message.content, text_thought(message.content)
         return message.content, turn.thought
 

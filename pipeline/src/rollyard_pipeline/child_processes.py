@@ -1,4 +1,4 @@
-"""Child processes that compute what may take for ever, each one request at a time.
+"""Child processes for computations that may never end. Each handles one request at a time.
 
 A regular expression, a simplification of a formula or a function of a user cannot be interrupted in a thread.
 What exceeds its limit is therefore ended with its process. A child writes the line `ready`, which may be

@@ -37,7 +37,7 @@ class HeldLease:
     eval_sandbox: SandboxHandle | None = None
     """Eval's own fresh sandbox, while there is one."""
     live: Callable[[int], list[LiveTurn]] | None = None
-    """Returns the conversation's messages from a number on, cut for people who watch; None before Run."""
+    """Returns the conversation's messages from a given number on, shortened for viewers; None before Run."""
     done_with_sandbox: bool = False
     """Whether to remove the sandbox once the control plane has answered for the outcome.
 

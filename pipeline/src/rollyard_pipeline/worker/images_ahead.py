@@ -79,7 +79,7 @@ class ImagesAhead:
         try:
             await self._bring(lease)
         except ControlPlaneRefused as error:
-            # The job is over, or the control plane is of a release without this call.
+            # The job is over, for example.
             log.info("no images of %s are brought ahead: %s", lease.job, error)
         except Exception:
             log.exception("no images of %s are brought ahead", lease.job)

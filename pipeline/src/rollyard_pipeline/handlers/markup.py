@@ -73,7 +73,7 @@ _POWER: Final = re.compile(r"\^\s*+\{([^{}]*+)\}")
 _INDEX: Final = re.compile(r"_\s*+\{([^{}]*+)\}")
 _DEGREE: Final = re.compile(r"\^\s*+\(?\s*+(?:°|o(?=\)?\s*+C\b))\s*+\)?")
 _WORD: Final = re.compile(r"[^\W\d_]+")
-_SYMBOL: Final = 2  # Two letters, as most symbols of elements have.
+_SYMBOL: Final = 2  # letters, as in most symbols of elements
 _SHORT_WORDS: Final = words(
     "am an as at be by do go he if in is it me my no of on or so to up us we",
 )

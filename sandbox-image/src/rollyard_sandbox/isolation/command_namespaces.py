@@ -86,7 +86,7 @@ _CODE: Final = bytes.fromhex(
 
 
 def small_program(calls: Sequence[SmallCall]) -> bytes:
-    """Return a program of two pages that makes a list of system calls and then waits for ever.
+    """Return a program of two pages that makes a list of system calls and then waits forever.
 
     The first process of a pid namespace has little to do and lives as long as the namespace. As a fork of the
     server it would keep a copy of all of the server's pages. The program is an ELF file in memory for x86_64:

@@ -595,7 +595,7 @@ def proc_mounts(hidden: Iterable[str]) -> list[tuple[str, str, str, int, str]]:
     """Return the mounts of a new /proc, which shows nothing of the machine, as the arguments of `mount`.
 
     Args:
-        hidden: The names below /proc that shall show nothing. Missing ones are skipped.
+        hidden: The names below /proc that must show nothing. Missing ones are skipped.
     """
     own = NOSUID | NODEV | NOEXEC
     mounts = [("proc", "/proc", "proc", own, "")]
@@ -635,7 +635,7 @@ def mount_proc(hidden: Iterable[str]) -> None:
 def mount_memory(folder: str, size: int, mode: int) -> None:
     """Mount a new memory file system of `size` bytes over a folder.
 
-    It has room for one file per page, because files without content take memory of the kernel only.
+    It has room for one file per page, because files without content take only kernel memory.
     """
     inodes = size // resource.getpagesize()
     mount("tmpfs", folder, "tmpfs", NOSUID | NODEV, f"size={size},nr_inodes={inodes},mode={mode:o}")

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from typing import Final
 
 MAX_FAULTS: Final = 100
-"""The number of callback exceptions that are survived. One that recurs at once would otherwise spin forever."""
+"""The number of callback exceptions that are survived. One that recurs at once would spin forever."""
 READ: Final = select.EPOLLIN
 WRITE: Final = select.EPOLLOUT
 _NONBLOCK, _CLOEXEC = 0o4000, 0o2000000  # sys/signalfd.h

@@ -21,7 +21,7 @@ from rollyard_pipeline.handlers.code.sandboxed import decode, encode
 _MOST_READ: Final = 200_000
 """The largest number of characters of a test that is read."""
 _MOST_HASHED: Final = 1000
-"""The largest number of items of a set or dictionary made here. The policy can choose items of the same hash."""
+"""The largest number of items of a set or dictionary made here. The policy can choose items of one hash."""
 _MOST_VALUES: Final = 20_000
 """The largest number of values in a result here, and of characters in a text."""
 _LARGEST: Final = 1 << 64

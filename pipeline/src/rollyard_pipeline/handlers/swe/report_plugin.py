@@ -5,7 +5,7 @@ and removes it, imports pytest, and compiles the files of the tests that decide,
 what compiles them. It is for Python 3.5 and later, and for every version of pytest since 3.
 
 Each line of the report is signed with the secret, and signatures are chained, so that no line can be added,
-left out or repeated from outside of this module. Code of the repository runs in the same process, and could
+left out or repeated from outside this module. Code of the repository runs in the same process, and could
 make every test pass by replacing tests, what runs them or what compares values. Therefore:
 
 - A test of a file that decides has passed only if its own code, as compiled here, was run to its end, as
@@ -239,7 +239,7 @@ class DecidingFiles:
             try:
                 return compiled(source, path)
             except (SyntaxError, ValueError):
-                return None  # Pytest will not load it, either.
+                return None  # Pytest will not load it either.
 
     def at(self, path: str) -> Any:
         """Return the rows of a file from which a class inherits tests. It cannot be one of the policy's."""

@@ -44,7 +44,7 @@ class Image:
     """The file or folder, or None for an image in a registry."""
     scheme: str = ""
     recipe: Recipe | None = None
-    """How an image is built of a Dockerfile."""
+    """How an image is built from a Dockerfile."""
     base: Image | None = None
     """The image over which a Dockerfile is built."""
 
@@ -113,7 +113,7 @@ def dockerfile_image(
         text: What messages call it.
         recipe: The translated Dockerfile.
         bases: What this platform has in place of images that Dockerfiles name, with or without `docker://`.
-            Another name is that of an image in a registry.
+            Any other name is that of an image in a registry.
         private: See `parse_image`.
 
     Raises:

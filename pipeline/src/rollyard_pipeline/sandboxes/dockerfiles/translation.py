@@ -1,9 +1,9 @@
-"""What a Dockerfile means, in instructions that spython translates faithfully; all else is refused.
+"""What a Dockerfile means, in instructions that spython translates faithfully; everything else is refused.
 
 spython writes the words of each RUN into one script, in which a `cd` or `export` lasts and a failure before
-`&&` is overlooked, and copies all files before the first command. Docker does none of this. So every RUN
-becomes a shell of its own, every variable is exported, and files are copied to a folder from which the script
-takes them in the right order.
+`&&` is overlooked, and copies all files before the first command. Docker does none of this. Therefore every
+RUN becomes a shell of its own, every variable is exported, and files are copied to a folder from which the
+script takes them in the right order.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Translation:
     base: str = ""
     """The image of FROM, as the Dockerfile names it."""
     lines: list[str] = field(default_factory=list)
-    """The instructions for spython, one a line."""
+    """The instructions for spython, one per line."""
     script: list[str] = field(default_factory=list)
     """The lines of the build script that spython must make of them."""
     environment: list[str] = field(default_factory=list)

@@ -1,8 +1,8 @@
 """The checks of form, which say 1 or 0 about what the policy wrote.
 
-A pattern can need an enormous time for some texts, and the `re` module cannot be interrupted. A
-separate process therefore searches for patterns: `python -m rollyard_pipeline.rewards.format_checks` reads
-`{"pattern": …, "texts": […]}` a line, and writes `{"found": …}`: whether every text matches.
+A pattern can need an enormous time for some texts, and the `re` module cannot be interrupted. A separate
+process therefore searches for patterns: `python -m rollyard_pipeline.rewards.format_checks` reads one
+`{"pattern": …, "texts": […]}` per line, and writes `{"found": …}`: whether every text matches.
 """
 
 from __future__ import annotations

@@ -53,7 +53,7 @@ def evaluated(lease: Lease, handler: Handler) -> Transcript | Trajectory | None:
 
 
 async def prepare(handler: Handler, context: StageContext) -> None:
-    """Let a handler's `init` prepare the sandbox, and have the sandbox record what Eval is to find again.
+    """Let a handler's `init` prepare the sandbox, and have the sandbox record what Eval must find again.
 
     Raises:
         rollyard_sandbox.errors.SandboxError: The sandbox failed, or has too many files.
@@ -130,7 +130,7 @@ def checked_carry(context: StageContext) -> dict[str, object]:
     """Return what a handler carries to the next stage.
 
     Raises:
-        PermanentFailure: It is no JSON, or has more bytes than the wire format allows.
+        PermanentFailure: It is not JSON, or has more bytes than the wire format allows.
     """
     try:
         size = len(json.dumps(context.carry))

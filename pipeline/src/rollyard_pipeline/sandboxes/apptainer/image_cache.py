@@ -214,7 +214,7 @@ class ImageCache:
         return await run_program(argv, seconds=BUILD_SECONDS, env=env)
 
     def _make_room(self, target: Path) -> bool:
-        """Remove what dead builders left, and the least recently used images. Return whether there is room."""
+        """Remove what dead builders left, and the least recently used images. Return if there is room."""
         now = time.time()
         for path in [*self.folder.glob(".new-*"), *self.folder.glob(".layers-*")]:
             with contextlib.suppress(OSError):

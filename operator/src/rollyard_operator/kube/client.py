@@ -186,7 +186,7 @@ class KubeClient:
     async def delete(
         self, kind: str, namespace: str, name: str, *, grace: int | None = None, uid: str | None = None
     ) -> None:
-        """Delete an object. It is no error if the object is gone or has another uid."""
+        """Delete an object. It is not an error if the object is gone or has another uid."""
         body: Object = {"apiVersion": "v1", "kind": "DeleteOptions", "propagationPolicy": "Background"}
         if grace is not None:
             body["gracePeriodSeconds"] = grace

@@ -46,7 +46,7 @@ _TAGS: Final = re.compile(
 _CHANNEL_NAME: Final = re.compile(r"(?<=<\|channel>)thought\n?")
 """What Gemma 4 writes after its opening mark."""
 _TAIL: Final = 64
-"""The number of characters at the end of a prompt in which a mark is looked for."""
+"""The number of characters at the end of a prompt that are searched for a mark."""
 _NEWLINES: Final = re.compile(r"\n*+")
 
 

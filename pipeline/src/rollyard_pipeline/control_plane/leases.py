@@ -77,7 +77,7 @@ class LeaseTable:
         self._held[holding.lease.rollout, holding.lease.token] = holding
 
     async def remove(self, holding: HeldLease) -> None:
-        """Remove a lease. A missing lease is no error."""
+        """Remove a lease. A missing lease is not an error."""
         self._held.pop((holding.lease.rollout, holding.lease.token), None)
         async with self._changed:
             self._changed.notify_all()

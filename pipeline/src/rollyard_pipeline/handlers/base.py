@@ -1,4 +1,4 @@
-"""The base class of handlers: three async methods, of which most handlers implement one.
+"""The base class of handlers: three async methods, of which most handlers implement only one.
 
 A handler serves many rollouts, so it keeps no state of one. Data that Init or Run pass to a later stage
 belong in `ctx.carry`. The methods of handlers from other packages may block (see `handlers.isolated`).

@@ -411,7 +411,7 @@ def _rational(number: Any) -> sympy.Rational | None:
 
 
 def _tolerance(gold: Any, answer: Any, approximate: Sequence[bool]) -> float:
-    """Return the relative difference that two expressions may have, of which some have decimals."""
+    """Return the relative difference that two expressions may have if some have decimals."""
     if not any(approximate):
         return _EXACT_TOLERANCE
     if all(map(_may_be_rounded, (gold, answer))):

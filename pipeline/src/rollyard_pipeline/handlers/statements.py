@@ -151,7 +151,7 @@ _HEDGE: Final = re.compile(
     r"|^\s*(?:to|through|[-−–—&/|]|\.{2,3}|到|至)\s*$",
     re.IGNORECASE,
 )
-"""What stands between two values of which neither is stated."""
+"""What stands between two values if neither is stated."""
 _CASES: Final = re.compile(r"\bif\b.{0,200}\b(?:if|otherwise|else)\b", re.IGNORECASE | re.DOTALL)
 _ASIDE: Final = re.compile(
     r"\b(?:which(?!\s+is\b)|attained|achieved|reached|occurs|occurring|when|where|for|at|if|since|because|with|using"

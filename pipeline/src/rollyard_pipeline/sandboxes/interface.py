@@ -174,7 +174,7 @@ class SandboxProvider(Protocol):
         """
 
     async def release(self, handle: SandboxHandle | str) -> None:
-        """Kill everything inside and remove its folder and limits. A sandbox that is gone is no error."""
+        """Kill everything inside and remove its folder and limits. A sandbox that is gone is not an error."""
 
     async def sweep(self) -> list[str]:
         """Remove dead sandboxes and the unclaimed ones of dead workers, and return their ids."""

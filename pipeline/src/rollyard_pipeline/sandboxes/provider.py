@@ -415,7 +415,7 @@ class NodeProvider(SandboxProvider):
         await in_thread(self._remove, warm.record.id)
 
     async def _connect(self, record: SandboxRecord, lease: float = LEASE_SECONDS) -> ExecClient:
-        """Return a connection to a sandbox's exec server, whose lease is renewed for so many seconds."""
+        """Return a connection to a sandbox's exec server, whose lease is renewed for that many seconds."""
         # The server's own lease begins later, so it never ends before this one.
         ends_at = time.monotonic() + lease
         secret = bytes.fromhex(record.secret)
@@ -427,7 +427,8 @@ class NodeProvider(SandboxProvider):
         return f"unix:{self._folder.socket_path(sandbox_id)}"
 
     def _remove(self, sandbox_id: str, known: SandboxRecord | None = None) -> None:
-        """Kill and remove a sandbox. This blocks for a bounded time, and a missing sandbox is no error."""
+        """Kill and remove a sandbox. This blocks for a bounded time, and a missing sandbox is not an
+        error."""
         self._leases.pop(sandbox_id, None)  # What ends from here on does not end by itself.
         record = known if known is not None else self._folder.load(sandbox_id)
         if record is not None:

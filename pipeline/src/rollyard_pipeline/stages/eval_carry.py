@@ -176,7 +176,7 @@ def _unprotected(before: Tree, after: Tree, protected: Callable[[bytes], bool]) 
     def rest(tree: Tree) -> Tree:
         return {path: entry for path, entry in tree.items() if path not in stays and not protected(path)}
 
-    # Where Run has put a file or a link in the place of such a folder, the folder stays. What was in it is
+    # Where Run has replaced such a folder by a file or a link, the folder stays. What was in it is
     # removed, as Run has removed it.
     return rest(before), rest(after)
 

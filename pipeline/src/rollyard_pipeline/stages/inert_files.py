@@ -59,7 +59,7 @@ def read_by_itself(path: bytes) -> bool:
 
 
 def of_the_system(path: str) -> bool:
-    """Return whether an absolute path is in a folder in which programs and their settings are looked for."""
+    """Return whether an absolute path is in a folder that is searched for programs or their settings."""
     return _SYSTEM.fullmatch(path) is not None
 
 

@@ -100,7 +100,7 @@ def _calls(parsed_calls: Sequence[Any]) -> Iterator[dict[str, Any]]:
     """Return the calls of a turn as JSON objects.
 
     In some formats the library leaves out an element whose end is missing, or takes the next one into its
-    value, and says nothing. A block of which not every call and argument was read is malformed.
+    value, and says nothing. A block is malformed unless every call and argument in it was read.
     """
     for (_, raw), block in itertools.groupby(parsed_calls, key=lambda call: (call.token_span, call.raw)):
         calls = list(block)

@@ -178,7 +178,7 @@ def _text(value: object) -> str:
 
 
 def _bytes(text: str) -> bytes:
-    """Return the bytes that a program has printed, of which those that are not UTF-8 come as surrogates."""
+    """Return the bytes that a program has printed. Those that are not UTF-8 come as surrogates."""
     try:
         return text.encode("utf-8", "surrogateescape")
     except UnicodeEncodeError:

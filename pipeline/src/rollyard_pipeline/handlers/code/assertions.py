@@ -49,7 +49,7 @@ _EVALUATED_ONCE: Final = (
     ast.unaryop,
     ast.cmpop,
 )
-"""The syntax of which every part is evaluated exactly once, whatever the values are."""
+"""The syntax whose parts are all evaluated exactly once, whatever the values are."""
 _COMPARE: Final[Mapping[type[ast.cmpop], Callable[[Any, Any], Any]]] = {
     ast.Eq: operator.eq,
     ast.NotEq: operator.ne,
@@ -78,7 +78,7 @@ _FUNCTIONS: Final[Mapping[str, tuple[Callable[[Any], Any], tuple[type, ...]]]] =
     "sorted": (sorted, (list, tuple)),
     "tuple": (tuple, (list, tuple)),
 }
-"""The functions that are known here, and the types of which their only argument may be."""
+"""The functions that are known here, and the types that their only argument may have."""
 
 
 class _Unknown(WorkerError):

@@ -8,7 +8,7 @@ of the policy's decides how they compare.
 
 Most of an evaluation's time is the start of these processes. Therefore they import little: no annotation is
 evaluated, the request is marshalled, and so is the code of this module for a Python of the worker's version,
-installed packages are looked for at the first import that needs them, and Python is not finalized.
+installed packages are searched for at the first import that needs them, and Python is not finalized.
 """
 
 from __future__ import annotations

@@ -65,7 +65,7 @@ def test_paths(tests: SweTests) -> list[str]:
 
 
 def test_folders(paths: Iterable[str]) -> list[str]:
-    """Return the folders of tests in which these files lie: what tests share lies beside them."""
+    """Return the folders of tests in which these files lie, because what tests share lies there, too."""
     folders = set()
     for path in paths:
         parts = path.split("/")[:-1]

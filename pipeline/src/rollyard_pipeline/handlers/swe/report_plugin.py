@@ -197,7 +197,7 @@ def compiled(source: bytes, path: str) -> Any:
 
 
 def _sources(folder: str, paths: Any) -> Any:
-    """Return the content of modules by their paths, of which a folder's stands for all modules in it."""
+    """Return the content of modules by their paths. The path of a folder stands for all modules in it."""
     sources = {}  # type: Any
     for path in paths:
         for begin in (folder, os.getcwd()):
@@ -556,7 +556,7 @@ def _expected_to_fail(item: Any) -> bool:
 
 
 def _counts_as_failed(item: Any) -> bool:
-    """Return whether an assertion that fails in the place of the test is noticed, reported and counted."""
+    """Return whether an assertion that fails in place of the test is noticed, reported and counted."""
     from _pytest import runner
 
     info = runner.CallInfo  # type: Any

@@ -234,7 +234,7 @@ class SandboxFolder:
         return _is_id(sandbox_id) and self._death(sandbox_id, death).exists()
 
     def remove(self, sandbox_id: str) -> None:
-        """Remove the folder with everything in it. A missing folder is no error."""
+        """Remove the folder with everything in it. A missing folder is not an error."""
         if _is_id(sandbox_id):
             for folder in (self.folder(sandbox_id), self._hidden(sandbox_id)):
                 with contextlib.suppress(OSError):

@@ -167,9 +167,9 @@ class ChildProcesses:
         try:
             answer = json.loads(line)
         except ValueError as error:
-            raise self._error("gave an answer that is no JSON") from error
+            raise self._error("gave an answer that is not JSON") from error
         if not isinstance(answer, dict):
-            raise self._error("gave an answer that is no object")
+            raise self._error("gave an answer that is not an object")
         return answer
 
     def _error(self, what: str) -> ChildFailed:

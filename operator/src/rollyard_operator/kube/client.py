@@ -376,5 +376,5 @@ def _event(line: bytes) -> WatchEvent:
         code, reason = int(event.object.get("code") or 500), str(event.object.get("reason") or "Error")
         message = str(event.object.get("message") or "the watch was ended")
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise WatchError(0, "BadEvent", f"a line of a watch is no event: {line[:100]!r}") from error
+        raise WatchError(0, "BadEvent", f"a line of a watch is not an event: {line[:100]!r}") from error
     raise WatchError(code, reason, message)

@@ -177,7 +177,7 @@ def checked_score(
     checked = {name: _number(answer.get("reward"), "reward", source, failed)}
     for key, value in components.items():
         if len(key) > 128 or _NAME.match(key) is None or key in RESERVED or key in taken:
-            words = f"{_shown(key)} is no name that a component of it may have"
+            words = f"{_shown(key)} is not a name that a component of it may have"
             raise PipelineError(f"{source}: {words}", failed)
         checked[key] = _number(value, f"component '{key}'", source, failed)
     missing = sorted(set(required) - checked.keys())

@@ -135,7 +135,7 @@ def checked_carry(context: StageContext) -> dict[str, object]:
     try:
         size = len(json.dumps(context.carry))
     except (TypeError, ValueError) as error:
-        raise PermanentFailure(f"ctx.carry is no JSON: {error}", "HandlerStateInvalid") from error
+        raise PermanentFailure(f"ctx.carry is not JSON: {error}", "HandlerStateInvalid") from error
     if size > _CARRY_LIMIT:
         raise PermanentFailure(
             f"ctx.carry has {size} bytes, at most {_CARRY_LIMIT} are allowed", "HandlerStateInvalid"

@@ -133,7 +133,7 @@ def call_of(name: object, arguments: object, key: str = "arguments") -> ParsedCa
 
 
 def _no_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no JSON number")
+    raise ValueError(f"{name} is not a JSON number")
 
 
 _DECODER: Final = json.JSONDecoder(strict=False, parse_constant=_no_constant)

@@ -130,7 +130,7 @@ def _word(value: str, where: str) -> str:
     try:
         value.encode()
     except UnicodeEncodeError as error:
-        raise ScriptInvalid(f"{where}: a value is no Unicode text ({error.reason})") from error
+        raise ScriptInvalid(f"{where}: a value is not Unicode text ({error.reason})") from error
     return shlex.quote(value)
 
 

@@ -376,7 +376,7 @@ def judge(request: dict[str, Any]) -> dict[str, Any]:
     except BaseException as raised:  # A test that ends Python has not reported success.
         error = type(raised).__name__
     if objects:  # It is true, and unequal to all others, whatever the policy's class says.
-        error = "TypeError: the function returned an object that is no plain data"
+        error = "TypeError: the function returned an object that is not plain data"
     # A test may have caught Unanswered itself.
     passed = not (looking or error or missing)
     return {"passed": passed, "more": bool(missing), "calls": calls if looking else [], "error": error}

@@ -88,7 +88,7 @@ def _document(file: bytes | str) -> Any:
     try:
         return json.loads(file, object_pairs_hook=_object)
     except (ValueError, RecursionError) as error:
-        raise _invalid("reward.json is no JSON") from error
+        raise _invalid("reward.json is not JSON") from error
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

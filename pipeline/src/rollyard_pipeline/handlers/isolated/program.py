@@ -213,9 +213,9 @@ def carried(context: StageContext) -> dict[str, Any]:
     try:
         carry = json.loads(json.dumps(context.carry))
     except (TypeError, ValueError) as error:
-        raise PermanentFailure(f"ctx.carry is no JSON: {error}", "HandlerStateInvalid") from error
+        raise PermanentFailure(f"ctx.carry is not JSON: {error}", "HandlerStateInvalid") from error
     if not isinstance(carry, dict):
-        raise PermanentFailure("ctx.carry is no JSON object", "HandlerStateInvalid")
+        raise PermanentFailure("ctx.carry is not a JSON object", "HandlerStateInvalid")
     return carry
 
 

@@ -57,7 +57,7 @@ async def apply_answer(
         return "it is empty, or too long"
     listed = await _git(ctx, folder, patch, ("--numstat", "-z"), ctx.eval_env)
     if listed.exit_code != 0 or listed.truncated_bytes:
-        return "it is no diff"
+        return "it is not a diff"
     names = {record.split(b"\t", 2)[-1] for record in listed.output.split(b"\0") if record}
     if any(posixpath.normpath(name) != name or name.startswith((b"/", b"../")) for name in names):
         return "it has a path that could be written more shortly, or leads out of the folder"

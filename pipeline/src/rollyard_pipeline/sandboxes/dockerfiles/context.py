@@ -130,7 +130,7 @@ class FolderContext:
                 flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
                 with open(os.open(name, flags, dir_fd=descriptors[-1]), "rb") as file:
                     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-                        raise _problem(f"{path}: is no regular file")
+                        raise _problem(f"{path}: is not a regular file")
                     yield file
             finally:
                 for descriptor in descriptors[1:]:
@@ -146,7 +146,7 @@ def _listed(path: str, info: os.stat_result) -> ContextFile:
     if stat.S_ISLNK(info.st_mode):
         problem = "is a symbolic link, which could lead out of the folder"
     elif not stat.S_ISREG(info.st_mode):
-        problem = "is no regular file"
+        problem = "is not a regular file"
     elif not path.isprintable():
         path, problem = ascii(path), "has a name that cannot be printed"
     return ContextFile(path, bool(info.st_mode & 0o100), problem)

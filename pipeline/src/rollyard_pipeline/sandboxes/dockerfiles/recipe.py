@@ -170,7 +170,7 @@ class DockerfileFolder:
         except DockerfileProblem as error:
             raise DockerfileRefused(str(error), 1) from error
         except UnicodeDecodeError as error:
-            raise DockerfileRefused("Dockerfile: is no UTF-8 text", 1) from error
+            raise DockerfileRefused("Dockerfile: is not UTF-8 text", 1) from error
         return make_recipe(text, context)
 
 

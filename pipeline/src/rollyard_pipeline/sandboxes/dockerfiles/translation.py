@@ -118,7 +118,7 @@ class _Translator:
                 else:
                     if each.keyword in ("SHELL", "ONBUILD"):
                         raise each.refused("is not translated; spython would run it as a command")
-                    raise each.refused("is no instruction of a Dockerfile")
+                    raise each.refused("is not an instruction of a Dockerfile")
             except DockerfileProblem as error:
                 raise each.refused(str(error)) from error
         if not self._translation.base:
@@ -157,9 +157,9 @@ class _Translator:
 
         base = literal(expand(words[0], lookup))
         if base == "scratch":
-            raise each.refused("scratch is no image that can be started, and spython would look it up")
+            raise each.refused("scratch is not an image that can be started, and spython would look it up")
         if not _BASE.fullmatch(base):
-            raise each.refused(f"{base[:100]!r} is no name of an image")
+            raise each.refused(f"{base[:100]!r} is not a name of an image")
         self._translation.base = base
         self._translation.lines.append(f"FROM {base}")
         self._command("umask 022")
@@ -168,7 +168,7 @@ class _Translator:
         for word in split_words(each.text):
             name, equals, default = word.partition("=")
             if not _NAME.fullmatch(name):
-                raise each.refused(f"{name[:60]!r} is no name of a variable")
+                raise each.refused(f"{name[:60]!r} is not a name of a variable")
             if not self._translation.base:
                 if not equals:
                     raise each.refused(f"{name} has no default, and nothing else gives it a value")
@@ -205,7 +205,7 @@ class _Translator:
 
         for name, value in pairs:
             if not _NAME.fullmatch(name):
-                raise each.refused(f"{name[:60]!r} is no name of a variable")
+                raise each.refused(f"{name[:60]!r} is not a name of a variable")
             self._variables[name] = expand(value, lookup)
             set_here.add(name)
             assignment = f"{name}={quoted(self._variables[name])}"

@@ -137,7 +137,7 @@ class SystemResolver:
                     self._threads, lambda: socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
                 )
         except UnicodeError as error:
-            raise socket.gaierror(socket.EAI_NONAME, f"{host!r} is no host: {error}") from error
+            raise socket.gaierror(socket.EAI_NONAME, f"{host!r} is not a host: {error}") from error
         return list(dict.fromkeys(ipaddress.ip_address(entry[4][0]) for entry in entries))
 
     def close(self) -> None:

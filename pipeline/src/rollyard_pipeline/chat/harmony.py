@@ -38,7 +38,7 @@ def split_channels(text: str, escape: Callable[[str], str], calls: bool) -> dict
     Args:
         text: The turn without its end-of-turn token.
         escape: Turns control tokens that are left in the parts into text.
-        calls: Whether the turn makes calls. The template then accepts only thinking beside them.
+        calls: Whether the turn makes calls. The template then accepts only thinking in addition to them.
     """
     messages = [message for message in _messages(text) if message.begun and message.channel]
     if not messages:

@@ -128,7 +128,7 @@ def _command(match: re.Match[str]) -> str:
 def folded(text: str) -> str:
     """Return a text without the parts that do not matter when two answers in words are compared.
 
-    That is mark-up, the case of words, white space beside punctuation and between a number and its unit,
+    That is mark-up, the case of words, white space next to punctuation and between a number and its unit,
     quotation marks around it, and its last full stop. The case of symbols such as Co, CO and AaBb stays.
     """
     text = _WORD.sub(_word, _CHARGE.sub(r"\1\2", unmarked(text)))

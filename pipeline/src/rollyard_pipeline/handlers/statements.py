@@ -158,7 +158,7 @@ _ASIDE: Final = re.compile(
     r"|given|whose|while|instead|compared|from|not)\b|\bin\s*$",
     re.IGNORECASE,
 )
-"""What leads to a value beside the answer: "attained at x = 3"."""
+"""What leads to a value other than the answer: "attained at x = 3"."""
 
 
 @dataclass(frozen=True)

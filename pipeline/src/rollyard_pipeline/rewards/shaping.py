@@ -156,7 +156,7 @@ def checked_score(
     source: str,
     failed: str,
 ) -> dict[str, float]:
-    """Return a score as components: the reward under `name`, and the components beside it.
+    """Return a score as components: the reward under `name`, and the components that came with it.
 
     Args:
         answer: An object with `reward` and, where there are any, `components`.

@@ -120,7 +120,7 @@ class Episode:
         self.finished = True
 
     def record(self, lease: Lease, sampling: SamplingSpec, backend: str, logprobs_mode: str) -> RunRecord:
-        """Return what Run passes on beside the token lists. The control plane adds the timings."""
+        """Return what Run passes on in addition to the token lists. The control plane adds the timings."""
         return RunRecord(
             id=lease.rollout,
             job=lease.job,

@@ -101,7 +101,8 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _numbers(document: Mapping[str, Any]) -> tuple[dict[str, float], list[str]]:
-    """Return the numbers beside `reward` that can be components, and for people the keys of the others."""
+    """Return the numbers other than `reward` that can be components, and for people the keys of the
+    others."""
     numbers: dict[str, float] = {}
     left_out: list[str] = []
     for key, value in document.items():

@@ -40,7 +40,8 @@ class Results(dict[str, str]):
     """The result of each test by its name. Of several results for one test, the worst counts."""
 
     def add(self, test: str, status: str) -> None:
-        """Add a result. What a program prints beside the real result can therefore only make it worse."""
+        """Add a result. What a program prints in addition to the real result can therefore only make it
+        worse."""
         if _WEIGHT[status] >= _WEIGHT.get(self.get(test, ""), -1):
             self[test] = status
 

@@ -48,9 +48,9 @@ class EgressLimits:
 class EgressRefused(WorkerError):
     """What a program of the sandbox asked for is refused. The message may be shown to the policy.
 
-    The reason is `RequestRefused` (the proxy takes no such request), `NotTls` (the bytes are no ClientHello
-    that is taken), `DestinationRefused` (the destination is not allowed), `HostUnresolved` (the host has no
-    address at present) or `NetworkSpent` (the sandbox has used up the bytes that it may move).
+    The reason is `RequestRefused` (the proxy takes no such request), `NotTls` (the bytes are not an
+    acceptable ClientHello), `DestinationRefused` (the destination is not allowed), `HostUnresolved` (the host
+    has no address at present) or `NetworkSpent` (the sandbox has used up the bytes that it may move).
 
     Args:
         status: The status of the proxy's answer.

@@ -212,9 +212,9 @@ REMEMBERED: Final = 1024
 class Replacements:
     """A record that keeps the counts of restarts while workloads are stopped.
 
-    A workload that has ended by itself is still observed when it is launched again. By then, nothing is left
-    of a workload that was stopped because it did not answer. The record is in memory only, so a driver that
-    is restarted in the meantime counts from 0 again.
+    A workload that has ended by itself is still observed when it is launched again. Nothing is left at that
+    time of a workload that was stopped because it did not answer. The record is in memory only, so a driver
+    that is restarted in the meantime counts from 0 again.
     """
 
     def __init__(self) -> None:

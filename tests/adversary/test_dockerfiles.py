@@ -93,7 +93,7 @@ def test_a_file_that_becomes_a_link_is_not_followed(context: Path, tmp_path: Pat
 )
 def test_pipes_and_endless_folders_hold_nobody_up(context: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     os.mkfifo(context / "pipe")
-    with pytest.raises(DockerfileRefused, match="pipe: is no regular file"):
+    with pytest.raises(DockerfileRefused, match="pipe: is not a regular file"):
         make_recipe("FROM a:1\nCOPY . /x", FolderContext(context))
     (context / "pipe").rename(context / "Dockerfile")
     (context / "Dockerfile").unlink()

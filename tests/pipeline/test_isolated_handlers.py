@@ -194,8 +194,8 @@ class Judge(Handler):
         ("return Evaluation('high')", "EvaluationInvalid", False, "reward is 'high', expected"),
         ("return Evaluation(float('nan'))", "EvaluationInvalid", False, "reward is nan"),
         ("return Evaluation(object())", "EvaluationInvalid", False, "reward is '<object object at"),
-        ("ctx.carry['x'] = {1, 2}", "HandlerStateInvalid", False, "ctx.carry is no JSON: Object of type set"),
-        ("ctx.carry = [1]; return Evaluation(0.0)", "HandlerStateInvalid", False, "carry is no JSON object"),
+        ("ctx.carry['x'] = {1, 2}", "HandlerStateInvalid", False, "carry is not JSON: Object of type set"),
+        ("ctx.carry = [1]; return Evaluation(0.0)", "HandlerStateInvalid", False, "is not a JSON object"),
     ],
 )  # fmt: skip
 async def test_what_ends_a_call_is_what_the_worker_reports(

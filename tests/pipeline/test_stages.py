@@ -711,7 +711,7 @@ def test_a_carry_is_json_of_at_most_a_mebibyte() -> None:
     with pytest.raises(PermanentFailure, match="1048577 bytes"):
         checked_carry(context)
     context.carry["a"] = object()
-    with pytest.raises(PermanentFailure, match="no JSON"):
+    with pytest.raises(PermanentFailure, match="not JSON"):
         checked_carry(context)
 
 

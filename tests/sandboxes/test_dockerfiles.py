@@ -104,7 +104,7 @@ REFUSED: dict[str, tuple[str, int, str, str | None]] = {
     "missing file": ("FROM a:1\nCOPY none /x", 2, "none: no such file beside the Dockerfile", "none /x"),
     "hidden target": ("FROM a:1\nCOPY a.txt /work/x", 2, "/work of a sandbox is its own", "a.txt /work/x"),
     "above": ("FROM a:1\nCOPY ../a.txt /x", 2, "leads out of the folder", "../a.txt /x"),
-    "unknown": ("FROM a:1\nRNU ls", 2, "RNU: is no instruction", "%post\nRNU ls"),
+    "unknown": ("FROM a:1\nRNU ls", 2, "RNU: is not an instruction", "%post\nRNU ls"),
     "no FROM": ("RUN ls", 1, "stands before FROM", None),
     "open quote": ("FROM a:1\nENV A=\"b", 2, "a quote \" is not closed", None),
     "same line": ("FROM a:1\nENV PATH=/x:$PATH A=$PATH", 2, "$PATH is set on the same line", None),

@@ -166,7 +166,7 @@ def test_the_comment_says_whose_it_is() -> None:
         ("workers: {memory: lots}", "workers.memory: "),
         ("timeLimit: soon", "timeLimit: must be MINUTES, HOURS:MINUTES:SECONDS or"),
         ("sbatch: [--comment=x]", "sbatch: --comment is set by the bridge"),
-        ("sbatch: [gpu]", "sbatch: 'gpu' is no option"),
+        ("sbatch: [gpu]", "sbatch: 'gpu' is not an option"),
         ("workers: {runDir: relative}", "workers.runDir: "),
         (
             "workers: {drainSeconds: 120}",

@@ -53,8 +53,8 @@ def assigned_options(options: argparse.Namespace, assignment: Assignment) -> arg
     """Return the options of a ready worker after its assignment, whose arguments replace its own.
 
     Raises:
-        PipelineError: The arguments are not those of a worker of the assigned job, or name a place or a token
-            that is not part of an assignment.
+        PipelineError: The arguments are not those of a worker of the assigned job, or name an address or a
+            token that is not part of an assignment.
     """
     fixed = ("url", "token_file", "run_dir", "sandbox", "node", "ready", "otlp_endpoint")
     try:

@@ -190,7 +190,7 @@ async def _assignment(options: argparse.Namespace, token: str, ready: Readiness)
     else:
         trouble = await ready.prepare(_provider_settings(options))
         if isinstance(trouble, PipelineError) and trouble.of_node:
-            raise trouble  # No job is to find out that this node is of no use.
+            raise trouble  # No job should have to find out that this node is of no use.
     async with RestControlPlane(options.url, token) as control:
         driver = options.sandbox if options.sandbox == PROVIDER else ""
         return await assignment_of(control, options.namespace, options.ready, driver)

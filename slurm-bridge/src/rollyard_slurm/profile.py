@@ -104,7 +104,7 @@ class JobProfile(Model):
         for option in value:
             name = option.partition("=")[0]
             if not name.startswith("-"):
-                raise ValueError(f"{option!r} is no option: write it as --name=value")
+                raise ValueError(f"{option!r} is not an option: write it as --name=value")
             if name in _OURS:
                 raise ValueError(f"{name} is set by the bridge; leave it out")
         return value

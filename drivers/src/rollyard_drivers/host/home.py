@@ -76,7 +76,7 @@ class Home:
 
     @property
     def backends_file(self) -> Path:
-        """The file in which the supervisor notes how the start of its backends fares.
+        """The file in which the supervisor records how the start of its backends is going.
 
         It holds an object: `ready` is true once one takes requests, and `trouble` says why one has ended.
         """

@@ -29,7 +29,7 @@ class SamplingParams:
     """The parameters that a sequence is sampled with.
 
     ``top_k`` 0 and ``top_p`` 1.0 disable the truncation. ``logprobs`` is the number of most likely
-    alternatives to report beside the sampled token, or ``None`` to report no log-probabilities.
+    alternatives to report in addition to the sampled token, or ``None`` to report no log-probabilities.
     ``prompt_logprobs`` is the same for the prompt's tokens.
     """
 

@@ -484,7 +484,7 @@ class BackendSession:
         await asyncio.sleep(seconds)
 
     def _paused(self, seconds: float) -> None:
-        """Note that the backend has been paused for so many further seconds."""
+        """Note that the backend has been paused for that many further seconds."""
         if self._span is not None:
             now = time.monotonic()
             self._span.wait("weights", now - seconds, now)

@@ -47,7 +47,7 @@ _ANOTHER: Final = re.compile(
     r"\s*+(?:[,/;&|+、或和与-]\s*+)?(?:\(?(?:or|and|also|maybe|perhaps|possibly|even|option|choice)\b\s*+)*+"
     r"\(?([A-Z])(?![\w'’])"
 )
-"""A second letter behind the first one, which says that none was chosen."""
+"""A second letter after the first one, which says that none was chosen."""
 _OR: Final = re.compile(r"[\s)]*+(?:[/&,]|(?:or|and)\b|[或和])")
 _DENIED: Final = re.compile(
     r"[)\s]*+(?:(?i:(?:is|was)(?:\s+not|n['’]t|\s+wrong|\s+incorrect|\s+false))\b|是?[错錯不])"
@@ -73,7 +73,7 @@ class StemHandler(Handler):
     """Returns reward 1.0 for the right answer, else 0.0.
 
     The answer comes from `submit` or from the last assistant message. With `task.choices` it is a letter;
-    with `task.numeric` a number, whose unit is converted to the task's; else a text that must be equal but
+    with `task.numeric` a number, whose unit is converted to the task's; else a text that must be equal except
     for mark-up, spaces and the case of words. Where the task has `answers`, it must be one of them. Nothing
     is guessed: an answer without a letter or a number, or with several, scores 0.
     """
@@ -143,7 +143,7 @@ def _within_mark(text: str) -> str:
 class _Answer(NamedTuple):
     text: str
     before: str = ""
-    """What stands before its box, and behind it in its line."""
+    """What comes before its box, and after it in its line."""
     rest: str = ""
 
 
@@ -180,7 +180,7 @@ def _by_letter(ctx: StageContext, text: str, golds: Sequence[str]) -> Evaluation
 
 
 def _hedged(chosen: str, rest: str, choices: Sequence[str]) -> bool:
-    """Return whether what stands behind a box takes the letter in it back, or names another one beside it."""
+    """Return whether what follows a box takes back the letter in it, or names another one as well."""
     rest = unmarked(rest)
     another = _ANOTHER.match(rest) if _OR.match(rest) else None
     named = another is not None and _permitted(another[1], choices) not in (None, chosen)
@@ -190,8 +190,8 @@ def _hedged(chosen: str, rest: str, choices: Sequence[str]) -> bool:
 def letter(text: str, choices: Sequence[str]) -> str | None:
     """Return the letter that a text chooses, or None if it chooses none or several.
 
-    The choice is what is stated last as the answer, or else the whole last line. The text of exactly one
-    choice stands for its letter.
+    The choice is the last one that is stated as the answer, or else the whole last line. The text of exactly
+    one choice stands for its letter.
     """
     text = unmarked(text)
     stated = list(_STATED.finditer(text))
@@ -214,7 +214,7 @@ def _agrees(chosen: str, line: str, rest: str, choices: Sequence[str]) -> bool:
     Args:
         chosen: The letter that is stated.
         line: What is said from the letter on.
-        rest: What is said behind the letter and its parentheses.
+        rest: What is said after the letter and its parentheses.
         choices: The texts of the choices.
     """
     words = folded(re.sub(r"^[)\].:\s]+", "", rest))
@@ -279,7 +279,7 @@ def _by_number(ctx: StageContext, text: str, golds: Sequence[str], rule: Numeric
 
 
 def _values(answer: _Answer) -> list[Quantity]:
-    """Return the quantities of an answer, with the unit and the alternative that stand behind its box."""
+    """Return the quantities of an answer, with the unit and the alternative that follow its box."""
     values = [] if _PARTIAL.search(answer.before) else quantities(answer.text)
     rest, _, alternative = _SENTENCE_END.split(answer.rest, maxsplit=1)[0].partition(" or ")
     whole = with_unit_behind(values[-1], rest) if values else None

@@ -16,7 +16,7 @@ _ARCHIVE: Final = re.compile(r"(?:docker-archive|oci-archive):(?://)?(/.*)", re.
 
 
 class AllowedImages:
-    """A list of paths and of beginnings of references, which holds for every image but the worker's default.
+    """A list of paths and of prefixes of references, which applies to every image but the worker's default.
 
     A path allows itself and everything below it, once symbolic links are followed. A reference such as
     `docker://registry.example.org/team/` allows what begins with it; one that does not end with a slash also
@@ -69,7 +69,7 @@ class AllowedImages:
 
 
 def _is_plain(reference: str) -> bool:
-    """Return whether no part of the reference could lead elsewhere than its beginning says."""
+    """Return whether no part of the reference could lead anywhere other than its beginning says."""
     _, _, name = reference.partition("://")
     return not name.startswith("/") and not {".", "..", ""} & set(name.rstrip("/").split("/"))
 

@@ -30,7 +30,7 @@ A = TypeVar("A")
 
 
 class _OneJob(WorkerCalls):
-    """Answers for the control plane with the spec of the one job. No other call is made without a model."""
+    """Answers for the control plane with the spec of the one job. Without a model, there is no other call."""
 
     def __init__(self, spec: RolloutJobSpec) -> None:
         self._spec = spec

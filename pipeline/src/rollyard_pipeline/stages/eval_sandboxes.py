@@ -52,7 +52,7 @@ def carries(spec: RolloutJobSpec, handler: Handler, task: Task) -> bool:
 
 
 def reaches(spec: RolloutJobSpec, handler: Handler, task: Task) -> bool:
-    """Return whether anything of the policy's gets into a fresh sandbox of Eval: files, or an answer."""
+    """Return whether anything from the policy gets into a fresh sandbox of Eval: files, or an answer."""
     return carries(spec, handler, task) or handler.judges_answer(task)
 
 
@@ -241,7 +241,7 @@ class EvalSandboxes:
 
 @dataclass(frozen=True, slots=True)
 class _Used:
-    """The sandbox that Run used, and where Eval has a network, what of its files is left behind."""
+    """The sandbox that Run used, and where Eval has a network, which of its files are left behind."""
 
     sandbox: Sandbox
     left: LeftBehind | None

@@ -1,4 +1,4 @@
-"""Kept trajectories are evaluated again, without a new rollout, and so are answers that stand in none."""
+"""The evaluation of kept trajectories, without a new rollout, and of answers that belong to none."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _TRIES: Final = 3
 _AT_ONCE: Final = 8
 """The number of trajectories that are evaluated at the same time without a sandbox."""
 _GRACE: Final = 30.0
-"""What Eval gets beyond its limit, so that tests that ran out of time can be scored, in seconds."""
+"""The seconds that Eval gets beyond its limit, so that tests that ran out of time can be scored."""
 _RENEW_SECONDS: Final = 10.0
 _RENEWED_FOR: Final = 60.0  # seconds
 
@@ -126,7 +126,7 @@ class Rescorer:
             await self._open.enter_async_context(started(self._provider))
 
     def problems(self, task: Task) -> list[str]:
-        """Return what the handler finds wrong with a task, one line for each. A line begins with a field.
+        """Return what the handler finds wrong with a task, one line for each. Each line begins with a field.
 
         Raises:
             PermanentFailure: The handler could not look at the task.
@@ -146,7 +146,7 @@ class Rescorer:
     ) -> list[RescoredTrajectory]:
         """Return the trajectories with their new rewards, in their order.
 
-        A trajectory without a reward keeps its status and has none now. One that cannot be evaluated is
+        A trajectory without a reward keeps its status and gets none. One that cannot be evaluated becomes
         `failed` and has none, as after an Eval.
         """
         places = asyncio.Semaphore(self._at_once)
@@ -226,7 +226,7 @@ class Rescorer:
             return await self._rewards.shaped(self._handler, context, evaluation, None), context.shown
 
     async def _in_sandbox(self, handler: Handler, context: StageContext, seconds: float) -> Evaluation:
-        """Return the evaluation in a sandbox in which only `init` has run, as in Eval's own ones.
+        """Return the evaluation in a sandbox in which only `init` has run, as in Eval's own sandboxes.
 
         Raises:
             PermanentFailure: The handler would look for what Run left.

@@ -1,4 +1,4 @@
-"""Images of tasks that wait in the queue of Init are brought to the node before their rollouts are leased."""
+"""Brings images of tasks that wait in the queue of Init to the node before their rollouts are leased."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ LOOK_SECONDS: Final = 10.0
 FULL_SECONDS: Final = 60.0
 """The pause after an image for which there was no room."""
 REST_SECONDS: Final = 60.0
-"""How long a job whose waiting tasks name no image is not asked about again."""
+"""How long a job whose waiting tasks name no image is left alone."""
 _TRIES: Final = 3
 _MAX_JOBS: Final = 256
 
@@ -69,7 +69,7 @@ class ImagesAhead:
             self._jobs[uid] = asyncio.create_task(self._look_after(lease), name=f"images of {lease.job}")
 
     async def close(self) -> None:
-        """End all of it. A build that is under way ends, and leaves nothing."""
+        """End all of it. A build in progress ends, and leaves nothing."""
         tasks = list(self._jobs.values())
         for task in tasks:
             task.cancel()
@@ -79,7 +79,7 @@ class ImagesAhead:
         try:
             await self._bring(lease)
         except ControlPlaneRefused as error:
-            # The job is over, or the control plane is of a release without this call.
+            # The job is over, for example.
             log.info("no images of %s are brought ahead: %s", lease.job, error)
         except Exception:
             log.exception("no images of %s are brought ahead", lease.job)
@@ -110,7 +110,7 @@ class ImagesAhead:
             await asyncio.sleep(pause)
 
     async def _fetched(self, spec: SandboxSpec, named: Iterable[str], tries: dict[str, int]) -> bool:
-        """Bring those images that were not tried often enough; whether there was room for all of them."""
+        """Bring those images that were not tried often enough. Return whether there was room for all."""
         full = False
 
         async def bring(image: str) -> None:

@@ -168,7 +168,7 @@ class Worker:
     def drain(self) -> None:
         """Take no more leases, finish held ones within `drain_seconds`, and hand over the rest."""
         self._draining.set()
-        # At once: a pool that got to request leases before would keep them from other workers.
+        # At once: a pool that could still request leases would keep them from other workers.
         self._stop_polls()
         if self._provider is not None:
             self._provider.drain()
@@ -230,7 +230,7 @@ class Worker:
             log.error("%d outcomes could not be reported; their leases will expire", len(self._table))
 
     async def _emptied(self, seconds: float) -> bool:
-        """Wait up to `seconds` until no lease is held. Return whether that came in time."""
+        """Wait up to `seconds` until no lease is held. Return whether that happened in time."""
         try:
             async with asyncio.timeout(seconds):
                 await self._table.empty()

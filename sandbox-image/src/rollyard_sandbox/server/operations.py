@@ -105,7 +105,8 @@ class Operations:
             self._set_lease(options.lease)
 
     def prove_token(self, key: bytes) -> None:
-        """Let the server prove from now on that it knows `key`, unless it has a secret beside its token."""
+        """Let the server prove from now on that it knows `key`, unless it has a secret in addition to its
+        token."""
         if self._secret is None:
             self._secret = key
 

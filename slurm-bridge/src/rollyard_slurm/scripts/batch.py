@@ -125,7 +125,8 @@ def _options(
 ) -> list[tuple[str, str | None]]:
     """Return the long names of sbatch's options, without dashes, and their values."""
     seconds = profile.signal_seconds or SIGNAL_SECONDS
-    # The token of a ready worker serves once. If Slurm started its job again, the worker would be refused.
+    # The token of a ready worker can be used only once. If Slurm started its job again, the worker would be
+    # refused.
     ready = workload.owner.kind == "ReadyWorker"
     options: list[tuple[str, str | None]] = [
         ("job-name", TITLE + workload.name),

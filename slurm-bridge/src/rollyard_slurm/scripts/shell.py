@@ -132,7 +132,7 @@ def _word(value: str, where: str) -> str:
         value.encode()
     except UnicodeEncodeError as error:
         raise SlurmError(
-            f"{where}: a value is no Unicode text ({error.reason})", reason="ScriptInvalid"
+            f"{where}: a value is not Unicode text ({error.reason})", reason="ScriptInvalid"
         ) from error
     return shlex.quote(value)
 

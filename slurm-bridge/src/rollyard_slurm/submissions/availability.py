@@ -1,4 +1,4 @@
-"""What of Slurm can be used: whether it answers, and which nodes new jobs avoid.
+"""What can be used of Slurm: whether it answers, and which nodes new jobs avoid.
 
 While Slurm does not answer, everything counts as it was last seen.
 """

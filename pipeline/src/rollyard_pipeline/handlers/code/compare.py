@@ -1,8 +1,8 @@
-"""Outputs and results are compared in the worker, as data.
+"""The comparison of outputs and results, as data, in the worker.
 
 Spaces count as LiveCodeBench counts them. A number may differ from the expected one only where one of the two
-is written as a fraction, or is a float: whole numbers are counts and remainders, and the nearest other one is
-as wrong as any.
+is written as a fraction, or is a float: whole numbers are counts and remainders, so the nearest one is as
+wrong as any other.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ _ROUNDED: Final = Context(prec=40, Emax=MAX_EMAX, Emin=MIN_EMIN, traps=[])
 """How distances are calculated. Numbers themselves are compared exactly, in a time that is linear."""
 _HALF: Final = Decimal("0.5")
 _LONGEST_FLOAT: Final = 32
-"""The most characters of a float that a sandbox reports."""
+"""The largest number of characters of a float that a sandbox reports."""
 _LONGEST_DECIMAL: Final = 1000
-"""The most digits of an exact fraction that is compared with a number."""
+"""The largest number of digits of an exact fraction that is compared with a number."""
 _MOST_BITS: Final = 1024
 """The size of an integer in bits beyond which no float is near to it."""
 

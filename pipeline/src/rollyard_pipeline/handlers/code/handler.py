@@ -30,7 +30,7 @@ from rollyard_pipeline.handlers.code.sandboxed import encode
 from rollyard_pipeline.sabotage import TEST_TIMEOUT
 
 _OUTPUT: Final = 5 << 20
-"""The most bytes of a program's output that are read. A longer output is wrong."""
+"""The largest number of bytes of a program's output that are read. A longer output is wrong."""
 _ROUNDS: Final = 4
 """How often the calls of a test may turn out to depend on the results of earlier ones."""
 _JUDGE_SECONDS: Final = 60.0
@@ -97,8 +97,8 @@ class CodeHandler(Handler):
 class _Trial:
     """The tests of one program.
 
-    `timed_out` says whether a program of the policy exceeded a limit of time, and `why`, for people, in what
-    the last test failed that did.
+    `timed_out` says whether a program of the policy exceeded a time limit. `why` says, for people, how the
+    last failed test failed.
     """
 
     ctx: StageContext
@@ -251,7 +251,7 @@ class _Trial:
         self.why = f"{self.why}\n{words}".strip()
 
     async def _private(self, whose: Literal["policy", "author"]) -> EvalPlace:
-        """Return a private place in which no process of the other one has run, and kill those that do."""
+        """Return a private place in which no process of the other owner has run, and kill those that run."""
         assert self.ctx.place is not None
         if self.used not in ("", whose):
             place = await self.ctx.sandbox.begin_eval()
@@ -290,7 +290,7 @@ _ONE_THREAD: Final[Mapping[str, str]] = dict.fromkeys(
 
 
 def _without_judges(source: str) -> str:
-    """Return the source without what only the tests of authors need, because compiling it takes time."""
+    """Return the source without the parts that only the authors' tests need, because compiling takes time."""
     tree = ast.parse(source)
     tree.body = [node for node in tree.body if getattr(node, "name", "") not in _JUDGES]
     return ast.unparse(tree)
@@ -313,4 +313,4 @@ magic, code, source, request = marshal.loads(sys.stdin.buffer.read())
 exec(marshal.loads(code) if magic == MAGIC_NUMBER else compile(source, "sandboxed.py", "exec"))
 main(sys.argv[1], request)
 """
-"""The program that Python is started with, for which compiling the other one would be most of its work."""
+"""The program that Python is started with. Compiling the other one would be most of the work of the start."""

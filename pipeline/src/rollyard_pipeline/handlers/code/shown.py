@@ -1,4 +1,4 @@
-"""What people are shown of a test that failed. The policy chose much of it, and nothing here decides.
+"""The parts of a failed test that people are shown. The policy chose much of them, so they decide nothing.
 
 Every function takes a bounded time, and returns a short text, whatever it is given.
 """
@@ -10,15 +10,15 @@ from itertools import islice
 from typing import Any, Final
 
 _LENGTH: Final = 200
-"""The most characters of a value."""
+"""The largest number of characters of a value."""
 _DEPTH: Final = 3
 """How deep a nested value is shown."""
 _ITEMS: Final = 8
-"""The most items of a list that are shown, and the most calls of a test."""
+"""The largest number of items of a list, and of calls of a test, that are shown."""
 _TEST: Final = 1000
-"""The most characters of a test."""
+"""The largest number of characters of a test."""
 _END: Final = 800
-"""The most characters of the end of an output."""
+"""The largest number of characters of the end of an output."""
 _BRACKETS: Final[Mapping[str, str]] = {"l": "[]", "t": "()", "s": "{}", "z": "{}", "y": "<>"}
 
 
@@ -99,5 +99,5 @@ def _whole(digits: str) -> str:
 
 
 def _kind(content: Any) -> str:
-    """Return the kind of a value for which there is nothing better to show."""
+    """Return the kind of a value, if there is nothing better to show."""
     return short(content, 50) if isinstance(content, str) else type(content).__name__

@@ -42,7 +42,7 @@ class HandlerProcesses:
     ) -> HandlerOutcome:
         """Call a method of the handler, and return the outcome; see `HandlerProcess.call`.
 
-        If it is cancelled, the process ends. Where its code was blocked is a note of the `CancelledError`.
+        If it is cancelled, the process ends. A note of the `CancelledError` says where its code was blocked.
         """
         while self._idle and not self._idle[-1].alive:
             await self._idle.pop().end()
@@ -59,7 +59,7 @@ class HandlerProcesses:
         except HandlerFailed:
             raise
         except Exception:
-            keep = True  # The method raised it, and the process is as good as before.
+            keep = True  # The method raised it, and the process can still be used.
             raise
         finally:
             if keep:
@@ -128,7 +128,7 @@ class IsolatedHandler(Handler):
 
 
 def loaded_handler(extensions: Registry, name: str, processes: HandlerProcesses | None = None) -> Handler:
-    """Return a new handler of this name. One of another package than Rollyard's is isolated.
+    """Return a new handler of this name. A handler of another package is isolated.
 
     Args:
         extensions: Finds the handler.

@@ -34,7 +34,7 @@ _REQUESTS: Final = 256
 _MESSAGE: Final = 4096  # characters
 _STACK_BYTES: Final = 1 << 16
 _START_SECONDS: Final = 60.0
-"""How long the import of a handler may take, in seconds, on a busy machine, too."""
+"""How long the import of a handler may take, in seconds, even on a busy machine."""
 _ABORT_SECONDS: Final = 2.0  # How long a process may take to write its stack and end.
 
 
@@ -146,7 +146,7 @@ class HandlerProcess:
             sandboxes: The sandboxes that the method may use.
 
         Raises:
-            HandlerFailed: The process died, or said something that is no outcome.
+            HandlerFailed: The process died, or sent something that is not an outcome.
             Exception: The method raised it.
         """
         request = _Request(context, sandboxes, {})
@@ -230,7 +230,7 @@ class HandlerProcess:
             return
         while len(tasks) >= _REQUESTS:
             await asyncio.wait(tasks.values(), return_when=asyncio.FIRST_COMPLETED)
-            await asyncio.sleep(0)  # The callbacks of what has ended remove it.
+            await asyncio.sleep(0)  # Their own callbacks remove those that have ended.
         number = int(header["id"])
         if number in tasks:
             raise ValueError(f"request {number} is made twice")

@@ -26,8 +26,8 @@ from rollyard_pipeline.sabotage import SABOTAGED, TEST_TIMEOUT
 log = logging.getLogger(__name__)
 
 _LOG_BYTES: Final = 16 << 20
-"""The most bytes of the tests' output that are read. A longer log is not judged."""
-_SHOWN: Final = 10  # The most tests that a message names.
+"""The largest number of bytes of the tests' output that are read. A longer log is not judged."""
+_SHOWN: Final = 10  # The largest number of tests that a message names.
 PATCH_REFUSED: Final = "PatchDoesNotApply"
 TAMPERED: Final = "TestsTampered"
 NO_RESULTS: Final = "NoTestResults"
@@ -46,10 +46,10 @@ _SHELL: Final = ("bash", "--noprofile", "--norc", "-c")
 class SweHandler(Handler):
     """Returns reward 1.0 if the hidden tests have the results that they should have, else 0.0.
 
-    The policy's changes of the repository's folder are carried into a fresh sandbox, but for those of tests,
-    of what decides how tests are run, and of caches. The hidden tests come after them. The policy's
-    code runs in the processes of the tests, so it could forge a log. `swe.verdict: report`
-    takes the results from a plugin of pytest instead; see docs/handlers.md for what remains possible.
+    The policy's changes of the repository's folder are carried into a fresh sandbox, except for those of
+    tests, of files that decide how tests run, and of caches. The hidden tests come after them. The policy's
+    code runs in the processes of the tests, so it could forge a log. `swe.verdict: report` takes the results
+    from a plugin of pytest instead; see docs/handlers.md for what remains possible.
     """
 
     reward_range = SHIPPED["swe"].reward
@@ -70,7 +70,7 @@ class SweHandler(Handler):
         tests = task.swe
         if tests is None:
             return None
-        # A diff that is an answer is the policy's, too, and so is what the sandbox suffers from it.
+        # A diff that is an answer is the policy's, too, and so is any damage that it does to the sandbox.
         protected = (lambda _path: True) if tests.submission == "answer" else protection(tests)
         return FolderChanges(_folder(tests, workdir), tests.max_bytes, protected)
 

@@ -1,4 +1,4 @@
-"""The signed report of a run of pytest, which `report_plugin` writes in the sandbox, is read and checked."""
+"""Reads and checks the signed report of a run of pytest, which `report_plugin` writes in the sandbox."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 _SILENT: Final = -9
 """A level of spython's messages at which it prints none, such as that a file is missing here."""
 _VERSION: Final = "1"
-"""It is part of every key. Another one makes all images be built again."""
+"""It is part of every key. A change of it causes all images to be built again."""
 MAX_FOLDERS: Final = 100_000
 DOCKERFILE: Final = "Dockerfile"
 
@@ -100,7 +100,7 @@ def _body(translation: Translation) -> str:
     """Return what spython makes of the instructions, after its head.
 
     Raises:
-        DockerfileRefused: This version of spython makes something else of them than it should.
+        DockerfileRefused: This version of spython translates them in another way than it should.
     """
     text, parsed = spython_definition(translation.lines)
     head, _, body = text.partition("\nStage: spython-base\n")
@@ -147,7 +147,7 @@ def spython_definition(lines: list[str]) -> tuple[str, Mapping[str, object]]:
 
 @dataclass(frozen=True, slots=True)
 class DockerfileFolder:
-    """A folder with a Dockerfile that an image is needed of."""
+    """A folder with a Dockerfile from which an image is needed."""
 
     name: str
     """What messages call it: its path below the folder that was searched, or its own name."""
@@ -170,15 +170,15 @@ class DockerfileFolder:
         except DockerfileProblem as error:
             raise DockerfileRefused(str(error), 1) from error
         except UnicodeDecodeError as error:
-            raise DockerfileRefused("Dockerfile: is no UTF-8 text", 1) from error
+            raise DockerfileRefused("Dockerfile: is not UTF-8 text", 1) from error
         return make_recipe(text, context)
 
 
 def dockerfile_folders(top: Path) -> list[DockerfileFolder]:
     """Return the folders with Dockerfiles whose images are needed, sorted.
 
-    It is `top` itself if it has a Dockerfile. Otherwise they are those of task folders: `environment` where
-    the task's `task.toml` names no image, and `tests` where a separate verifier has no image.
+    The result is `top` itself if it has a Dockerfile. Otherwise it is those of task folders: `environment`
+    where the task's `task.toml` names no image, and `tests` where a separate verifier has no image.
 
     Raises:
         DockerfileProblem: A folder cannot be read, or there are too many.

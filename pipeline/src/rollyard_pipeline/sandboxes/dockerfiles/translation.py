@@ -1,9 +1,9 @@
-"""What a Dockerfile means, in instructions that spython translates faithfully; all else is refused.
+"""What a Dockerfile means, in instructions that spython translates faithfully; everything else is refused.
 
 spython writes the words of each RUN into one script, in which a `cd` or `export` lasts and a failure before
-`&&` is overlooked, and copies all files before the first command. Docker does none of this. So every RUN
-becomes a shell of its own, every variable is exported, and files are copied to a folder from which the script
-takes them in the right order.
+`&&` is overlooked, and copies all files before the first command. Docker does none of this. Therefore every
+RUN becomes a shell of its own, every variable is exported, and files are copied to a folder from which the
+script takes them in the right order.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Translation:
     base: str = ""
     """The image of FROM, as the Dockerfile names it."""
     lines: list[str] = field(default_factory=list)
-    """The instructions for spython, one a line."""
+    """The instructions for spython, one per line."""
     script: list[str] = field(default_factory=list)
     """The lines of the build script that spython must make of them."""
     environment: list[str] = field(default_factory=list)
@@ -118,7 +118,7 @@ class _Translator:
                 else:
                     if each.keyword in ("SHELL", "ONBUILD"):
                         raise each.refused("is not translated; spython would run it as a command")
-                    raise each.refused("is no instruction of a Dockerfile")
+                    raise each.refused("is not an instruction of a Dockerfile")
             except DockerfileProblem as error:
                 raise each.refused(str(error)) from error
         if not self._translation.base:
@@ -157,9 +157,9 @@ class _Translator:
 
         base = literal(expand(words[0], lookup))
         if base == "scratch":
-            raise each.refused("scratch is no image that can be started, and spython would look it up")
+            raise each.refused("scratch is not an image that can be started, and spython would look it up")
         if not _BASE.fullmatch(base):
-            raise each.refused(f"{base[:100]!r} is no name of an image")
+            raise each.refused(f"{base[:100]!r} is not a name of an image")
         self._translation.base = base
         self._translation.lines.append(f"FROM {base}")
         self._command("umask 022")
@@ -168,7 +168,7 @@ class _Translator:
         for word in split_words(each.text):
             name, equals, default = word.partition("=")
             if not _NAME.fullmatch(name):
-                raise each.refused(f"{name[:60]!r} is no name of a variable")
+                raise each.refused(f"{name[:60]!r} is not a name of a variable")
             if not self._translation.base:
                 if not equals:
                     raise each.refused(f"{name} has no default, and nothing else gives it a value")
@@ -205,7 +205,7 @@ class _Translator:
 
         for name, value in pairs:
             if not _NAME.fullmatch(name):
-                raise each.refused(f"{name[:60]!r} is no name of a variable")
+                raise each.refused(f"{name[:60]!r} is not a name of a variable")
             self._variables[name] = expand(value, lookup)
             set_here.add(name)
             assignment = f"{name}={quoted(self._variables[name])}"

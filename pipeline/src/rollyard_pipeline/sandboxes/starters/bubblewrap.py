@@ -174,7 +174,7 @@ class BubblewrapStarter(Starter):
         self._bwrap = bwrap or shutil.which("bwrap") or "bwrap"
         self._runtime: Runtime | None = None
         self._templates = Templates(self._start_template) if templates else None
-        # A fork takes about 10 ms. Those that nobody takes in the end would cost more than they save.
+        # A fork takes about 10 ms. Forks that nobody uses in the end would cost more than they save.
         self.starts_ahead = not templates
         self._failures = 0
 

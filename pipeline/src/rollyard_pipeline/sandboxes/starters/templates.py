@@ -214,7 +214,7 @@ def source_stamp(arguments: Sequence[str]) -> tuple[Any, ...]:
 def _named(info: int) -> ProcessRef | None:
     """Return process 1 of a sandbox whose start was given up before the template named it. This blocks.
 
-    Otherwise it could run on until its lease ends. The result is None if there is no such process.
+    Otherwise it could continue to run until its lease ends. The result is None if there is no such process.
     """
     if not select.select([info], [], [], NAMED_SECONDS)[0]:
         return None

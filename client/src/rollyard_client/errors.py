@@ -42,7 +42,7 @@ class NotFound(RollyardError):
 
 
 class Conflict(RollyardError):
-    """Raised if a job of this name has another spec, a stream is closed, or a lease is lost."""
+    """Raised if a job with this name has another spec, a stream is closed, or a lease is lost."""
 
     reason = "Conflict"
 
@@ -57,7 +57,7 @@ class CursorGone(RollyardError):
 
 
 class CursorBeyondEnd(Conflict):
-    """Raised if the cursor comes after more results than the job has, so it belongs to another job."""
+    """Raised if the cursor is beyond the job's results, so it belongs to another job."""
 
     reason = "CursorBeyondEnd"
 
@@ -99,7 +99,7 @@ class ServerUnavailable(RollyardError):
 
 
 class AnswerInvalid(RollyardError):
-    """Raised if an answer of the server has another form than its media type says."""
+    """Raised if an answer of the server does not have the form that its media type says."""
 
     reason = "AnswerInvalid"
 
@@ -111,7 +111,7 @@ class WaitTimeout(RollyardError):
 
 
 class ContextError(RollyardError):
-    """Raised if no address or token of a server was given, or if the context file cannot be read."""
+    """Raised if no address or token of a server was given, or the context file cannot be read."""
 
     reason = "NoContext"
 
@@ -123,7 +123,7 @@ class TokenizerDiffers(RollyardError):
 
 
 class MissingLibrary(RollyardError):
-    """Raised if a library is needed that the light client does without. The message names its extra."""
+    """Raised if an optional library is needed but not installed. The message names its extra."""
 
     reason = "MissingLibrary"
 

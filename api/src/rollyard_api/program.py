@@ -139,7 +139,7 @@ def _refused(problem: Exception | str) -> int:
 
 
 def tls_problem(certificate: Path | None, key: Path | None) -> str | None:
-    """Return why HTTPS cannot be served with this certificate and key, or None if it can or both lack."""
+    """Return why HTTPS cannot be served with these files, or None if it can or neither is given."""
     if certificate is None or key is None:
         alone = certificate is not None or key is not None
         return "--tls-cert and --tls-key belong together: give both or none" if alone else None

@@ -103,7 +103,8 @@ class TaskReader:
         Raises:
             Invalid: The installer's list does not contain the URL, or a place that it leads to; or the file
                 cannot be read in time, or a line is refused and not skipped. In each case, the whole list is
-                refused. LimitReached, Unavailable: Too many files are being read.
+                refused.
+            LimitReached, Unavailable: Too many files are being read.
         """
         specs = await self._specs(options, namespace)
         most = self._limits.file_bytes

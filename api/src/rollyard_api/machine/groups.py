@@ -33,7 +33,7 @@ class GroupResult(Struct, frozen=True):
     reason: str | None
     """Why the group is not delivered, in CamelCase, or None."""
     discarded_tokens: int
-    """The sampled tokens that are known to be of no use, because the group is not informative."""
+    """The known sampled tokens that are of no use, because the group is not informative."""
 
 
 class Tally(Struct):

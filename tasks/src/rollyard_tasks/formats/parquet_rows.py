@@ -142,6 +142,6 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    # Of processes that end in the usual way, Arrow aborts one in 400 after all rows were written ("terminate
-    # called without an active exception").
+    # Arrow aborts one in 400 of the processes that end in the usual way, after all rows were written
+    # ("terminate called without an active exception").
     os._exit(main())

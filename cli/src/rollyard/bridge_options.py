@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from rollyard_slurm.options import BridgeOptions
 
 SLURM: Final = "Slurm"
-JOINING: Final = "A control plane that runs already"
+JOINING: Final = "A running control plane"
 
 
 def bridge_home(home: Path | None) -> Home:
@@ -78,7 +78,7 @@ class BridgeCommandOptions(PlaneOptions):
     rest_url: Annotated[
         str,
         Option(
-            "slurmrestd in place of Slurm's commands: unix:/PATH or http://HOST:PORT", SLURM, metavar="URL"
+            "slurmrestd instead of Slurm's commands: unix:/PATH or http://HOST:PORT", SLURM, metavar="URL"
         ),
     ] = ""
     command_timeout: Annotated[float, Field(ge=1, le=600), Option("Seconds for one Slurm command", SLURM)] = (
@@ -89,7 +89,7 @@ class BridgeCommandOptions(PlaneOptions):
     ] = 16
 
     join: Annotated[
-        str, Option("Use a control plane that runs, beside its other drivers", JOINING, metavar="URL")
+        str, Option("Use a running control plane, alongside its other drivers", JOINING, metavar="URL")
     ] = ""
     namespaces: Annotated[
         tuple[str, ...],
@@ -102,7 +102,7 @@ class BridgeCommandOptions(PlaneOptions):
     ] = ()
     all_namespaces: Annotated[
         bool,
-        Option("With --join: serve those of every namespace. Their authors can run programs as you", JOINING),
+        Option("With --join: serve those of every namespace; their authors can run programs as you", JOINING),
     ] = False
     token_file: Annotated[
         Path | None,
@@ -127,13 +127,13 @@ class BridgeCommandOptions(PlaneOptions):
             "Address to listen on; `unix`: a socket, for one node",
             HTTP,
             metavar="ADDRESS",
-            default="that of this host in the cluster",
+            default="this host's address in the cluster",
         ),
     ] = ""
     advertise: Annotated[
         str, Option("Host name that the nodes use", HTTP, metavar="HOST", default="--listen")
     ] = ""
-    port: Annotated[Port, Option("Port", HTTP, default="that of the last run, else a free one")] = 0
+    port: Annotated[Port, Option("Port", HTTP, default="the port of the last run, else a free one")] = 0
 
     sandbox: Annotated[
         Literal["apptainer", "bubblewrap", "process"],
@@ -179,7 +179,7 @@ class BridgeCommandOptions(PlaneOptions):
 
 
 def bridge_options(options: BridgeCommandOptions) -> BridgeOptions:
-    """Return the options of the bridge for those of its command.
+    """Return the options of the bridge from those of its command.
 
     Raises:
         UsageProblem: Options contradict each other, or one of them has a value that cannot be used.
@@ -243,7 +243,7 @@ def bridge_options(options: BridgeCommandOptions) -> BridgeOptions:
 
 
 def _refuse_options_of_a_plane(options: BridgeCommandOptions) -> None:
-    """Refuse options of a control plane that is not the bridge's.
+    """Refuse options of a control plane that is not the bridge's own.
 
     Those of traces and logs are the bridge's and its workers' as well.
     """
@@ -282,8 +282,8 @@ def _sandbox_options(options: BridgeCommandOptions, home: Path) -> list[str]:
 def _allowed_images(options: BridgeCommandOptions) -> list[str]:
     """Return the workers' options about the images that jobs may name.
 
-    Whoever uses a control plane of this bridge holds this user's token. Authors of a control plane that the
-    bridge joins do not, and an image shows them files of this user.
+    Whoever uses the bridge's own control plane holds this user's token. Authors of a control plane that the
+    bridge joins do not, and an image may show them files of this user.
     """
     entries = list(options.allow_images) or (["none"] if options.join else [])
     words = []

@@ -25,7 +25,7 @@ class UsageProblem(CliError):
 
 
 class LookupFailed(CliError):
-    """Raised if there is no object or file of that name."""
+    """Raised if there is no object or file with that name."""
 
     reason = "NotFound"
 

@@ -44,7 +44,7 @@ class NotFound(RollyardError):
 
 
 class Conflict(RollyardError):
-    """Raised if a job of this name has another spec, a stream is closed, or a lease is lost."""
+    """Raised if a job with this name has another spec, a stream is closed, or a lease is lost."""
 
     reason = "Conflict"
 
@@ -91,7 +91,7 @@ class ServerUnavailable(RollyardError):
 
 
 class AnswerInvalid(RollyardError):
-    """Raised if an answer of the server has another form than its media type says."""
+    """Raised if an answer of the server does not have the form that its media type says."""
 
     reason = "AnswerInvalid"
 
@@ -103,7 +103,7 @@ class WaitTimeout(RollyardError):
 
 
 class ContextError(RollyardError):
-    """Raised if no address or token of a server was given, or if the context file cannot be read."""
+    """Raised if no address or token of a server was given, or the context file cannot be read."""
 
     reason = "NoContext"
 

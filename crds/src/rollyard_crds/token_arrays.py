@@ -1,8 +1,8 @@
 """Token lists as raw arrays, the form in which they go from a worker to the store and to trainers.
 
-Numbers are little-endian arrays, whose type is that of numpy's notation: the narrowest of `<u1`, `<u2` and
-`<u4`, or `<f4` and `<f8`, that holds every number exactly. Policy versions are runs of equal labels. A list
-of 8,192 tokens is packed, checked and unpacked in a fraction of the time that its JSON takes.
+Numbers are little-endian arrays. Their type, in numpy's notation, is the narrowest of `<u1`, `<u2` and `<u4`,
+or of `<f4` and `<f8`, that holds every number exactly. Policy versions are runs of equal labels. A list of
+8,192 tokens is packed, checked and unpacked in a fraction of the time that its JSON takes.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _INTEGERS: Final[tuple[Dtype, ...]] = ("<u1", "<u2", "<u4")
 """The narrowest first. A list that does not fit is noticed at its first number that is too large."""
 _FLOATS: Final = ("<f4", "<f8")
 _MAX_RUN: Final = 1 << 32
-"""The largest number of tokens in a run. No list is as long, and sums of such numbers are no problem."""
+"""The largest number of tokens in a run. No list is that long, and sums of such numbers do no harm."""
 ID_END: Final = 1 << 32
 """Token ids are smaller than this, in every vocabulary and in the arrays that hold them."""
 _FLIP: Final = bytes.maketrans(b"\x00\x01", b"\x01\x00")
@@ -166,7 +166,7 @@ class PackedSegment(Record):
     """The token lists of one segment as arrays; see `Segment` for what they say.
 
     Raises:
-        pydantic.ValidationError: lengths differ, or a number is none that a trajectory can have.
+        pydantic.ValidationError: lengths differ, or a number is one that no trajectory can have.
     """
 
     prompt_ids: TokenArray
@@ -208,7 +208,7 @@ class PackedSegment(Record):
         logprobs: Sequence[float],
         policy_versions: Sequence[str],
     ) -> PackedSegment:
-        """Return lists as a segment, which is checked by who receives it.
+        """Return lists as a segment, which its receiver checks.
 
         Raises:
             ValueError: An integer is negative, or needs more than 32 bits.

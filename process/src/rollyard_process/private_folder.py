@@ -2,7 +2,7 @@
 
 A folder in a place that others can write to, such as `/tmp`, is private only if nobody else can have made it
 beforehand and nobody else can move it away later. Both are checked here from the root folder on, one open
-descriptor after the other, so that a link that is put in the way between two steps is noticed.
+descriptor after the other, so that a link that is put there between two steps is noticed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _OPEN: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 def make_private_folder(path: Path) -> None:
-    """Make a folder that is private to this user, with the folders on the way to it; see the other function.
+    """Make a folder that is private to this user, and the folders on the way to it.
 
     Raises:
         PermissionError: another user could reach or replace it; the message names the folder at fault.
@@ -32,8 +32,8 @@ def open_private_folder(path: Path) -> int:
     """Return a descriptor of a folder of mode 0700 that belongs to this user, and make it if it is missing.
 
     Every folder on the way must belong to root or to this user. It may be writable by others only if it is
-    sticky, as `/tmp` is, so that they cannot move what is not theirs. Symbolic links on the way must belong
-    to root or to this user, and the folder itself must be no link. A folder of this user that others may
+    sticky, as `/tmp` is, so that others cannot move what is not theirs. Symbolic links on the way must belong
+    to root or to this user, and the folder itself must not be a link. A folder of this user that others may
     enter becomes mode 0700.
 
     Raises:
@@ -77,11 +77,11 @@ def open_private_folder(path: Path) -> int:
 
 
 def _made(name: str, descriptor: int) -> os.stat_result:
-    """Return what has this name. Where there is nothing, a folder is made."""
+    """Return what has this name. If there is nothing, make a folder."""
     try:
         return os.stat(name, dir_fd=descriptor, follow_symlinks=False)
     except FileNotFoundError:
-        # Another process of this user may be faster, or somebody else, which the checks tell.
+        # Another process of this user may be faster, or somebody else, which the checks find out.
         with contextlib.suppress(FileExistsError):
             os.mkdir(name, 0o700, dir_fd=descriptor)
         return os.stat(name, dir_fd=descriptor, follow_symlinks=False)
@@ -104,7 +104,7 @@ def _check(status: os.stat_result, folder: Path, trusted: frozenset[int]) -> Non
 
 
 def _own_group(group: int) -> bool:
-    """Return whether it is the group that many systems make for each user, with that user as only member."""
+    """Return whether this is the group that many systems make for each user, who is its only member."""
     import grp
     import pwd
 
@@ -117,7 +117,7 @@ def _own_group(group: int) -> bool:
 
 
 def _trusted() -> frozenset[int]:
-    """Return the numbers of this user and of root.
+    """Return the user IDs of this user and of root.
 
     In a user namespace without a root of its own, root is seen as the overflow user.
     """

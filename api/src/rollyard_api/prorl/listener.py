@@ -21,7 +21,7 @@ from rollyard_api.prorl.config import ProrlConfig, read_config
 from rollyard_api.service import ControlPlane
 
 FURTHER_CONNECTIONS: Final = 256
-"""The connections beside those of waiting /process calls."""
+"""The number of connections in addition to those of waiting /process calls."""
 SHUTDOWN_SECONDS: Final = 2
 
 
@@ -36,7 +36,7 @@ class ProrlListener:
 
 
 class _Server(uvicorn.Server):
-    """A server beside the control plane's own, which alone handles signals."""
+    """A second server, which leaves signals to the control plane's own."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:

@@ -1,4 +1,4 @@
-"""What comes before the database is opened: a lock on the state folder, and a schema that is up to date.
+"""The steps before the database is opened: locking the state folder, and bringing the schema up to date.
 
 An empty database gets the tables that `schema.metadata` describes, and the revision of the last
 migration. A migration therefore only changes a database that an earlier release has made.
@@ -67,7 +67,7 @@ def upgrade(engine: Engine) -> None:
     """Create all tables in an empty database, or run the migrations that it lacks, in one transaction.
 
     Raises:
-        ControlPlaneError: The database is that of a version which this one does not know.
+        ControlPlaneError: The database is that of a version that this one does not know.
     """
     known = revisions()
     with engine.begin() as connection:

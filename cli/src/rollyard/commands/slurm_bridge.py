@@ -1,6 +1,6 @@
 """The commands of `rollyard slurm-bridge`.
 
-They run the bridge in this terminal or in the background, print its batch scripts, and end it or show it.
+They run the bridge in this terminal or in the background, print its batch scripts, end it, or show it.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ def up(
 ) -> None:
     """Start the control plane here, and workers and backends as Slurm jobs.
 
-    Ctrl-C or `down` ends them all; SIGTERM ends the bridge alone, and the next `up` on the same
-    home finds its Slurm jobs again.
+    Ctrl-C or `down` ends all of it; SIGTERM ends the bridge alone, and the next `up` on the same home finds
+    its Slurm jobs again.
     """
     if not arguments["join"]:
         require("`rollyard slurm-bridge up`", "slurm", "api")
@@ -142,9 +142,9 @@ def print_scripts(options: BridgeOptions, files: tuple[Path, ...]) -> None:
 
 
 def require_extras(options: BridgeOptions, engine: str) -> None:
-    """Check that the packages are installed which the bridge, its control plane and its jobs need.
+    """Check that the packages that the bridge, its control plane and its jobs need are installed.
 
-    Jobs whose profile names another Python bring their own.
+    Jobs whose profile names another Python use the packages of that one.
 
     Raises:
         UsageProblem: A package is missing.

@@ -38,10 +38,10 @@ WORKER: Final = WORKER_MODULE[1]
 ENGINE: Final = ENGINE_MODULE[1]
 """The package that is run as the embedded engine."""
 HAND_OVER_SECONDS: Final = 6.0
-"""A stage worker gets a second SIGTERM so many seconds before its grace ends. It then gives back the rollouts
-that it holds at once."""
+"""A stage worker gets a second SIGTERM this many seconds before its grace period ends. It then immediately
+gives back the rollouts that it holds."""
 PORT_CHECK_SECONDS: Final = 0.1
-"""The time between two checks whether an embedded engine has written its port, in seconds."""
+"""The time between two checks for the port of an embedded engine, in seconds."""
 
 
 @dataclass(slots=True)
@@ -56,7 +56,7 @@ class _Entry:
     probe: asyncio.Task[None] | None = None
     health: BackendHealth = field(default_factory=BackendHealth)
     blocked: bool = False
-    """Whether nothing was started because this machine lacks something, which `failure` names."""
+    """Whether nothing was started because this machine lacks something that `failure` names."""
     draining_since: datetime | None = None
     port: int = 0
     """The port that was chosen for a vLLM server."""
@@ -76,7 +76,7 @@ class _Entry:
 
 @dataclass(frozen=True, slots=True)
 class BackendNote:
-    """How a backend fares."""
+    """The health of a backend."""
 
     name: str
     owner: Owner
@@ -106,7 +106,7 @@ class Fleet:
         url: The base URL of the control plane.
         http: The client that asks for the health of backends.
         wake: Called when something has changed, so that the next pass starts early.
-        ready: The processes that stand ready.
+        ready: The ready processes.
         worker_token: Returns the token of the workers of a RolloutJob.
     """
 
@@ -143,7 +143,7 @@ class Fleet:
         )
 
     def backends(self) -> list[BackendNote]:
-        """Return how each backend fares that is not being stopped."""
+        """Return the health of each backend that is not being stopped."""
         notes = []
         for name, entry in self._entries.items():
             observed = self._observe(entry)
@@ -197,7 +197,7 @@ class Fleet:
         )
 
     async def carry_out(self, owner: Owner, plan: Plan[Any]) -> None:
-        """Start, drain and stop what the plan of one owner says. Stopping continues in the background."""
+        """Start, drain and stop what the plan for one owner says. Stopping continues in the background."""
         for stop in plan.stop:
             self.stop(stop)
         for name, entry in self._entries.items():
@@ -285,7 +285,7 @@ class Fleet:
         ]
 
     def stop(self, stop: Stop) -> None:
-        """End a workload within its grace, in the background. One that has ended is removed."""
+        """End a workload within its grace period, in the background. One that has ended is removed."""
         entry = self._entries.get(stop.name)
         if entry is None or entry.stopping is not None:
             return
@@ -311,7 +311,7 @@ class Fleet:
         self._wake()
 
     async def stop_all(self, kind: str, grace_seconds: float) -> None:
-        """End all workloads of a kind at the same time, within the grace and five seconds."""
+        """End all workloads of a kind at the same time, within the grace period and five seconds."""
         ending = [entry for entry in self._entries.values() if entry.workload.kind == kind]
         for entry in ending:
             if entry.stopping is not None:

@@ -48,14 +48,14 @@ WORKER_IMPORTS: Final = (
     "encodings.idna",
     "encodings.unicode_escape",
 )
-"""The modules that a stage worker imports with its first requests."""
+"""The modules that a stage worker imports for its first requests."""
 ENGINE_IMPORTS: Final = ("rollyard_engine.server", "onnxruntime_genai", "jinja2.filters")
 """The modules that the engine imports after it has read its arguments."""
 PLANE_IMPORTS: Final = ("uvloop", "httptools", "anyio.streams.tls")
 """The modules that the control plane imports when it begins to serve."""
 REPLACEMENTS_AFTER: Final = 30.0
-"""The seconds after which a control plane, an engine and a second worker stand ready. What has just begun
-needs the processor more. After one that dies sooner, the next one stands ready at once."""
+"""The seconds after which a ready control plane, engine and second worker are started. What has just begun
+needs the processor more. If one of them dies earlier, its successor is made ready at once."""
 PROFILE: Final = Profile(
     combine_stages=True, backoff_seconds=0.5, backoff_cap_seconds=30.0, stable_seconds=60.0
 )
@@ -112,16 +112,16 @@ def _tokenizer(options: Options) -> str:
 
 
 def _known(options: Options) -> tuple[str, ...]:
-    """Return the options of workers that hold for every job: their sandboxes and the usual tokenizer."""
+    """Return the options of workers that apply to every job: their sandboxes and the usual tokenizer."""
     run_dir = Home(options.home).run
     known = ("--run-dir", str(run_dir), *options.sandbox_arguments())
     return (*known, "--chat-format", _tokenizer(options))
 
 
 def ready_programs(options: Options) -> tuple[Program, ...]:
-    """Return the programs of which processes stand ready.
+    """Return the programs for which there are ready processes.
 
-    With `--ready-workers 0` there are none. Otherwise a control plane stands ready too, after a while, and an
+    With `--ready-workers 0` there are none. Otherwise there is also a control plane, after a while, and an
     engine if the backends are embedded engines, so that each of them is restarted quickly.
     """
     if options.ready_workers == 0:
@@ -150,7 +150,7 @@ class Supervisor:
         self._wake = asyncio.Event()
         self._stop = asyncio.Event()
         self._troubles: dict[str, str] = {}
-        """The last end of each backend that was reported."""
+        """The last reported end of each backend."""
         self._noted: dict[str, Any] = {}
 
     def stop(self) -> None:
@@ -171,7 +171,7 @@ class Supervisor:
             self._home.backends_file.unlink(missing_ok=True)
             self._home.write_supervisor(os.getpid())
             try:
-                # Its own control plane may have a certificate that ROLLYARD_CA_FILE vouches for.
+                # Its own control plane may have a certificate whose authority is in ROLLYARD_CA_FILE.
                 trusted = verify(Context("https:" if self._options.tls_cert else "http:", ""))
                 async with (
                     httpx.AsyncClient(trust_env=False) as http,
@@ -236,7 +236,7 @@ class Supervisor:
         return lambda owner: job_token(plane.token("worker"), owner.namespace, owner.name, owner.uid)
 
     def _note_backends(self, fleet: Fleet) -> None:
-        """Report what ends backends, once for each end of another kind, and note how their start fares."""
+        """Report why backends end, once for each different end, and note how their start proceeds."""
         backends = fleet.backends()
         for backend in backends:
             if backend.trouble and self._troubles.get(backend.name) != backend.trouble:
@@ -278,7 +278,7 @@ class Supervisor:
 
     async def _loop(self, driver: Driver, fleet: Fleet) -> None:
         async def run_pass() -> None:
-            # This comes before the pass, which starts a backend again that has ended.
+            # This comes before the pass, which restarts a backend that has ended.
             self._note_backends(fleet)
             await driver.run_pass(datetime.now(UTC))
 
@@ -298,7 +298,7 @@ async def end_sandboxes(home: Home, provider_name: str, url: str, token: str) ->
     """End every sandbox of this home, after the control plane has queued the rollouts that need them at Init.
 
     A sandbox that cannot be removed ends when its own lease expires. A control plane that does not answer is
-    left alone: an attempt fails then for each of these rollouts.
+    left alone: an attempt of each of these rollouts then fails.
     """
     if not (home.run / "sandboxes").is_dir():
         return

@@ -105,7 +105,7 @@ def prepare(options: QuickstartOptions) -> RolloutJob:
 
 
 def fresh_home(path: Path) -> Home:
-    """Return the home after the files of an earlier quickstart were removed from it.
+    """Return the home, from which the files of an earlier quickstart were removed.
 
     Raises:
         HostError: A quickstart runs there now.
@@ -120,7 +120,7 @@ def fresh_home(path: Path) -> Home:
 
 @contextlib.contextmanager
 def running(home: Home, options: QuickstartOptions, further: Sequence[str] = ()) -> Iterator[None]:
-    """Run `rollyard up` as a child process. It is stopped when the block ends, also by an exception.
+    """Run `rollyard up` as a child process. It is stopped when the block ends, even by an exception.
 
     Raises:
         StartFailed: It ended, or it was not ready in time.
@@ -140,7 +140,7 @@ def running(home: Home, options: QuickstartOptions, further: Sequence[str] = ())
         wait_ready(process, log, "`rollyard up`", lambda: read_json(home.context_file), START_SECONDS)
         yield
     finally:
-        # Ctrl-C, SIGTERM and SIGHUP are ignored, because this already stops what they would stop.
+        # Ctrl-C, SIGTERM and SIGHUP are ignored, because this block already stops what they would stop.
         with _handled(signal.SIG_IGN, signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             process.terminate()
             try:
@@ -154,7 +154,7 @@ def running(home: Home, options: QuickstartOptions, further: Sequence[str] = ())
 def _handled(
     handler: Callable[[int, FrameType | None], None] | signal.Handlers, *numbers: signal.Signals
 ) -> Iterator[None]:
-    """Handle signals by `handler` during the block, and after it as before it."""
+    """Handle signals with `handler` during the block, and restore the old handlers after it."""
     before = {number: signal.signal(number, handler) for number in numbers}
     try:
         yield
@@ -279,7 +279,7 @@ def conclude(
 
 
 def _short(path: Path) -> str:
-    """Return the path, relative to the working folder if it is inside that."""
+    """Return the path, relative to the working folder if it is inside it."""
     with contextlib.suppress(ValueError):
         return str(path.resolve().relative_to(Path.cwd()))
     return str(path)

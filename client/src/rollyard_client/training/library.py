@@ -9,7 +9,7 @@ from rollyard_client.errors import RollyardError
 
 
 def library(name: str) -> Any:
-    """Return a library that the client does without until it is needed.
+    """Return a library that is imported only now.
 
     Raises:
         RollyardError: It is not installed. The message names the extra of Rollyard that has it.

@@ -1,8 +1,8 @@
 """The export of spans: OTLP over HTTP with protobuf, in batches, from a thread of its own.
 
-OpenTelemetry is imported when an export is opened, and never else. A receiver that is down, slow or hostile
-costs the process nothing but this thread: a full queue drops spans and counts them, and of an answer at most
-MAX_ANSWER_BYTES are read.
+OpenTelemetry is imported only when an export is opened. A receiver that is down, slow or hostile costs the
+process nothing but this thread: a full queue drops spans and counts them, and at most MAX_ANSWER_BYTES of an
+answer are read.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ MAX_ANSWER_BYTES: Final = 4096
 MAX_TEXT: Final = 256
 """The largest number of characters in a name or an attribute of a span."""
 DROP_REASONS: Final = ("closed", "not_taken", "queue_full")
-"""Why a span is dropped: the process ends, the receiver does not take it, or too many spans wait."""
+"""Why a span is dropped: the process is ending, the receiver does not take it, or too many spans wait."""
 _SELDOM_SECONDS: Final = 60.0
 _LOGGERS: Final = (
     "opentelemetry.exporter.otlp.proto.http.trace_exporter",
@@ -113,7 +113,7 @@ class SpanExport:
                 self._inner.shutdown()
 
         for name in _LOGGERS:
-            # A receiver that is down for hours is no reason for a line in the log each second.
+            # A receiver that is down for hours must not cause a log line each second.
             logging.getLogger(name).addFilter(_Seldom())
         return BatchSpanProcessor(
             Counted(),
@@ -160,7 +160,7 @@ class SpanExport:
             self._dropped["not_taken"] += spans
 
     def close(self, seconds: float = CLOSE_SECONDS) -> None:
-        """Send what waits, and wait for it so many seconds at most. Later spans are dropped."""
+        """Send what waits, within this many seconds. Later spans are dropped."""
         if self._closed:
             return
         self._closed = True
@@ -228,7 +228,7 @@ def _plain(value: Value) -> Value:
 
 
 class _Seldom(logging.Filter):
-    """Passes a record a minute."""
+    """Passes one record a minute."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -243,7 +243,7 @@ class _Seldom(logging.Filter):
 
 
 def are_installed() -> bool:
-    """Return whether OpenTelemetry's libraries are installed. Nothing of them stays imported."""
+    """Return whether OpenTelemetry's libraries are installed. None of them stays imported."""
     try:
         return all(find_spec(name) is not None for name in _MODULES)
     except ModuleNotFoundError:
@@ -271,7 +271,7 @@ def _bounded_session() -> Any:
                 raise
             answer.raw = io.BytesIO(content[:MAX_ANSWER_BYTES])
             if 300 <= answer.status_code < 400:
-                # The exporter follows no redirect, and would take one for a success.
+                # The exporter does not follow a redirect, and would take it for a success.
                 raise requests.exceptions.TooManyRedirects(f"the receiver answered {answer.status_code}")
             return answer
 
@@ -288,7 +288,8 @@ def exporting(
         options: The receiver and the fraction of groups that are traced.
         service: The name of the service.
         instance: The name of the process.
-        required: Whether a flag asks for traces, not only a variable that may be meant for other programs.
+        required: Whether a flag asks for traces, and not just a variable that may be meant for other
+            programs.
 
     Raises:
         TraceOptionError: The extra `traces` is not installed, and a flag asks for traces.

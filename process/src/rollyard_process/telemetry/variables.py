@@ -1,4 +1,4 @@
-"""The environment variables of traces and log lines, and the check of a receiver's URL. This is pure."""
+"""The environment variables of traces and log lines, and the check of a receiver's URL. It is pure."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def checked_url(url: str, name: str) -> str:
     """Return the URL of a receiver.
 
     Raises:
-        TraceOptionError: It is no such URL; the message begins with `name`.
+        TraceOptionError: It is not such a URL; the message begins with `name`.
     """
     if not _URL.fullmatch(url) or len(url) > 2048:
         raise TraceOptionError(
@@ -52,7 +52,7 @@ def trace_variables(endpoint: str, sample: float | None, form: str | None) -> di
     Options that are not given stay as the driver's own environment has them.
 
     Raises:
-        TraceOptionError: The endpoint is no URL of a receiver.
+        TraceOptionError: The endpoint is not the URL of a receiver.
     """
     variables = {OWN_ENDPOINT: checked_url(endpoint, "--otlp-endpoint")} if endpoint else {}
     if sample is not None:

@@ -1,8 +1,8 @@
 """The format `harbor`: task folders with task.toml, instruction.md, tests and a solution.
 
 A row is `path`, which names the task, and `task_binary`, the folder as a tar archive. `rollyard submit` and
-`rollyard validate` make such rows of a folder of task folders. Data sets on Hugging Face have the same rows.
-The row of a folder that cannot be packed says why, as `refused`, in place of the archive.
+`rollyard validate` make such rows from a folder of task folders. Data sets on Hugging Face have the same
+rows. The row of a folder that cannot be packed says why, as `refused`, instead of the archive.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def _archive(row: Row) -> str:
 
 
 def _contents(text: str) -> dict[str, tuple[bytes, bool]]:
-    """Return the files of an archive. A folder that holds everything else is left out of their paths."""
+    """Return the files of an archive. A top folder that holds all of them is left out of their paths."""
     contents = unpack(text)
     tops = {path.partition("/")[0] for path in contents}
     if len(tops) == 1 and "task.toml" not in contents:
@@ -85,7 +85,7 @@ def folder_rows(top: Path) -> Iterator[dict[str, str]]:
     """Yield a row for each task folder below `top`, or the row of `top` if it is a task folder itself.
 
     Task folders are those with a `task.toml`, at any depth. Symbolic links are not followed. A task folder
-    that cannot be read, or that holds a link or too much, is a row that says so.
+    that cannot be read, or that holds a link or too much, yields a row that says so.
 
     Raises:
         FileRefused: There are too many folders, or one above them cannot be read.

@@ -1,7 +1,7 @@
-"""Task folders as archives: a folder of this machine is packed, and an archive is read in memory.
+"""Task folders as archives: a folder on this machine is packed, and an archive is read in memory.
 
-Neither ever reads or writes a file outside of the folder. Links are refused, and an archive is never unpacked
-to a disk.
+Neither reads or writes a file outside of the folder. Links are refused, and an archive is never unpacked to
+disk.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from rollyard_crds.fields.harbor import MAX_BYTES, MAX_FILES, path_problem
 from rollyard_tasks.row_texts import FileRefused
 
 _MAX_ARCHIVE: Final = MAX_BYTES + (MAX_FILES + 64) * 2048
-"""The largest size of an archive after decompression, in bytes. Each file has a head and padding."""
+"""The largest size of an archive after decompression, in bytes. Each file has a header and padding."""
 
 
 Contents = dict[str, tuple[bytes, bool]]
@@ -29,7 +29,7 @@ Contents = dict[str, tuple[bytes, bool]]
 
 
 def read_folder(folder: Path) -> Contents:
-    """Return the files of a task folder of this machine.
+    """Return the files of a task folder on this machine.
 
     Raises:
         FileRefused: The folder holds a symbolic link or a special file, cannot be read, or is too large.
@@ -108,10 +108,10 @@ def pack(contents: Contents) -> str:
 
 
 def unpack(text: str) -> Contents:
-    """Return the files in an archive that may be hostile: a tar file in base64, compressed with gzip or not.
+    """Return the files in an archive that may be hostile: a tar file in base64, with or without gzip.
 
     Raises:
-        FileRefused: The text is no such archive, or the archive holds links or special files, leads out of
+        FileRefused: The text is not such an archive, or the archive holds links or special files, leads out of
             the folder, or is too large.
     """
     try:

@@ -28,7 +28,7 @@ from rollyard_api.storage.view_tables import ended_groups, ended_rollouts, job_s
 from rollyard_api.views.job.statistics import Statistics
 
 BATCH: Final = 500
-"""The number of rollouts and of groups that one transaction folds. Requests of others run in between."""
+"""The number of rollouts and of groups that one transaction folds. Other requests run in between."""
 RATE_SECONDS: Final = 10
 """The width of a bucket of the fleet's rates, in seconds."""
 RATE_KEPT: Final = 900
@@ -84,7 +84,7 @@ def behind(conn: Connection, job_id: int | None = None) -> list[int]:
     """Return the numbers of the jobs with ended rollouts or groups that are not folded yet.
 
     Args:
-        job_id: The only job that is looked at, or None for all.
+        job_id: The only job that is considered, or None for all.
     """
     query = (
         sa.select(jobs.c.id)
@@ -145,7 +145,7 @@ def _fold_rollouts(tx: Transaction, job_id: int, document: bytes, ended: Sequenc
             bucket[1] += row.tokens
     tx.conn.execute(sa.insert(ended_rollouts), rows)
     if recent:
-        # Two replicas take the buckets in the same order, since they could deadlock otherwise.
+        # Two replicas take the buckets in the same order, because they could deadlock otherwise.
         added = [{"start": start, "rollouts": n, "tokens": t} for start, (n, t) in sorted(recent.items())]
         tx.conn.execute(_RATES[tx.sqlite], added)
         tx.conn.execute(sa.delete(rates).where(rates.c.start < int(tx.now) - 2 * RATE_KEPT))
@@ -202,14 +202,14 @@ class Folding:
                 raise
 
     async def fold(self, job_id: int, batches: int = 1_000_000) -> None:
-        """Fold what is left of one job, in at most so many transactions."""
+        """Fold what is left of one job, in at most this many transactions."""
         for _ in range(batches):
             if not await self._database.write(partial(fold, job_id=job_id), durable=False):
                 return
 
 
 def statistics(conn: Connection, job: JobRow, labels: Mapping[int, str]) -> dict[str, Any]:
-    """Return the statistics of a job as the API answers them.
+    """Return the statistics of a job as the API returns them.
 
     Args:
         labels: The policy version of each index that is known.

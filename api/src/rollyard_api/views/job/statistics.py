@@ -1,6 +1,6 @@
-"""The statistics of a job, which grow by each rollout that ends and are kept, instead of counted when asked.
+"""The statistics of a job, which are updated as rollouts end instead of being counted for each request.
 
-They are bounded: the newest policy versions, a fixed number of buckets of time that grow wider, and the most
+They are bounded: the newest policy versions, a fixed number of time buckets that grow wider, and the most
 frequent reasons.
 """
 
@@ -22,7 +22,7 @@ BINS: Final = 20
 
 
 class Sketch(Struct):
-    """A histogram of any numbers in bounded room, which needs no range before it sees them.
+    """A histogram of any numbers in bounded space, which need not know their range in advance.
 
     Numbers are counted by the nearest multiple of a step, a power of two. The step doubles whenever more than
     MAX_KEYS multiples are in use, and the counts are merged. Rewards are usually a few values from 0 to 1,
@@ -63,7 +63,7 @@ class Sketch(Struct):
     def histogram(self) -> dict[str, Any]:
         """Return {bins, min, max, n, mean, zeros, ones}: BINS counts of equal parts of min..max.
 
-        A number is counted at most half a step away from where it is. If all numbers are equal, the first
+        A number is counted at most half a step away from its value. If all numbers are equal, the first
         bin has all of them.
         """
         bins = [0] * BINS
@@ -212,7 +212,7 @@ class Statistics(Struct):
         self.failures[reason] = Failures(n, stage or "", row.id, (row.message or "")[:MAX_MESSAGE])
 
     def view(self, labels: Mapping[int, str]) -> dict[str, Any]:
-        """Return the statistics as the API answers them.
+        """Return the statistics as the API returns them.
 
         Args:
             labels: The policy version of each index that is known.

@@ -99,11 +99,7 @@ async def test_full_trajectory_store(sqlite: Settings, tiny: Path) -> None:
             return answer.status_code == 200
 
         await eventually(taken)
-
-        async def stored() -> bool:
-            return await served.plane.archive.unstored() == 0
-
-        await eventually(stored)
+        await served.until_stored()
         records = (await served.admin.get(path, params={"limit": 1000})).content.splitlines()
         assert len(records) == 12
         parts = b"".join(file.read_bytes() for file in tiny.rglob("*.ndjson")).splitlines()

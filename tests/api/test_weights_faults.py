@@ -371,8 +371,7 @@ async def test_stale_rollouts(
         answer = await served.admin.post("/v1/rolloutjobs", json=manifest)
         assert answer.status_code == 201, answer.text
         worker = Worker(served.worker)
-        await worker.complete(*[worker.result(one) for one in await worker.lease(init=3)])
-        held = await worker.lease(run=3)
+        held = await worker.reach("run", 3)
         assert len(held) == 3
         assert await worker.complete(worker.result(held[0])) == ["accepted"]  # It waits for Eval.
         for number in range(lag):
@@ -458,9 +457,8 @@ async def _on_pools(served: Any, **lags: int | None) -> dict[str, Any]:
         assert (await served.admin.post("/v1/rolloutjobs", params=query, json=manifest)).status_code == 201
     worker = Worker(served.worker)
     count = 2 * len(lags)
-    await worker.complete(*[worker.result(one) for one in await worker.lease(init=count)])
     held: dict[str, Any] = {job: [] for job in lags}
-    for lease in await worker.lease(run=count):
+    for lease in await worker.reach("run", count):
         held[lease["job"]].append(lease)
     assert {job: len(leases) for job, leases in held.items()} == dict.fromkeys(lags, 2)
     return held
@@ -544,11 +542,9 @@ async def test_in_flight_restart_fences_what_is_in_run(
 ) -> None:
     async with serving(settings, **quick(settings)) as served:
         await made(served.admin, [server.url for server in servers])
-        manifest = make_manifest(backendRef={"name": "p"}, agent={"type": "tools"})
-        assert (await served.admin.post("/v1/rolloutjobs", json=manifest)).status_code == 201
+        await served.submit(backendRef={"name": "p"}, agent={"type": "tools"})
         worker = Worker(served.worker)
-        await worker.complete(*[worker.result(one) for one in await worker.lease(init=2)])
-        held = await worker.lease(run=2)
+        held = await worker.reach("run", 2)
         sandboxes = [one["sandbox"]["id"] for one in held]
         done = await ended(
             served.admin, (await post(served.admin, checkpoint, inFlight="restart")).json()["id"]

@@ -253,11 +253,7 @@ async def test_a_poll_that_waits_while_its_job_is_replaced_is_told(served: Any) 
     path = "/v1/rolloutjobs/job"
     await served.admin.post("/v1/rolloutjobs", json=make_manifest())
     poll = asyncio.create_task(served.admin.get(f"{path}/trajectories", params={"wait": 60}))
-
-    async def waiting() -> bool:
-        return bool(served.plane.polls.open("default"))
-
-    await eventually(waiting)
+    await eventually(lambda: served.plane.polls.open("default"))
     job = await served.plane.database.read(lambda conn: job_rows.find(conn, "default", "job"))
 
     def replace(tx: Any) -> None:

@@ -249,11 +249,7 @@ async def test_events(tmp_path: Path) -> None:
                             return
 
             listening = asyncio.create_task(listen("", 2))
-
-            async def told() -> bool:
-                return bool(got)
-
-            await eventually(told)
+            await eventually(lambda: got)
             worker = Worker(http)
             leases = await worker.lease(init=2)
             await asyncio.wait_for(listening, patience(20))

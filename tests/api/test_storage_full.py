@@ -77,11 +77,7 @@ async def test_full_trajectory_store(sqlite: Settings, tiny: Path) -> None:
         await worker.complete(*runs)
         evals = [worker.result(one) for one in await through("eval")]
         assert set(await worker.complete(*evals[:4])) == {"accepted"}
-
-        async def full() -> bool:
-            return isinstance(served.plane.archive.refused, StorageFull)
-
-        await eventually(full)
+        await eventually(lambda: isinstance(served.plane.archive.refused, StorageFull))
         refused = await served.worker.post("/v1/leases/complete", json={"worker": "w", "results": evals[4:]})
         assert (refused.status_code, refused.json()["reason"]) == (507, "StorageFull")
         path = "/v1/rolloutjobs/job/trajectories"

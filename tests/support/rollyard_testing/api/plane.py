@@ -191,6 +191,14 @@ def start_api(folder: Path, *arguments: str, port: int = 0) -> Iterator[Process]
             popen.wait(patience(10))
 
 
+def refused_start(folder: Path, *arguments: str) -> str:
+    """Return the last line with which a control plane of a folder refuses to start."""
+    command = [sys.executable, "-m", "rollyard_api", "--state-dir", str(folder), "--port", "0", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=folder.parent, timeout=patience(120))
+    assert done.returncode == 2, done.stderr
+    return done.stderr.splitlines()[-1]
+
+
 def make_manifest(name: str = "job", **spec: Any) -> dict[str, Any]:
     """Return a small job that needs no model. Fields of the spec may be given."""
     tasks = {"inline": [{"id": "t0", "prompt": "p"}, {"id": "t1", "prompt": "p"}]}

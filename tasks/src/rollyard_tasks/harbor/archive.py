@@ -111,8 +111,8 @@ def unpack(text: str) -> Contents:
     """Return the files in an archive that may be hostile: a tar file in base64, with or without gzip.
 
     Raises:
-        FileRefused: The text is not such an archive, or the archive holds links or special files, leads out of
-            the folder, or is too large.
+        FileRefused: The text is not such an archive, or the archive holds links or special files, leads out
+            of the folder, or is too large.
     """
     try:
         data = base64.b64decode(text, validate=True)

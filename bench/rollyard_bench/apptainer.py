@@ -16,8 +16,7 @@ from rollyard_pipeline.sandboxes.apptainer.starter import ApptainerOptions
 from rollyard_pipeline.sandboxes.interface import SandboxProvider
 
 from rollyard_bench import coldstart, lab
-from rollyard_bench.registry import Measurement, Settings
-from rollyard_bench.results import Baseline
+from rollyard_bench.results import Baseline, Measurement, Settings
 
 MODULE = "rollyard_bench.apptainer"
 

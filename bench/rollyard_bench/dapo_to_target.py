@@ -20,8 +20,7 @@ import httpx
 from rollyard_bench.harness import stage_worker
 from rollyard_bench.memory import manifest, posted
 from rollyard_bench.processes import Program, ProgramFailed, control_plane
-from rollyard_bench.registry import Measurement, Settings
-from rollyard_bench.results import Baseline
+from rollyard_bench.results import Baseline, Measurement, Settings
 
 HERE = Path(__file__).resolve().parents[1]
 TARGET = 32

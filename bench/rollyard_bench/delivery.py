@@ -22,8 +22,7 @@ from rollyard_client.training.packed import ARRAYS, trajectories
 from rollyard_crds.token_arrays import PackedSegment
 
 from rollyard_bench.processes import ControlPlane, control_plane
-from rollyard_bench.registry import Measurement, Settings
-from rollyard_bench.results import Baseline
+from rollyard_bench.results import Baseline, Measurement, Settings
 
 ROLLOUTS, PROMPT, RESPONSE = 2048, 1000, 7000
 PATH = "/v1/rolloutjobs/delivery/trajectories"

@@ -22,8 +22,7 @@ from rollyard_testing.faults.listing import Process
 from rollyard_testing.faults.yard import ROOT, Yard, a_yard
 
 from rollyard_bench.processes import ProgramFailed, needed
-from rollyard_bench.registry import Measurement, Settings
-from rollyard_bench.results import Baseline
+from rollyard_bench.results import Baseline, Measurement, Settings
 
 VICTIMS: Final = ("control-plane", "worker", "backend", "bwrap", "exec server")
 """The processes that are killed. The supervisor is never among them."""

@@ -16,8 +16,7 @@ import yaml
 from rollyard_testing.faults.yard import ROOT, Yard, a_yard
 
 from rollyard_bench.processes import ProgramFailed, needed
-from rollyard_bench.registry import Measurement, Settings
-from rollyard_bench.results import Baseline
+from rollyard_bench.results import Baseline, Measurement, Settings
 
 LOOK_SECONDS: Final = 0.005
 REST_SECONDS: Final = 1.0

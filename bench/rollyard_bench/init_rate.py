@@ -17,8 +17,7 @@ import httpx
 from rollyard_bench.harness import stage_worker
 from rollyard_bench.memory import counts, manifest, posted
 from rollyard_bench.processes import Program, control_plane
-from rollyard_bench.registry import Measurement, Settings
-from rollyard_bench.results import Baseline
+from rollyard_bench.results import Baseline, Measurement, Settings
 from rollyard_bench.start import BWRAP_TRUE
 
 CONCURRENCY = 8

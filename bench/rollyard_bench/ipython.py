@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from rollyard_bench.registry import Measurement, Settings
-from rollyard_bench.results import Baseline
+from rollyard_bench.results import Baseline, Measurement, Settings
 from rollyard_bench.sandboxes import COMMAND_SECONDS, bubblewrap, claimed
 from rollyard_bench.stats import Contestant, Sample, interleave
 

@@ -22,8 +22,7 @@ from rollyard_sandbox.client import ExecClient
 from rollyard_bench.cluster import Object, cluster, until
 from rollyard_bench.installation import JOB, NOWHERE, Installation, installation, job_object
 from rollyard_bench.processes import ProgramFailed
-from rollyard_bench.registry import Measurement, Settings
-from rollyard_bench.results import Baseline
+from rollyard_bench.results import Baseline, Measurement, Settings
 from rollyard_bench.stats import Sample
 
 SANDBOX = {

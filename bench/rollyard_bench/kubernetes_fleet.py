@@ -25,8 +25,7 @@ from rollyard_pipeline.control_plane.rest import RestControlPlane
 from rollyard_bench.cluster import Cluster, Object, cluster
 from rollyard_bench.installation import FAKE_TAINT, JOB, Installation, installation, job_object
 from rollyard_bench.processes import ProgramFailed, output
-from rollyard_bench.registry import Measurement, Settings
-from rollyard_bench.results import Baseline
+from rollyard_bench.results import Baseline, Measurement, Settings
 from rollyard_bench.stats import Sample
 
 FAKE_NODES = 10

@@ -20,8 +20,7 @@ import orjson
 from rollyard_crds.token_arrays import PackedSegment
 
 from rollyard_bench.processes import control_plane
-from rollyard_bench.registry import Measurement, Settings
-from rollyard_bench.results import Baseline
+from rollyard_bench.results import Baseline, Measurement, Settings
 
 CONNECTIONS = 8
 BATCH = 8

@@ -11,8 +11,7 @@ from typing import Any
 import httpx
 
 from rollyard_bench.processes import ControlPlane, ProgramFailed, control_plane, memory
-from rollyard_bench.registry import Measurement, Settings
-from rollyard_bench.results import Baseline
+from rollyard_bench.results import Baseline, Measurement, Settings
 
 TASKS = 1250
 SAMPLES = 8

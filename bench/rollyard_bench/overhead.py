@@ -20,8 +20,7 @@ from rollyard_pipeline.backends.session import request_seed
 from rollyard_bench.harness import deliver, external_pool, stage_worker
 from rollyard_bench.memory import manifest, posted
 from rollyard_bench.processes import ProgramFailed, control_plane, port_of, program
-from rollyard_bench.registry import Measurement, Settings
-from rollyard_bench.results import Baseline
+from rollyard_bench.results import Baseline, Measurement, Settings
 from rollyard_bench.stats import Sample
 from rollyard_bench.vllm import MODEL, ROOT, Server, vllm_servers
 

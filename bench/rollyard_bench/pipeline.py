@@ -19,8 +19,7 @@ from rollyard_bench.harness import deliver, external_pool, stage_worker
 from rollyard_bench.latency_model import MODEL
 from rollyard_bench.memory import counts, manifest, posted
 from rollyard_bench.processes import ProgramFailed, answers, control_plane, port_of, program
-from rollyard_bench.registry import Measurement, Settings
-from rollyard_bench.results import Baseline
+from rollyard_bench.results import Baseline, Measurement, Settings
 
 HERE = Path(__file__).resolve().parents[1]
 NAME = "latency"

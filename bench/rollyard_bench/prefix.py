@@ -18,8 +18,7 @@ from rollyard_crds.rolloutjob import SamplingSpec
 from rollyard_pipeline.backends import BackendClient, BackendSession
 
 from rollyard_bench.processes import ProgramFailed
-from rollyard_bench.registry import Measurement, Settings
-from rollyard_bench.results import Baseline
+from rollyard_bench.results import Baseline, Measurement, Settings
 from rollyard_bench.vllm import MODEL, CacheCounts, Server, vllm_servers
 
 TURNS = 8

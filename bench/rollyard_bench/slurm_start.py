@@ -15,8 +15,7 @@ from rollyard_bench import lab
 from rollyard_bench.bridge import Bridge, bridge, finished, shared_folder, submitted, trajectories
 from rollyard_bench.memory import manifest
 from rollyard_bench.processes import ProgramFailed
-from rollyard_bench.registry import Measurement, Settings
-from rollyard_bench.results import Baseline
+from rollyard_bench.results import Baseline, Measurement, Settings
 from rollyard_bench.stats import Contestant, Sample, interleave
 
 MODULE = "rollyard_bench.slurm_start"

@@ -6,8 +6,7 @@ import subprocess
 import time
 
 from rollyard_bench import coldstart
-from rollyard_bench.registry import Measurement, Settings
-from rollyard_bench.results import Baseline
+from rollyard_bench.results import Baseline, Measurement, Settings
 from rollyard_bench.sandboxes import bubblewrap
 
 BWRAP_TRUE = (

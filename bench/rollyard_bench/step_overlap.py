@@ -20,8 +20,7 @@ from rollyard_bench.harness import external_pool, stage_worker
 from rollyard_bench.latency_model import MODEL
 from rollyard_bench.memory import manifest
 from rollyard_bench.processes import ControlPlane, ProgramFailed, answers, control_plane, port_of, program
-from rollyard_bench.registry import Measurement, Settings
-from rollyard_bench.results import Baseline
+from rollyard_bench.results import Baseline, Measurement, Settings
 
 HERE = Path(__file__).resolve().parents[1]
 POOL = "overlap"

@@ -20,8 +20,7 @@ from rollyard_bench.latency_model import MODEL
 from rollyard_bench.memory import manifest, posted
 from rollyard_bench.paced_model import MEAN_TOKENS
 from rollyard_bench.processes import Program, ProgramFailed, answers, control_plane, port_of, program
-from rollyard_bench.registry import Measurement, Settings
-from rollyard_bench.results import Baseline
+from rollyard_bench.results import Baseline, Measurement, Settings
 
 HERE = Path(__file__).resolve().parents[1]
 FAST, SLOW = 0.03, 0.12

@@ -26,44 +26,51 @@ echo "the expected answer" > expected
 [ -f solution ] && [ "$(cat solution)" = "$(cat expected)" ]
 """
 
-REFUSED_CHANGES = pytest.mark.attack(
-    "changes that the fresh sandbox refuses buy a new try: in folders that Init locked, or larger than "
-    "its disk",
-    stopped_by="its exec server opens such folders as their owner may; what cannot be written "
-    "nevertheless scores 0 (`SandboxSabotaged`)",
-)
+REFUSED_CHANGES = {
+    "tries": (
+        "changes that the fresh sandbox refuses buy a new try: in folders that Init locked, or larger than "
+        "its disk"
+    ),
+    "stopped_by": (
+        "its exec server opens such folders as their owner may; what cannot be written "
+        "nevertheless scores 0 (`SandboxSabotaged`)"
+    ),
+}
 
-LOST_FILES = pytest.mark.attack(
-    "a full disk or a locked folder buys a new try",
-    stopped_by="what cannot be read is missing; the fresh sandbox has its own disk",
-)
+LOST_FILES = {
+    "tries": "a full disk or a locked folder buys a new try",
+    "stopped_by": "what cannot be read is missing; the fresh sandbox has its own disk",
+}
 
-NAMES_AND_MODES = pytest.mark.attack(
-    "names with newlines, `..` and invalid UTF-8; set-user-ID programs",
-    stopped_by="names are checked by the worker and are never part of a command; of the mode only the "
-    "executable bit comes over",
-)
+NAMES_AND_MODES = {
+    "tries": "names with newlines, `..` and invalid UTF-8; set-user-ID programs",
+    "stopped_by": (
+        "names are checked by the worker and are never part of a command; of the mode only the "
+        "executable bit comes over"
+    ),
+}
 
-FILES_THAT_BLOCK = pytest.mark.attack(
-    "a FIFO, a socket or a file that a process keeps switching stops the worker",
-    stopped_by="every process of Run is dead, and only regular files are opened",
-)
+FILES_THAT_BLOCK = {
+    "tries": "a FIFO, a socket or a file that a process keeps switching stops the worker",
+    "stopped_by": "every process of Run is dead, and only regular files are opened",
+}
 
-LINKS = pytest.mark.attack(
-    "a carried link leads to the answer that the test brings, or to a file of the system or of the host",
-    stopped_by="links that Run made are not carried; no path is followed through one, and the worker "
-    "opens no file of its own",
-)
+LINKS = {
+    "tries": (
+        "a carried link leads to the answer that the test brings, or to a file of the system or of the host"
+    ),
+    "stopped_by": (
+        "links that Run made are not carried; no path is followed through one, and the worker "
+        "opens no file of its own"
+    ),
+}
 
 ATTACKS = (
     Attack(
         name="carry_start_up_files",
-        goal="Have files of the work folder and of /tmp run inside the hidden test, which fails.",
-        mark=pytest.mark.attack(
-            "files of Run that run at the start of programs, or in their place",
-            surface="fresh Eval sandbox",
-            stopped_by="only Init's files and those that the job names are there",
-        ),
+        tries="files of Run that run at the start of programs, or in their place",
+        surface="fresh Eval sandbox",
+        stopped_by="only Init's files and those that the job names are there",
         steps=(
             "printf '#!/bin/sh\\nexit 0\\n' > check; chmod +x check; echo 'exit 0' > .bashrc",
             "for name in usercustomize json re; do echo 'import os; os._exit(0)' > $name.py; done",
@@ -80,7 +87,7 @@ PYTHONPATH=/work:/tmp @PY@ -c 'import json; exit(1)' || bash -ic ./check
     Attack(
         name="carry_link_to_the_expected_answer",
         goal="Have a carried file be a link to the answer that the hidden test brings.",
-        mark=LINKS,
+        **LINKS,
         steps=("ln -s expected solution; ls -l solution",),
         test_script=MEETS_HIDDEN,
         shows=("solution -> expected",),
@@ -89,7 +96,7 @@ PYTHONPATH=/work:/tmp @PY@ -c 'import json; exit(1)' || bash -ic ./check
     Attack(
         name="carry_link_in_a_diff",
         goal="Have links in a diff lead to what the hidden test brings, or out of the work folder.",
-        mark=LINKS,
+        **LINKS,
         steps=(
             "touch expected; ln -s expected solution; ln -s / root; mkdir a; ln -s ../../etc a/etc; ls -l",
             "ln -s loop loop; ln -s a/back deep; ln -s .. a/back; ln -s deep/../expected round; ls -l",
@@ -102,11 +109,8 @@ for name in root a/etc loop deep a/back round solution; do [ ! -L $name ] || exi
     ),
     Attack(
         name="carry_entangled_links",
-        goal="Keep the worker busy with links that lead through links.",
-        mark=pytest.mark.attack(
-            "links that lead through links keep the worker busy",
-            stopped_by="links are compared, never followed",
-        ),
+        tries="links that lead through links keep the worker busy",
+        stopped_by="links are compared, never followed",
         steps=(
             python(
                 "import os\n"
@@ -122,7 +126,7 @@ for name in root a/etc loop deep a/back round solution; do [ ! -L $name ] || exi
     Attack(
         name="carry_link_to_the_host",
         goal="Make the worker read one of the host's files in the place of a carried one.",
-        mark=LINKS,
+        **LINKS,
         steps=("ln -s @LAB@/host-secret solution; mkdir -p x; ln -s @STATE@ x/state; ls -l",),
         test_script="! grep -r canary /work && [ ! -e solution ] && [ ! -L solution ] && [ ! -e x/state ]",
         reward=1.0,
@@ -132,7 +136,7 @@ for name in root a/etc loop deep a/back round solution; do [ ! -L $name ] || exi
     Attack(
         name="carry_through_a_linked_folder",
         goal="Name a file of the system by a folder that is a link.",
-        mark=LINKS,
+        **LINKS,
         steps=("ln -s /etc src; ls -ld src",),
         test_script="[ -e src/passwd ]",
         shows=("src -> /etc",),
@@ -141,7 +145,7 @@ for name in root a/etc loop deep a/back round solution; do [ ! -L $name ] || exi
     Attack(
         name="carry_fifo",
         goal="Make the worker wait for ever for a FIFO or a socket in the place of a file.",
-        mark=FILES_THAT_BLOCK,
+        **FILES_THAT_BLOCK,
         steps=(
             "mkfifo solution; mkdir d; mkfifo d/pipe; ls -l",
             python("import socket\nsocket.socket(socket.AF_UNIX).bind('d/socket')\nprint('bound')"),
@@ -153,7 +157,7 @@ for name in root a/etc loop deep a/back round solution; do [ ! -L $name ] || exi
     Attack(
         name="carry_names",
         goal="Escape from the work folder by names with newlines, invalid UTF-8, dashes and dots.",
-        mark=NAMES_AND_MODES,
+        **NAMES_AND_MODES,
         steps=(
             python(
                 "import os\n"
@@ -174,7 +178,7 @@ for name in root a/etc loop deep a/back round solution; do [ ! -L $name ] || exi
     Attack(
         name="carry_set_user_id",
         goal="Carry a program with another user's rights, or a folder that the test cannot write to.",
-        mark=NAMES_AND_MODES,
+        **NAMES_AND_MODES,
         steps=(
             "printf '#!/bin/sh\\n' > solution; chmod 6777 solution; mkdir d; chmod 1555 d; ls -ld solution d",
         ),
@@ -186,7 +190,7 @@ for name in root a/etc loop deep a/back round solution; do [ ! -L $name ] || exi
     Attack(
         name="carry_of_a_full_disk",
         goal="Turn a bad score into a new try: no room on the disk, in /tmp and in shared memory.",
-        mark=LOST_FILES,
+        **LOST_FILES,
         steps=(
             "echo wrong > solution; for f in /work /tmp /dev/shm; do cat /dev/zero > $f/full; done",
             "mkdir /work/d{0..2999} 2> /dev/null; echo filled",
@@ -198,7 +202,7 @@ for name in root a/etc loop deep a/back round solution; do [ ! -L $name ] || exi
     Attack(
         name="carry_of_a_locked_folder",
         goal="Turn a bad score into a new try: nothing in the work folder can be read or listed.",
-        mark=LOST_FILES,
+        **LOST_FILES,
         steps=("echo wrong > solution; chmod 000 solution; chmod 000 /work; ls -ld /work",),
         test_script=MEETS_HIDDEN,
         shows=("^d---------",),
@@ -207,7 +211,7 @@ for name in root a/etc loop deep a/back round solution; do [ ! -L $name ] || exi
     Attack(
         name="carry_of_folders_that_init_locked",
         goal="Turn a bad score into a new try: changes of folders that are locked in the fresh sandbox, too.",
-        mark=REFUSED_CHANGES,
+        **REFUSED_CHANGES,
         steps=(
             "chmod 755 a b; rm a/x; mkdir a/d; echo 1 > a/y; echo 2 > b/y; chmod 755 .; touch made; ls -1 a",
         ),
@@ -220,7 +224,7 @@ for name in root a/etc loop deep a/back round solution; do [ ! -L $name ] || exi
     Attack(
         name="carry_while_processes_switch_files",
         goal="Switch a file between the look at it and its reading.",
-        mark=FILES_THAT_BLOCK,
+        **FILES_THAT_BLOCK,
         steps=(
             "(exec -a @MARK@ setsid bash -c 'while :; do ln -sf expected solution; rm solution; "
             "echo wrong > solution; rm solution; mkdir solution; rmdir solution; done') "
@@ -232,17 +236,19 @@ for name in root a/etc loop deep a/back round solution; do [ ! -L $name ] || exi
     ),
 )
 
-BEYOND_THE_BOUNDS = pytest.mark.attack(
-    "huge, sparse, linked, many, deep or unreadable files use up the worker or buy a new try",
-    stopped_by="bounds on bytes, entries, depth and names, judged before anything is read; beyond them "
-    "the reward is 0 (`SandboxSabotaged`)",
-)
+BEYOND_THE_BOUNDS = {
+    "tries": "huge, sparse, linked, many, deep or unreadable files use up the worker or buy a new try",
+    "stopped_by": (
+        "bounds on bytes, entries, depth and names, judged before anything is read; beyond them "
+        "the reward is 0 (`SandboxSabotaged`)"
+    ),
+}
 
 SABOTAGES = (
     Attack(
         name="carry_too_many_bytes",
         goal="Turn a bad score into a new try, or use up the worker's memory: a file of holes.",
-        mark=BEYOND_THE_BOUNDS,
+        **BEYOND_THE_BOUNDS,
         steps=(python("print(open('solution', 'wb').truncate(15 << 20))"),),
         shows=("15728640",),
         spec=carrying(files=["solution"], maxBytes=1 << 20),
@@ -250,7 +256,7 @@ SABOTAGES = (
     Attack(
         name="carry_too_many_links",
         goal="Use up the worker's memory: one file under many names.",
-        mark=BEYOND_THE_BOUNDS,
+        **BEYOND_THE_BOUNDS,
         steps=("head -c 1M /dev/zero > a; mkdir d; for i in $(seq 100); do ln a d/$i; done; ls d | wc -l",),
         shows=("^100$",),
         spec=carrying(diff=True, maxBytes=50 << 20),
@@ -258,7 +264,7 @@ SABOTAGES = (
     Attack(
         name="carry_too_many_files",
         goal="Keep the worker busy: more files than may be carried.",
-        mark=BEYOND_THE_BOUNDS,
+        **BEYOND_THE_BOUNDS,
         steps=("mkdir d; cd d; for i in {1..10001}; do : > $i; done; ls | wc -l",),
         shows=("^10001$",),
         # A disk has room for a file for each page.
@@ -270,7 +276,7 @@ SABOTAGES = (
     Attack(
         name="carry_more_than_fits",
         goal="Turn a bad score into a new try: holes take no room here, and more than the fresh sandbox has.",
-        mark=REFUSED_CHANGES,
+        **REFUSED_CHANGES,
         steps=(python("open('solution', 'wb').truncate(12 << 20)") + "\nls -s solution",),
         sandbox={"setup": "head -c 8M /dev/zero > given"},
         shows=("^0 solution",),
@@ -279,7 +285,7 @@ SABOTAGES = (
     Attack(
         name="carry_too_deep",
         goal="Exhaust the stack, the descriptors or the paths of what walks the work folder.",
-        mark=BEYOND_THE_BOUNDS,
+        **BEYOND_THE_BOUNDS,
         steps=(
             python(
                 "import os\n"
@@ -293,7 +299,7 @@ SABOTAGES = (
     Attack(
         name="carry_unreadable_folder",
         goal="Turn a bad score into a new try: a folder of the diff cannot be listed.",
-        mark=BEYOND_THE_BOUNDS,
+        **BEYOND_THE_BOUNDS,
         steps=("mkdir -p d/e; touch d/e/x; chmod 000 d; ls -ld d",),
         shows=("^d---------",),
         spec=DIFF,

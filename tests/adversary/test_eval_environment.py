@@ -10,12 +10,7 @@ from pathlib import Path
 import pytest
 from rollyard_testing.adversary.attacklab import Lab
 from rollyard_testing.adversary.attacks import Attack, cases
-from rollyard_testing.adversary.policy_environment import (
-    IN_BASH,
-    IN_GIT,
-    IN_GIT_OF_INIT,
-    IN_PYTHON,
-)
+from rollyard_testing.adversary.policy_environment import IN_BASH, IN_GIT, IN_GIT_OF_INIT, IN_PYTHON
 
 pytestmark = pytest.mark.attack(boundary="evaluation")
 
@@ -93,9 +88,7 @@ HONEST = Attack(
 
 
 @pytest.mark.attack(
-    "an honest test asks for the policy's module",
-    surface="Eval's environment",
-    stopped_by="it is imported",
+    "an honest test asks for the policy's module", surface="Eval's environment", stopped_by="it is imported"
 )
 def test_a_test_can_still_ask_for_the_policys_module(bubblewrap_lab: Lab) -> None:
     if not Path("/usr/bin/python3").exists():

@@ -46,11 +46,7 @@ class World:
         return f"http://{HOST}:{self.outside.port}"
 
     def folder(
-        self,
-        test: str,
-        toml: str,
-        files: dict[str, str] | None = None,
-        options: HarborOptions | None = None,
+        self, test: str, toml: str, files: dict[str, str] | None = None, options: HarborOptions | None = None
     ) -> Task:
         """Return a task folder; `@URL@` in texts is the server, `@HOST@` its entry in a list."""
         texts = {"task.toml": toml, "instruction.md": "Do it.", "tests/test.sh": test, **(files or {})}
@@ -158,8 +154,7 @@ SETTINGS_OF_OTHER_TOOLS = pytest.mark.attack(
 )
 
 SETTINGS_OF_NPM = pytest.mark.attack(
-    "`.npmrc`, scripts of `package.json`, programs in `node_modules`",
-    stopped_by="they stay behind",
+    "`.npmrc`, scripts of `package.json`, programs in `node_modules`", stopped_by="they stay behind"
 )
 
 PLANTS = {
@@ -206,10 +201,7 @@ PLANTS = {
     ),
     "a module named pip": Plant(
         "python -m pip",
-        (
-            "mkdir pip; touch pip/__init__.py",
-            IN_PYTHON.format("pip/__main__.py json.py ssl.py re.py", EVIL),
-        ),
+        ("mkdir pip; touch pip/__init__.py", IN_PYTHON.format("pip/__main__.py json.py ssl.py re.py", EVIL)),
         mark=pytest.mark.attack(
             "a module named pip or json is imported by `python -m pip`",
             stopped_by="PYTHONSAFEPATH (Python 3.11 or newer)",
@@ -476,8 +468,7 @@ echo 1 > /logs/verifier/reward.txt
 
 
 OTHER_HOSTS = pytest.mark.attack(
-    "tests, or the policy's code in them, reach other hosts",
-    stopped_by="the proxy, as in Run",
+    "tests, or the policy's code in them, reach other hosts", stopped_by="the proxy, as in Run"
 )
 
 

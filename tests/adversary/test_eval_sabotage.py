@@ -29,24 +29,18 @@ def test_sabotage_is_scored(lab: Lab, attack: Attack) -> None:
 CAUSED = {
     "RewardInvalid": Attack(
         name="number_of_the_policy",
-        goal="Have the hidden test write a reward that is none, from a file of the policy's.",
-        mark=pytest.mark.attack(
-            "the test copies something into it that is no number from 0 to 1",
-            surface="reward file",
-            stopped_by="0.0 at once, reason RewardInvalid",
-        ),
+        tries="the test copies something into it that is no number from 0 to 1",
+        surface="reward file",
+        stopped_by="0.0 at once, reason RewardInvalid",
         steps=("echo nan > score; cat score",),
         shows=("nan",),
         test_script='cat score > "$ROLLYARD_REWARD_FILE"',
     ),
     "TestTimeout": Attack(
         name="endless_program",
-        goal="Turn a bad score into an error by a program that never ends.",
-        mark=pytest.mark.attack(
-            "a program never ends, so that Eval fails",
-            surface="Eval's time",
-            stopped_by="0.0 at once, reason TestTimeout",
-        ),
+        tries="a program never ends, so that Eval fails",
+        surface="Eval's time",
+        stopped_by="0.0 at once, reason TestTimeout",
         steps=("mkfifo out; echo tried",),
         shows=("tried",),
         test_script="cat out",
@@ -54,12 +48,9 @@ CAUSED = {
     ),
     "SandboxSabotaged": Attack(
         name="reward_file_of_the_tested_program",
-        goal="Make the reward file unreadable from a program that the hidden test starts.",
-        mark=pytest.mark.attack(
-            "a program under test makes it unreadable",
-            surface="reward file",
-            stopped_by="0.0 at once",
-        ),
+        tries="a program under test makes it unreadable",
+        surface="reward file",
+        stopped_by="0.0 at once",
         steps=(
             'printf \'#!/bin/sh\\nrm "$ROLLYARD_REWARD_FILE"; mkdir "$ROLLYARD_REWARD_FILE"\\n\' > tool; '
             "chmod +x tool; echo tried",

@@ -63,8 +63,7 @@ def serve(tmp_path: Path) -> Iterator[Callable[..., str]]:
 
 
 SILENT_CONNECTIONS = pytest.mark.attack(
-    "500 connections that never greet",
-    stopped_by="those that do not greet in time are dropped",
+    "500 connections that never greet", stopped_by="those that do not greet in time are dropped"
 )
 
 
@@ -100,8 +99,7 @@ async def test_one_that_never_greets_is_dropped(serve: Callable[..., str]) -> No
 
 
 OWN_ADDRESSES = pytest.mark.attack(
-    "from the sandbox's own addresses",
-    stopped_by="own and loopback peers are refused in pods",
+    "from the sandbox's own addresses", stopped_by="own and loopback peers are refused in pods"
 )
 
 

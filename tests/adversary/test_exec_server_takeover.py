@@ -7,13 +7,11 @@ import errno
 import json
 import os
 import struct
-import tempfile
 from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
 from rollyard_crds.lease import LeaseRef
-from rollyard_pipeline.sandboxes import open_provider
 from rollyard_pipeline.sandboxes.apptainer.starter import ApptainerOptions
 from rollyard_pipeline.sandboxes.errors import SandboxLost
 from rollyard_pipeline.sandboxes.interface import Sandbox, SandboxRequest
@@ -24,6 +22,7 @@ from rollyard_sandbox.errors import SandboxError, SandboxSabotaged
 from rollyard_sandbox.frames import encode
 from rollyard_testing.adversary.takeover import HEAD, LOOK_INTO, TAKEOVER
 from rollyard_testing.pace import patience
+from rollyard_testing.sandboxes.nodeprovider import node_provider
 from rollyard_testing.sandboxes.rootfolder import make_image, make_sif
 
 pytestmark = pytest.mark.attack(boundary="exec server", surface="server")
@@ -31,16 +30,8 @@ pytestmark = pytest.mark.attack(boundary="exec server", surface="server")
 
 @pytest.fixture
 async def provider(bubblewrap_works: None) -> AsyncIterator[NodeProvider]:
-    with tempfile.TemporaryDirectory(prefix="ry-") as folder:
-        found = open_provider("bubblewrap", run_dir=Path(folder), node="node-a")
-        assert isinstance(found, NodeProvider)
-        await found.start()
-        try:
-            yield found
-        finally:
-            for sandbox_id in found.claimed():
-                await found.release(sandbox_id)
-            await found.aclose()
+    async with node_provider() as started:
+        yield started
 
 
 @pytest.fixture
@@ -254,25 +245,15 @@ async def test_an_apptainer_instance_keeps_its_server(
 ) -> None:
     """The server stays safe also where commands are root of the image."""
     options = ApptainerOptions(default_image=str(make_sif(make_image(tmp_path / "root"))), fakeroot=fakeroot)
-    with tempfile.TemporaryDirectory(prefix="ry-") as folder:
-        provider = open_provider("apptainer", run_dir=Path(folder), node="node-a", apptainer=options)
-        assert isinstance(provider, NodeProvider)
-        await provider.start()
-        try:
-            request = SandboxRequest(memory_bytes=256 << 20, disk_bytes=16 << 20, processes=128)
-            async with await provider.acquire(request, LeaseRef(rollout="r-1", token=1)) as sandbox:
-                assert json.loads((await attack(sandbox, LOOK_INTO)).splitlines()[-1]) == []
-                await sandbox.client.write_file("/work/attack.py", TAKEOVER.encode())
-                running = await sandbox.client.start(
-                    f"exec {PYTHON} -I /work/attack.py", timeout=patience(60)
-                )
-                await running.wait_for_output(b"stolen 0")
-                await sandbox.client.write_file("/work/go", b"")
-                async with await armed(provider, sandbox) as other:
-                    await other.client.begin_eval()
-                    result = await other.client.run(["bash", "-c", "echo $UID; exit 1"])
-                    assert (result.text(), result.exit_code) == ("0\n" if fakeroot else "1000\n", 1)
-        finally:
-            for sandbox_id in provider.claimed():
-                await provider.release(sandbox_id)
-            await provider.aclose()
+    async with node_provider("apptainer", apptainer=options) as provider:
+        request = SandboxRequest(memory_bytes=256 << 20, disk_bytes=16 << 20, processes=128)
+        async with await provider.acquire(request, LeaseRef(rollout="r-1", token=1)) as sandbox:
+            assert json.loads((await attack(sandbox, LOOK_INTO)).splitlines()[-1]) == []
+            await sandbox.client.write_file("/work/attack.py", TAKEOVER.encode())
+            running = await sandbox.client.start(f"exec {PYTHON} -I /work/attack.py", timeout=patience(60))
+            await running.wait_for_output(b"stolen 0")
+            await sandbox.client.write_file("/work/go", b"")
+            async with await armed(provider, sandbox) as other:
+                await other.client.begin_eval()
+                result = await other.client.run(["bash", "-c", "echo $UID; exit 1"])
+                assert (result.text(), result.exit_code) == ("0\n" if fakeroot else "1000\n", 1)

@@ -6,25 +6,13 @@ from dataclasses import replace
 
 import pytest
 from rollyard_testing.adversary.attacklab import Lab
-from rollyard_testing.adversary.attacks import Attack, Verdict, submit
+from rollyard_testing.adversary.attacks import HONEST, Attack, Verdict, submit
 from rollyard_testing.adversary.sharedrollouts import SharedRollout
 
 pytestmark = pytest.mark.attack(boundary="frame", surface="judgement")
 
 
-HONEST = Attack(
-    name="honest",
-    goal="Solve the task as it is meant.",
-    steps=("echo 42 > result.txt", submit("42")),
-    test_script='[ "$(cat result.txt)$ROLLYARD_ANSWER" = 4242 ]',
-    reward=1.0,
-)
-
-
-@pytest.mark.attack(
-    "an honest rollout is taken for an attack",
-    stopped_by="it gets its reward of 1.0",
-)
+@pytest.mark.attack("an honest rollout is taken for an attack", stopped_by="it gets its reward of 1.0")
 def test_an_honest_solution_is_rewarded(lab: Lab) -> None:
     assert lab.attack(HONEST).trajectory.truncated is False
 
@@ -61,10 +49,7 @@ def test_what_an_attack_gains_is_noticed(
         bubblewrap_lab.attack(attack)
 
 
-@pytest.mark.attack(
-    "a process or a sandbox that stays alive is overlooked",
-    stopped_by="both are listed",
-)
+@pytest.mark.attack("a process or a sandbox that stays alive is overlooked", stopped_by="both are listed")
 def test_what_stays_alive_is_noticed(bubblewrap_lab: Lab) -> None:
     with bubblewrap_lab.dictated(replace(HONEST, steps=())) as rollout:
         rollout.bash("(exec -a @MARK@ sleep 300) & disown")

@@ -63,9 +63,7 @@ def test_an_observation_holds_no_control_token(bubblewrap_lab: Lab) -> None:
 def test_bytes_that_no_command_may_hold(bubblewrap_lab: Lab) -> None:
     """NUL, and more bytes than a command may have, are refused, and the rollout continues."""
     attack = Attack(
-        name="unspeakable_commands",
-        goal="Break the exec server's frames by what a call holds.",
-        steps=(),
+        name="unspeakable_commands", goal="Break the exec server's frames by what a call holds.", steps=()
     )
     with bubblewrap_lab.dictated(attack) as rollout:
         assert "\0" not in rollout.bash("echo a\0b")

@@ -39,9 +39,7 @@ def test_the_first_process_ends_by_a_signal_from_outside(lab: Lab) -> None:
 
 
 @pytest.mark.attack(
-    "shared memory, semaphores, message queues",
-    surface="leftovers",
-    stopped_by="ipc namespace",
+    "shared memory, semaphores, message queues", surface="leftovers", stopped_by="ipc namespace"
 )
 def test_segments_and_queues_stay_in_their_sandbox(lab: Lab) -> None:
     """Neither the host nor the next sandbox has shared memory, semaphores and message queues of this one."""

@@ -17,23 +17,24 @@ pytestmark = pytest.mark.attack(boundary="sandbox")
 IMPATIENT = {"agent": {"type": "oracle", "tools": TOOLS, "toolTimeoutSeconds": 1}}
 """With these options a tool call ends after a second."""
 
-DEEP_PATHS = pytest.mark.attack(
-    "a path of 1,000 folders to make, or a chain of 1,500 links to follow, ends the server, so that the "
-    "rollout begins again",
-    surface="exec server",
-    stopped_by="folders are made and removed without recursion, and 40 links are followed; no exception "
-    "of a request ends the server",
-)
+DEEP_PATHS = {
+    "tries": (
+        "a path of 1,000 folders to make, or a chain of 1,500 links to follow, ends the server, so that the "
+        "rollout begins again"
+    ),
+    "surface": "exec server",
+    "stopped_by": (
+        "folders are made and removed without recursion, and 40 links are followed; no exception "
+        "of a request ends the server"
+    ),
+}
 
 ATTACKS = [
     Attack(
         name="fork_bomb",
-        goal="Exhaust the process ids of the node.",
-        mark=pytest.mark.attack(
-            "fork bomb",
-            surface="processes",
-            stopped_by="limit of processes of the sandbox",
-        ),
+        tries="fork bomb",
+        surface="processes",
+        stopped_by="limit of processes of the sandbox",
         steps=(
             python("""
 import os, time
@@ -53,12 +54,9 @@ except OSError as error:
     ),
     Attack(
         name="thread_bomb",
-        goal="Exhaust the process ids of the node by threads.",
-        mark=pytest.mark.attack(
-            "thread bomb",
-            surface="processes",
-            stopped_by="threads count as processes",
-        ),
+        tries="thread bomb",
+        surface="processes",
+        stopped_by="threads count as processes",
         steps=(
             python("""
 import os, threading
@@ -78,12 +76,9 @@ os._exit(0)
     ),
     Attack(
         name="zombie_flood",
-        goal="Fill the process table with orphans that nobody waits for.",
-        mark=pytest.mark.attack(
-            "orphans that become zombies",
-            surface="processes",
-            stopped_by="the exec server reaps them",
-        ),
+        tries="orphans that become zombies",
+        surface="processes",
+        stopped_by="the exec server reaps them",
         steps=(
             python("""
 import os
@@ -102,35 +97,26 @@ print("made them")
     ),
     Attack(
         name="memory_bomb",
-        goal="Take the memory of the node in one process.",
-        mark=pytest.mark.attack(
-            "one process allocates",
-            surface="memory",
-            stopped_by="limit of memory; the rollout is scored as truncated",
-        ),
+        tries="one process allocates",
+        surface="memory",
+        stopped_by="limit of memory; the rollout is scored as truncated",
         steps=(python('block = bytearray(600 << 20)\nprint("WON", len(block))'),),
         shows=("MemoryError|Killed",),
         hides=("^WON",),
     ),
     Attack(
         name="memory_bomb_in_ipython",
-        goal="Take the memory of the node from the notebook kernel.",
-        mark=pytest.mark.attack(
-            "the notebook kernel allocates",
-            surface="memory",
-            stopped_by="limit of memory; the rollout is scored as truncated",
-        ),
+        tries="the notebook kernel allocates",
+        surface="memory",
+        stopped_by="limit of memory; the rollout is scored as truncated",
         steps=(ipython('block = bytearray(600 << 20)\nprint("WON", len(block))'),),
         hides=("^WON",),
     ),
     Attack(
         name="disk_filler",
-        goal="Fill the disk of the node through each folder that can be written to.",
-        mark=pytest.mark.attack(
-            "fill `/work`, `/tmp`, `/dev/shm`",
-            surface="disk",
-            stopped_by="memory file systems of fixed sizes",
-        ),
+        tries="fill `/work`, `/tmp`, `/dev/shm`",
+        surface="disk",
+        stopped_by="memory file systems of fixed sizes",
         steps=(
             "for d in /work /tmp /dev/shm; do head -c 100M /dev/zero > $d/big; stat -c %s $d/big; done",
             "echo still here",
@@ -140,12 +126,9 @@ print("made them")
     ),
     Attack(
         name="full_memory_file_systems",
-        goal="Leave no memory to the exec server, by files that no process can be killed for.",
-        mark=pytest.mark.attack(
-            "fill every memory file system, then allocate",
-            surface="memory",
-            stopped_by="they leave a part of the memory; scored with `SandboxSabotaged`",
-        ),
+        tries="fill every memory file system, then allocate",
+        surface="memory",
+        stopped_by="they leave a part of the memory; scored with `SandboxSabotaged`",
         steps=(
             "for d in /work /tmp /dev/shm; do head -c 500M /dev/zero > $d/big; done",
             python('block = bytearray(600 << 20)\nprint("WON", len(block))'),
@@ -156,12 +139,9 @@ print("made them")
     ),
     Attack(
         name="sparse_file",
-        goal="Make the clean-up read or copy a file of a petabyte.",
-        mark=pytest.mark.attack(
-            "a sparse file of a petabyte",
-            surface="disk",
-            stopped_by="nothing is copied at the end",
-        ),
+        tries="a sparse file of a petabyte",
+        surface="disk",
+        stopped_by="nothing is copied at the end",
         steps=(
             python("""
 import os
@@ -177,12 +157,9 @@ print("tried")
     ),
     Attack(
         name="deep_folders",
-        goal="Make the clean-up recurse through 10,000 levels.",
-        mark=pytest.mark.attack(
-            "10,000 levels of folders",
-            surface="clean-up",
-            stopped_by="file systems end with the mount namespace; nothing is walked",
-        ),
+        tries="10,000 levels of folders",
+        surface="clean-up",
+        stopped_by="file systems end with the mount namespace; nothing is walked",
         steps=(
             python("""
 import os
@@ -202,14 +179,14 @@ print("made", made)
     Attack(
         name="deep_path",
         goal="End the exec server by a path for which it makes a folder inside a folder.",
-        mark=DEEP_PATHS,
+        **DEEP_PATHS,
         steps=(edit(command="create", path="a/" * 1000 + "x", file_text="deep"), "echo still here"),
         shows=("^created ", "^still here$"),
     ),
     Attack(
         name="link_chain",
         goal="End the exec server by a path at which it follows link after link.",
-        mark=DEEP_PATHS,
+        **DEEP_PATHS,
         steps=(
             "for i in {1..1500}; do ln -s $((i+1)) $i; done; touch 1501",
             edit(command="create", path="1", file_text="far"),
@@ -219,12 +196,9 @@ print("made", made)
     ),
     Attack(
         name="strange_names",
-        goal="Confuse the clean-up by names of any bytes and of the greatest length.",
-        mark=pytest.mark.attack(
-            "names of any bytes and of full length",
-            surface="clean-up",
-            stopped_by="file systems end with the mount namespace; nothing is walked",
-        ),
+        tries="names of any bytes and of full length",
+        surface="clean-up",
+        stopped_by="file systems end with the mount namespace; nothing is walked",
         steps=(
             python("""
 import os
@@ -239,23 +213,17 @@ print("made", len(names))
     ),
     Attack(
         name="locked_folders",
-        goal="Leave folders that the clean-up may not enter.",
-        mark=pytest.mark.attack(
-            "folders without permissions",
-            surface="clean-up",
-            stopped_by="file systems end with the mount namespace; nothing is walked",
-        ),
+        tries="folders without permissions",
+        surface="clean-up",
+        stopped_by="file systems end with the mount namespace; nothing is walked",
         steps=("mkdir -p a/b/c && touch a/b/c/file && chmod 000 a/b/c a/b a && echo locked",),
         shows=("^locked$",),
     ),
     Attack(
         name="open_files",
-        goal="Exhaust the open files of the node, or of what shares a limit with the policy.",
-        mark=pytest.mark.attack(
-            "open files without end",
-            surface="descriptors",
-            stopped_by="limit of open files, for each process",
-        ),
+        tries="open files without end",
+        surface="descriptors",
+        stopped_by="limit of open files, for each process",
         steps=(
             python("""
 import os
@@ -272,12 +240,11 @@ except OSError as error:
     ),
     Attack(
         name="pseudo_terminals",
-        goal="Take all pseudo-terminals of the node, without which no shell starts.",
-        mark=pytest.mark.attack(
-            "all pseudo-terminals of the node, without which no shell starts",
-            surface="terminals",
-            stopped_by="a sandbox has 64 of its own under bubblewrap and Apptainer; pods share those of "
-            "their node, whose `kernel.pty.max` is the only limit there",
+        tries="all pseudo-terminals of the node, without which no shell starts",
+        surface="terminals",
+        stopped_by=(
+            "a sandbox has 64 of its own under bubblewrap and Apptainer; pods share those of "
+            "their node, whose `kernel.pty.max` is the only limit there"
         ),
         steps=(
             python("""
@@ -305,36 +272,30 @@ print("took", made, "of them:", refused)
     ),
     Attack(
         name="output_flood",
-        goal="Exhaust the worker's memory by 300 MB of output.",
-        mark=pytest.mark.attack(
-            "300 MB from one command",
-            surface="output",
-            stopped_by="head and tail are kept, the rest is dropped while it is read",
-        ),
+        tries="300 MB from one command",
+        surface="output",
+        stopped_by="head and tail are kept, the rest is dropped while it is read",
         steps=("yes 0123456789abcdef0123456789abcdef | head -c 300000000; echo; echo end",),
         shows=("^end$",),
     ),
     Attack(
         name="output_without_end",
-        goal="Keep the worker reading for ever.",
-        mark=pytest.mark.attack(
-            "output without end",
-            surface="output",
-            stopped_by="the tool's time limit",
-        ),
+        tries="output without end",
+        surface="output",
+        stopped_by="the tool's time limit",
         steps=("yes", "echo still here"),
         spec=IMPATIENT,
         shows=("^still here$",),
     ),
     Attack(
         name="strange_messages",
-        goal="Outlast a tool's time limit, by a message that the exec server does not expect of a kernel.",
-        mark=pytest.mark.attack(
+        tries=(
             "a notebook kernel sends messages that are none of a kernel's, or sends without end, so that "
-            "a tool's time limit is not kept",
-            surface="exec server",
-            stopped_by="no field is taken for what the protocol says it is, and what comes after the "
-            "limit is bounded",
+            "a tool's time limit is not kept"
+        ),
+        surface="exec server",
+        stopped_by=(
+            "no field is taken for what the protocol says it is, and what comes after the limit is bounded"
         ),
         steps=(
             ipython("k = get_ipython().kernel; k.session.send(k.iopub_socket, 'stream', {'nope': 1})"),
@@ -346,12 +307,9 @@ print("took", made, "of them:", refused)
     ),
     Attack(
         name="huge_environment",
-        goal="Let no program of the evaluation start, by an environment that is too large to hand over.",
-        mark=pytest.mark.attack(
-            "an environment of 3 MB, kept over a restart of the shell",
-            surface="start of programs",
-            stopped_by="only commands of that session fail",
-        ),
+        tries="an environment of 3 MB, kept over a restart of the shell",
+        surface="start of programs",
+        stopped_by="only commands of that session fail",
         steps=(
             "export HUGE=$(head -c 3000000 /dev/zero | tr '\\0' x); ls",
             "exit 0",
@@ -361,34 +319,25 @@ print("took", made, "of them:", refused)
     ),
     Attack(
         name="huge_arguments",
-        goal="Let a command's start fail in the exec server.",
-        mark=pytest.mark.attack(
-            "2 MB of arguments",
-            surface="start of programs",
-            stopped_by="the command fails, and the session continues",
-        ),
+        tries="2 MB of arguments",
+        surface="start of programs",
+        stopped_by="the command fails, and the session continues",
         steps=('ls $(for i in {1..200000}; do printf "argument "; done)', "echo still here"),
         shows=("Argument list too long", "^still here$"),
     ),
     Attack(
         name="busy_loops",
-        goal="Outlive the rollout with loops that take every core.",
-        mark=pytest.mark.attack(
-            "busy loops that outlive the rollout",
-            surface="processes",
-            stopped_by="they end with their namespace",
-        ),
+        tries="busy loops that outlive the rollout",
+        surface="processes",
+        stopped_by="they end with their namespace",
         steps=("for i in {1..8}; do (exec -a @MARK@ bash -c 'while :; do :; done') & done; echo started",),
         shows=("^started$",),
     ),
     Attack(
         name="raised_limits",
-        goal="Raise its own limits or priority.",
-        mark=pytest.mark.attack(
-            "setrlimit, nice, real-time scheduling, OOM score",
-            surface="limits",
-            stopped_by="hard limits; no capability",
-        ),
+        tries="setrlimit, nice, real-time scheduling, OOM score",
+        surface="limits",
+        stopped_by="hard limits; no capability",
         steps=(
             python("""
 import os, resource
@@ -430,12 +379,9 @@ def test_a_greedy_policy_is_scored(lab: Lab, attack: Attack) -> None:
 
 MANY_EATERS = Attack(
     name="memory_bomb_of_many",
-    goal="Take the memory of the node in several processes, each below the limit.",
-    mark=pytest.mark.attack(
-        "many processes, each below the limit",
-        surface="memory",
-        stopped_by="memory control group (where the worker may make one)",
-    ),
+    tries="many processes, each below the limit",
+    surface="memory",
+    stopped_by="memory control group (where the worker may make one)",
     steps=(
         python("""
 import os, select, time
@@ -456,12 +402,9 @@ print("got", len(got))
 )
 KERNEL_EATER = Attack(
     name="memory_bomb_of_shared_segments",
-    goal="Take the memory of the node by segments and files that belong to no process.",
-    mark=pytest.mark.attack(
-        "memfds and segments that belong to no process",
-        surface="memory",
-        stopped_by="memory control group (where the worker may make one)",
-    ),
+    tries="memfds and segments that belong to no process",
+    surface="memory",
+    stopped_by="memory control group (where the worker may make one)",
     steps=(
         python("""
 import os
@@ -487,13 +430,14 @@ def test_memory_is_bounded_by_control_groups(bubblewrap_lab: Lab, attack: Attack
 
 BUSY = Attack(
     name="busy_fork_bomb",
-    goal="Begin again where a solution fails, by an exec server that has no time to answer.",
-    mark=pytest.mark.attack(
+    tries=(
         "hundreds of processes that fork and never rest, so that the exec server does not answer and the "
-        "rollout begins again",
-        surface="processes",
-        stopped_by="commands have the lowest priority in the sandbox's control group, and an interrupt "
-        "reads nothing for which they could keep it waiting",
+        "rollout begins again"
+    ),
+    surface="processes",
+    stopped_by=(
+        "commands have the lowest priority in the sandbox's control group, and an interrupt "
+        "reads nothing for which they could keep it waiting"
     ),
     steps=(
         python("""
@@ -517,13 +461,13 @@ while True:
 
 STOPPER = Attack(
     name="stopped_starts",
-    goal="Stop each new process before it has become a program, while the exec server waits for that.",
-    mark=pytest.mark.attack(
+    tries=(
         "each new process is stopped (SIGSTOP) before it has become a program, while the exec server "
-        "waits for that",
-        surface="processes",
-        stopped_by="the exec server kills a child that was stopped so after a second; the command has not "
-        "started",
+        "waits for that"
+    ),
+    surface="processes",
+    stopped_by=(
+        "the exec server kills a child that was stopped so after a second; the command has not started"
     ),
     steps=(
         python("""

@@ -36,11 +36,8 @@ disown; until [ -S /tmp/listening ]; do sleep 0.01; done; echo settled
 ATTACKS = [
     Attack(
         name="neighbours_files",
-        goal="Read the files, memory, environment or command lines of a sandbox beside it.",
-        mark=pytest.mark.attack(
-            "files, environments, command lines, sockets' names",
-            stopped_by="mount, pid and network namespaces",
-        ),
+        tries="files, environments, command lines, sockets' names",
+        stopped_by="mount, pid and network namespaces",
         steps=(
             "cat /work/secret /tmp/secret /dev/shm/secret",
             "cat /proc/[0-9]*/environ /proc/[0-9]*/cmdline > seen 2> /dev/null; grep -ac secret-of- seen",
@@ -51,11 +48,8 @@ ATTACKS = [
     ),
     Attack(
         name="neighbours_sockets",
-        goal="Connect to an abstract socket, a path or a loopback port of a sandbox beside it.",
-        mark=pytest.mark.attack(
-            "abstract and named sockets, loopback ports",
-            stopped_by="network and mount namespaces",
-        ),
+        tries="abstract and named sockets, loopback ports",
+        stopped_by="network and mount namespaces",
         steps=(
             python("""
 import socket
@@ -78,8 +72,8 @@ with socket.create_server(("127.0.0.1", 4747)), socket.socket(socket.AF_UNIX) as
     ),
     Attack(
         name="harm_to_neighbours",
-        goal="Kill, stop, starve or fill a sandbox beside it.",
-        mark=pytest.mark.attack("kill, fill, starve", stopped_by="pid namespace and limits of each"),
+        tries="kill, fill, starve",
+        stopped_by="pid namespace and limits of each",
         steps=(
             "kill -9 -1",
             python("""

@@ -30,12 +30,9 @@ def attempt(family, address, kind=socket.SOCK_STREAM):
 ATTACKS = [
     Attack(
         name="control_plane",
-        goal="Call the control plane on the host's loopback.",
-        mark=pytest.mark.attack(
-            "the control plane's port, IPv4 and IPv6",
-            surface="loopback of the host",
-            stopped_by="network namespace",
-        ),
+        tries="the control plane's port, IPv4 and IPv6",
+        surface="loopback of the host",
+        stopped_by="network namespace",
         steps=(
             python(
                 CONNECT
@@ -53,12 +50,9 @@ attempt(socket.AF_INET, ("0.0.0.0", @API_PORT@))
     ),
     Attack(
         name="metadata_service",
-        goal="Read the machine's credentials from its cloud's metadata service.",
-        mark=pytest.mark.attack(
-            "the cloud's metadata services",
-            surface="link-local addresses",
-            stopped_by="no interface but `lo`, no route",
-        ),
+        tries="the cloud's metadata services",
+        surface="link-local addresses",
+        stopped_by="no interface but `lo`, no route",
         steps=(
             python(
                 CONNECT
@@ -75,12 +69,9 @@ attempt(socket.AF_INET6, ("fe80::1", 80))
     ),
     Attack(
         name="names_and_datagrams",
-        goal="Carry secrets out by DNS or by datagrams.",
-        mark=pytest.mark.attack(
-            "datagrams and look-ups",
-            surface="DNS, multicast, broadcast",
-            stopped_by="no interface but `lo`, no route",
-        ),
+        tries="datagrams and look-ups",
+        surface="DNS, multicast, broadcast",
+        stopped_by="no interface but `lo`, no route",
         steps=(
             python(
                 CONNECT
@@ -100,12 +91,9 @@ except OSError as error:
     ),
     Attack(
         name="interfaces",
-        goal="Make an interface, or send raw packets.",
-        mark=pytest.mark.attack(
-            "raw and packet sockets, netlink",
-            surface="interfaces and raw packets",
-            stopped_by="no capability",
-        ),
+        tries="raw and packet sockets, netlink",
+        surface="interfaces and raw packets",
+        stopped_by="no capability",
         steps=(
             "tail -n +3 /proc/net/dev | cut -d: -f1",
             python("""
@@ -141,12 +129,9 @@ except OSError as error:
     ),
     Attack(
         name="other_families",
-        goal="Reach the host or its hypervisor by a family of sockets that network namespaces do not cover.",
-        mark=pytest.mark.attack(
-            "vsock to the hypervisor, and other families",
-            surface="sockets without namespaces",
-            stopped_by="filter of system calls",
-        ),
+        tries="vsock to the hypervisor, and other families",
+        surface="sockets without namespaces",
+        stopped_by="filter of system calls",
         steps=(
             python("""
 import socket
@@ -172,12 +157,9 @@ for number, name in ((40, "vsock"), (30, "tipc"), (31, "bluetooth"), (21, "rds")
     ),
     Attack(
         name="named_sockets",
-        goal="Talk to a service of the host by the path of its socket.",
-        mark=pytest.mark.attack(
-            "Docker's, D-Bus', any other",
-            surface="named sockets",
-            stopped_by="none is mounted",
-        ),
+        tries="Docker's, D-Bus', any other",
+        surface="named sockets",
+        stopped_by="none is mounted",
         steps=(
             "find / -xdev -type s 2>/dev/null | head; echo looked",
             "ls /run /var/run /tmp /run/docker.sock /run/dbus /run/user 2>/dev/null | grep -e sock -e dbus "

@@ -39,20 +39,17 @@ def locked():
 """
 """How to take one of each resource that is counted for the user of the machine and for the sandbox, too."""
 
-FILES_WITHOUT_CONTENT = pytest.mark.attack(
-    "files without content, whose number no size bounds",
-    surface="files",
-    stopped_by="one file for each page of a memory file system",
-)
+FILES_WITHOUT_CONTENT = {
+    "tries": "files without content, whose number no size bounds",
+    "surface": "files",
+    "stopped_by": "one file for each page of a memory file system",
+}
 
 ATTACKS = [
     Attack(
         name="contexts_of_asynchronous_io",
-        goal="Leave no context of asynchronous I/O to the machine (fs.aio-max-nr).",
-        mark=pytest.mark.attack(
-            "contexts of asynchronous I/O, which all processes of the machine share",
-            stopped_by="filter of system calls; `ENOSYS`, as in a kernel without them",
-        ),
+        tries="contexts of asynchronous I/O, which all processes of the machine share",
+        stopped_by="filter of system calls; `ENOSYS`, as in a kernel without them",
         steps=(
             python("""
 import ctypes, os, platform
@@ -65,11 +62,8 @@ print("io_setup", libc.syscall(number, 65535, ctypes.byref(ctypes.c_ulong())), c
     ),
     Attack(
         name="posix_message_queues",
-        goal="Take the message queues of the worker's user (RLIMIT_MSGQUEUE), by the call or by the folder.",
-        mark=pytest.mark.attack(
-            "POSIX message queues, by call or by folder",
-            stopped_by="`RLIMIT_MSGQUEUE` is 0",
-        ),
+        tries="POSIX message queues, by call or by folder",
+        stopped_by="`RLIMIT_MSGQUEUE` is 0",
         steps=(
             python("""
 import ctypes, os
@@ -88,11 +82,10 @@ except OSError as error:
     ),
     Attack(
         name="descriptors_in_flight",
-        goal="Have more descriptors in flight than the worker may, so that it can pass none.",
-        mark=pytest.mark.attack(
-            "more descriptors in flight on sockets than the worker may have",
-            stopped_by="`RLIMIT_NOFILE` is 4,096 in sandboxes, and as large as permitted in the worker; "
-            "other sandboxes are not protected",
+        tries="more descriptors in flight on sockets than the worker may have",
+        stopped_by=(
+            "`RLIMIT_NOFILE` is 4,096 in sandboxes, and as large as permitted in the worker; "
+            "other sandboxes are not protected"
         ),
         steps=(
             python("""
@@ -122,7 +115,7 @@ except OSError as error:
     Attack(
         name="files_without_content",
         goal="Take the memory of the kernel by millions of files that no size bounds.",
-        mark=FILES_WITHOUT_CONTENT,
+        **FILES_WITHOUT_CONTENT,
         steps=(
             python("""
 import os
@@ -213,7 +206,9 @@ def test_buffers_of_sockets_are_bounded_by_control_groups(bubblewrap_lab: Lab) -
     )
 
 
-@FILES_WITHOUT_CONTENT
+@pytest.mark.attack(
+    FILES_WITHOUT_CONTENT["tries"], surface="files", stopped_by=FILES_WITHOUT_CONTENT["stopped_by"]
+)
 async def test_files_without_content_are_bounded_in_each_way_to_start(
     bubblewrap_works: None, tmp_path: Path
 ) -> None:

@@ -339,9 +339,7 @@ async def test_open_calls_are_bounded_and_repeats_start_nothing(tmp_path: Path) 
 
 
 @pytest.mark.attack(
-    "shell code, paths, control characters",
-    surface="`job_id`",
-    stopped_by="it is hashed before it is used",
+    "shell code, paths, control characters", surface="`job_id`", stopped_by="it is hashed before it is used"
 )
 async def test_odd_names_are_data(door: Door) -> None:
     for name in ("'; DROP TABLE jobs; --", "../../etc", "a\nb", "\x00", "é" * 100, "{{x}}", "%s"):

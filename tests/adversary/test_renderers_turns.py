@@ -132,8 +132,7 @@ async def test_a_call_of_which_the_library_loses_a_part_is_malformed(
 
 
 @pytest.mark.attack(
-    "an argument in JSON holds the marks of a call",
-    stopped_by="they are text of the argument",
+    "an argument in JSON holds the marks of a call", stopped_by="they are text of the argument"
 )
 async def test_marks_in_the_json_of_a_call_are_text(readers: Readers, tmp_path: Path) -> None:
     parser, encode = await parser_of(readers, INKLING, tmp_path), byte_tokenizer(INKLING[0]).encode
@@ -156,10 +155,7 @@ async def test_marks_of_ordinary_tokens_and_calls_in_a_thought_are_text(
     assert await parser.parse_ids(encode(f"{call}</think>no"), encode("]~b]ai\n<think>\n")) is None
 
 
-@pytest.mark.attack(
-    "the process that reads turns is killed",
-    stopped_by="the turn is read by a new one",
-)
+@pytest.mark.attack("the process that reads turns is killed", stopped_by="the turn is read by a new one")
 async def test_a_turn_is_read_although_its_process_was_killed(readers: Readers, tmp_path: Path) -> None:
     parser, encode = await parser_of(readers, MINIMAX, tmp_path), byte_tokenizer(MINIMAX[0]).encode
     children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()

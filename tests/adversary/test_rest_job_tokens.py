@@ -47,8 +47,7 @@ def token_without_uid(worker_token: str, namespace: str, name: str) -> str:
 
 
 @pytest.mark.attack(
-    "it is changed to name another job or uid",
-    stopped_by="an HMAC under the worker token over all of it",
+    "it is changed to name another job or uid", stopped_by="an HMAC under the worker token over all of it"
 )
 def test_a_token_is_of_one_life_of_one_job() -> None:
     token = job_token("secret", "default", "a", "u-1")
@@ -63,8 +62,7 @@ def test_a_token_is_of_one_life_of_one_job() -> None:
 
 
 @pytest.mark.attack(
-    "a name with a dot makes a token of other parts",
-    stopped_by="tokens are made of DNS labels and uids only",
+    "a name with a dot makes a token of other parts", stopped_by="tokens are made of DNS labels and uids only"
 )
 @pytest.mark.parametrize(
     "parts", [("", "a", "u"), ("n", "a.b", "u"), ("n", "a", ""), ("n", "a", "u.v"), ("n/", "a", "u")]
@@ -78,8 +76,7 @@ def test_a_token_is_made_of_names_only(parts: tuple[str, str, str]) -> None:
 
 
 TOKEN_OF_A_DELETED_JOB = pytest.mark.attack(
-    "the token of a deleted job is used for a new job of its name",
-    stopped_by="tokens carry the job's uid",
+    "the token of a deleted job is used for a new job of its name", stopped_by="tokens carry the job's uid"
 )
 
 
@@ -207,8 +204,7 @@ async def test_a_long_poll_of_the_old_token_gets_nothing_of_the_successor(yard: 
 
 
 @pytest.mark.attack(
-    "it is used after its job has ended",
-    stopped_by="it only reports leases, and learns that it may stop",
+    "it is used after its job has ended", stopped_by="it only reports leases, and learns that it may stop"
 )
 async def test_the_token_of_a_finished_job_reports_and_learns_that_it_may_stop(yard: Yard) -> None:
     http = yard.client(yard.job_token("mine"))

@@ -6,14 +6,11 @@ import asyncio
 import os
 import signal
 import stat
-import tempfile
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
 from rollyard_crds.lease import LeaseRef
-from rollyard_pipeline.sandboxes import open_provider
 from rollyard_pipeline.sandboxes.connection import connect
 from rollyard_pipeline.sandboxes.host.records import SandboxFolder
 from rollyard_pipeline.sandboxes.interface import Sandbox, SandboxRequest
@@ -21,6 +18,7 @@ from rollyard_pipeline.sandboxes.provider import NodeProvider
 from rollyard_pipeline.sandboxes.starters.runtime import PYTHON
 from rollyard_sandbox.errors import SandboxSabotaged
 from rollyard_testing.pace import patience
+from rollyard_testing.sandboxes.nodeprovider import node_provider
 
 pytestmark = pytest.mark.attack(boundary="exec server", surface="template of sandboxes")
 
@@ -59,23 +57,9 @@ print("looked", sorted(int(name) for name in os.listdir("/proc") if name.isdigit
 """
 
 
-@asynccontextmanager
-async def started(*, templates: bool = True) -> AsyncIterator[NodeProvider]:
-    with tempfile.TemporaryDirectory(prefix="ry-") as folder:
-        found = open_provider("bubblewrap", run_dir=Path(folder), node="node-a", templates=templates)
-        assert isinstance(found, NodeProvider)
-        await found.start()
-        try:
-            yield found
-        finally:
-            for sandbox_id in found.claimed():
-                await found.release(sandbox_id)
-            await found.aclose()
-
-
 @pytest.fixture
 async def provider(bubblewrap_works: None) -> AsyncIterator[NodeProvider]:
-    async with started() as found:
+    async with node_provider() as found:
         yield found
 
 
@@ -219,8 +203,8 @@ async def test_the_end_of_a_template_harms_no_sandbox(provider: NodeProvider) ->
 
 
 def layout(pid: int) -> str:
-    """Return the addresses at which a process has its program."""
-    return Path(f"/proc/{pid}/maps").read_text().splitlines()[0].split()[0]
+    """Return the address at which a process has its program."""
+    return Path(f"/proc/{pid}/maps").read_text().partition("-")[0]
 
 
 WHAT_SERVERS_SHARE = pytest.mark.attack(
@@ -238,13 +222,13 @@ WHAT_SERVERS_SHARE = pytest.mark.attack(
 async def test_what_is_learned_of_one_server_does_not_hold_for_commands(provider: NodeProvider) -> None:
     """Servers of one template have one address layout and one hash seed. No command has theirs."""
     first, second = [await acquire(provider, f"r-{number}") for number in (1, 2)]
-    code = "print(open('/proc/self/maps').readline().split()[0], hash('any text'))"
+    code = "print(open('/proc/self/maps').readline().partition('-')[0], hash('any text'))"
     seen = [layout(server(first))]
     hashes = []
     for sandbox in (first, first, second):
         result = await sandbox.client.run([PYTHON, "-c", code], timeout=patience(20))
-        addresses, number = result.output.decode().split()
-        seen.append(addresses)
+        address, number = result.output.decode().split()
+        seen.append(address)
         hashes.append(number)
     assert len(set(seen)) == 4
     assert len(set(hashes)) == 3
@@ -255,7 +239,7 @@ async def test_what_is_learned_of_one_server_does_not_hold_for_commands(provider
 
 @WHAT_SERVERS_SHARE
 async def test_without_templates_no_two_servers_are_alike(bubblewrap_works: None) -> None:
-    async with started(templates=False) as provider:
+    async with node_provider(templates=False) as provider:
         first, second = [await acquire(provider, f"r-{number}") for number in (1, 2)]
         assert layout(server(first)) != layout(server(second))
         for sandbox in (first, second):

@@ -305,9 +305,7 @@ BROKEN = [
 
 
 BROKEN_BODIES = pytest.mark.attack(
-    "broken and huge bodies",
-    surface="`/v1/session`",
-    stopped_by="fields by name; at most 4 KiB",
+    "broken and huge bodies", surface="`/v1/session`", stopped_by="fields by name; at most 4 KiB"
 )
 
 

@@ -176,11 +176,7 @@ MANY = ["1"] * 200_000
 @pytest.mark.parametrize(
     ("name", "row", "problem"),
     [
-        (
-            "math",
-            {"question": "?", "answer": [*MANY, *range(65)]},
-            "answer: must be 1 to",
-        ),
+        ("math", {"question": "?", "answer": [*MANY, *range(65)]}, "answer: must be 1 to"),
         ("math", {"question": "?", "answer": "#" * (4 << 20)}, "answer: has nothing after ####"),
         (
             "math",

@@ -305,10 +305,7 @@ def test_what_is_allowed_is_read(opened: Open, web: Web) -> None:
         assert answer.json()["status"]["counts"]["total"] == 1
 
 
-@pytest.mark.attack(
-    "it names another tenant's folder",
-    stopped_by="`{namespace}` in a listed prefix",
-)
+@pytest.mark.attack("it names another tenant's folder", stopped_by="`{namespace}` in a listed prefix")
 def test_another_tenants_folder(opened: Open) -> None:
     mine, others = (opened.teams / team / "tasks.jsonl" for team in ("team-a", "team-b"))
     assert opened.plane.submit(mine.as_uri(), name="own", namespace="team-a").status_code == 201
@@ -341,8 +338,7 @@ def test_ways_out_of_an_allowed_folder(opened: Open) -> None:
 
 
 @pytest.mark.attack(
-    "a pipe, socket or folder holds the reader up",
-    stopped_by="only regular files are opened",
+    "a pipe, socket or folder holds the reader up", stopped_by="only regular files are opened"
 )
 def test_a_file_that_is_none(opened: Open) -> None:
     os.mkfifo(opened.folder / "pipe")
@@ -443,8 +439,7 @@ def test_addresses_that_names_lead_to(opened: Open, web: Web) -> None:
 
 
 @pytest.mark.attack(
-    "a redirect leads elsewhere",
-    stopped_by="each target is checked as if the job had named it",
+    "a redirect leads elsewhere", stopped_by="each target is checked as if the job had named it"
 )
 def test_redirects_are_held_against_the_list(opened: Open, web: Web) -> None:
     base = f"http://127.0.0.1:{web.port}"
@@ -703,11 +698,7 @@ def test_uploads_without_end(tmp_path: Path) -> None:
         assert plane.megabytes() - before < 60
 
 
-@pytest.mark.attack(
-    "a worker or driver uploads",
-    surface="`/v1/blobs`",
-    stopped_by="uploads are the admin's",
-)
+@pytest.mark.attack("a worker or driver uploads", surface="`/v1/blobs`", stopped_by="uploads are the admin's")
 def test_who_may_not_upload(closed: Plane) -> None:
     path = f"/v1/blobs/{hashlib.sha256(TASK).hexdigest()}"
     for role, token in closed.tokens.items():

@@ -142,8 +142,7 @@ def _eval(lease: dict[str, object]) -> dict[str, object]:
 
 
 @pytest.mark.attack(
-    "it hangs while the control plane starts",
-    stopped_by="the start waits for it a bounded time",
+    "it hangs while the control plane starts", stopped_by="the start waits for it a bounded time"
 )
 async def test_the_control_plane_starts_beside_a_hanging_store(tmp_path: Path) -> None:
     HangingStore.hangs = True

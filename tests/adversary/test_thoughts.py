@@ -74,8 +74,7 @@ async def test_an_answer_in_a_thought_that_is_not_closed_is_none(family: str, te
 
 
 @pytest.mark.attack(
-    "a mark after a wrong answer makes it a thought",
-    stopped_by="a mark closes only what was opened",
+    "a mark after a wrong answer makes it a thought", stopped_by="a mark closes only what was opened"
 )
 @pytest.mark.parametrize(
     ("family", "text", "answer"),
@@ -137,8 +136,7 @@ async def test_the_places_hold_for_texts_that_cannot_be_stored() -> None:
 
 
 MARKS_WITHOUT_END = pytest.mark.attack(
-    "a turn of nothing but marks takes the worker long",
-    stopped_by="one pass over the turn",
+    "a turn of nothing but marks takes the worker long", stopped_by="one pass over the turn"
 )
 
 

@@ -69,8 +69,7 @@ async def test_a_call_in_a_thought_is_not_run(name: str) -> None:
 
 
 @pytest.mark.attack(
-    "a call that was cut is run with what there is of it",
-    stopped_by="a call without its end is malformed",
+    "a call that was cut is run with what there is of it", stopped_by="a call without its end is malformed"
 )
 @pytest.mark.parametrize("name", THINKING)
 def test_a_call_that_is_cut_anywhere_is_not_run(name: str) -> None:
@@ -129,8 +128,7 @@ HOSTILE = {
 
 
 @pytest.mark.attack(
-    "a megabyte of pieces of calls takes the worker long",
-    stopped_by="texts are read in linear time",
+    "a megabyte of pieces of calls takes the worker long", stopped_by="texts are read in linear time"
 )
 @pytest.mark.parametrize("name", HOSTILE)
 def test_a_megabyte_of_pieces_of_calls_is_read_in_linear_time(name: str) -> None:

@@ -22,7 +22,7 @@ from rollyard_testing.api.databases import (
     migrated_sqlite,
     postgres,
 )
-from rollyard_testing.api.plane import START_SECONDS, Served, quiet_settings, serving
+from rollyard_testing.api.plane import START_SECONDS, Served, Worker, quiet_settings, serving
 from rollyard_testing.api.weights import Pools
 from rollyard_testing.inference.misbehaving import MisbehavingServer
 from rollyard_testing.pace import patience
@@ -65,6 +65,13 @@ async def served(settings: Settings) -> AsyncIterator[Served]:
     """Yield a control plane on each kind of database."""
     async with serving(settings) as made:
         yield made
+
+
+@pytest.fixture
+async def worker(served: Served) -> Worker:
+    """Return a worker of a control plane whose only job has one rollout."""
+    await served.submit(tasks={"inline": [{"id": "t0", "prompt": "p"}]})
+    return Worker(served.worker)
 
 
 @pytest.fixture

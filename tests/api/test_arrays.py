@@ -18,7 +18,7 @@ from rollyard_api.trajectories.packed import ARRAYS, HEAD_BYTES, joined, of_segm
 from rollyard_client import AsyncClient, Client, TrajectoryArrays
 from rollyard_client.training.packed import trajectories
 from rollyard_crds.token_arrays import PackedSegment
-from rollyard_testing.api.plane import Worker, make_manifest, serving, start_api
+from rollyard_testing.api.plane import Worker, make_manifest, read_pages, serving, start_api
 
 PATH = "/v1/rolloutjobs/job/trajectories"
 Record = dict[str, Any]
@@ -90,9 +90,7 @@ async def test_a_page_whose_records_are_stored_in_part(settings: Settings, monke
         await Worker(served.worker).finish_all()
         await served.admin.post("/v1/rolloutjobs", json=make_manifest(samplesPerTask=4))
         worker = Worker(served.worker)
-        for stage in ("init", "run"):
-            await worker.complete(*[worker.result(lease) for lease in await worker.lease(**{stage: 8})])
-        leases = await worker.lease(eval=8)
+        leases = await worker.reach("eval", 8)
         ids = {}
         for sample in (2, 0, 3, 1):
             own = [lease for lease in leases if lease["sample_index"] == sample]
@@ -188,30 +186,15 @@ async def test_both_clients_read_pages_of_arrays(tmp_path: Path) -> None:
             )
             assert not [page async for page in client.array_pages("job", status="failed")]
 
-            def read() -> tuple[list[TrajectoryArrays], bytes]:
+            def read() -> list[TrajectoryArrays]:
                 with Client(process.url, token) as sync:
-                    again = [one for page in sync.array_pages("job") for one in page.trajectories]
-                lines = [json.loads(dumped) for dumped in plain_lines(process.url, token)]
-                return again, b"\n".join(json.dumps(line).encode() for line in lines)
+                    return [one for page in sync.array_pages("job") for one in page.trajectories]
 
-            again, lines = await asyncio.to_thread(read)
+            again = await asyncio.to_thread(read)
+            http.headers["Authorization"] = f"Bearer {token}"
+            lines = b"".join([page.content async for page in read_pages(http, PATH)])
             assert described(again) == described(found)
             assert described(trajectories(lines, "application/x-ndjson")) == described(found)
-
-
-def plain_lines(url: str, token: str) -> list[bytes]:
-    """Return the JSON lines of all rollouts."""
-    lines: list[bytes] = []
-    cursor, finished = "", False
-    with httpx.Client(base_url=url, headers={"Authorization": f"Bearer {token}"}) as http:
-        while not finished:
-            answer = http.get(PATH, params={"cursor": cursor})
-            lines += answer.content.splitlines()
-            cursor, finished = (
-                answer.headers["rollyard-cursor"],
-                answer.headers["rollyard-finished"] == "true",
-            )
-    return lines
 
 
 def test_a_remote_store_says_that_an_object_is_missing() -> None:

@@ -9,7 +9,6 @@ import pyarrow.parquet
 import pytest
 from rollyard_api.machine import failure_policy
 from rollyard_api.rollouts import heartbeats, sweeps
-from rollyard_api.storage.database import Transaction
 from rollyard_api.trajectories import attempts
 from rollyard_client import RolloutSummary
 from rollyard_crds.lease import Lease, StageTimes
@@ -20,22 +19,6 @@ from rollyard_testing.api.plane import Worker, make_manifest
 from rollyard_testing.crds.segments import reported
 
 PATH = "/v1/rolloutjobs/job"
-
-
-@pytest.fixture
-async def worker(served: Any) -> Any:
-    manifest = make_manifest(tasks={"inline": [{"id": "t0", "prompt": "p"}]})
-    answer = await served.admin.post("/v1/rolloutjobs", json=manifest)
-    assert answer.status_code == 201, answer.text
-    return Worker(served.worker)
-
-
-async def _later(served: Any, seconds: float, what: Any) -> None:
-    def op(tx: Transaction) -> None:
-        tx.now += seconds
-        what(tx)
-
-    await served.plane.database.write(op)
 
 
 async def _record(served: Any, **headers: str) -> dict[str, Any]:
@@ -53,14 +36,12 @@ async def test_every_way_back_into_a_queue_is_explained(served: Any, worker: Any
     await worker.fail(lease, "ImageBroken", message="no such image")
     (lease,) = await worker.lease(init=1)
     await worker.fail(lease, "WorkerDrained", message="it stops", counts=False)
-    (lease,) = await worker.lease(init=1)
-    await worker.complete(worker.result(lease))
-    await worker.lease(run=1)
-    await _later(served, 60, sweeps.expire)
+    await worker.reach("run")
+    await served.later(60, sweeps.expire)
     (lease,) = await worker.lease(init=1)
     await worker.complete(worker.result(lease))
     await worker.heartbeat()
-    await _later(served, 7200, lambda tx: heartbeats.give_up_silent(tx, 60.0))
+    await served.later(7200, lambda tx: heartbeats.give_up_silent(tx, 60.0))
     summary = (await served.admin.get(f"{PATH}/rollouts")).json()["items"][0]
     assert await worker.finish_all() == 1
 
@@ -130,7 +111,7 @@ async def test_a_lease_that_is_lost_too_often_ends_as_an_attempt(
     monkeypatch.setattr(failure_policy, "MAX_EXPIRIES", 2)
     for _ in range(3):
         (lease,) = await worker.lease(init=1)
-        await _later(served, 60, sweeps.expire)
+        await served.later(60, sweeps.expire)
     assert await worker.lease(init=1) == []
     assert await worker.complete(worker.result(lease)) == ["stale"]
     record = await _record(served)
@@ -140,9 +121,7 @@ async def test_a_lease_that_is_lost_too_often_ends_as_an_attempt(
 
 
 async def test_what_a_worker_says_about_attempts_in_a_trajectory_is_refused(served: Any, worker: Any) -> None:
-    (lease,) = await worker.lease(init=1)
-    await worker.complete(worker.result(lease))
-    (lease,) = await worker.lease(run=1)
+    (lease,) = await worker.reach("run")
     run = worker.result(lease)
     forged = attempts.attempt(
         stage="run", number=1, reason="Forged", message="", worker="", node="",

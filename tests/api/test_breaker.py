@@ -127,9 +127,7 @@ class Pool:
         self.served, self.worker, self.servers = served, worker, servers
 
     async def report(self, *servers: Any) -> None:
-        body = {"backends": [{"url": one.url, "ready": True} for one in servers]}
-        answer = await self.served.driver.put("/v1/backendpools/pool/backends", json=body)
-        assert answer.status_code == 200, answer.text
+        await self.served.report_backends(*[one.url for one in servers])
 
     async def lease(self, n: int = 1) -> list[dict[str, Any]]:
         leases: list[dict[str, Any]] = await self.worker.lease(run=n)

@@ -25,8 +25,7 @@ BOUND = {"state": "Bound", "address": "tcp://10.0.0.7:7411", "secret": "s3cret"}
 @pytest.fixture
 async def worker(served: Any) -> Any:
     tasks = {"inline": [{"id": f"t{i}", "prompt": "p"} for i in range(3)]}
-    answer = await served.admin.post("/v1/rolloutjobs", json=make_manifest(tasks=tasks))
-    assert answer.status_code == 201, answer.text
+    await served.submit(tasks=tasks)
     return Worker(served.worker, node="kubernetes")
 
 
@@ -64,14 +63,6 @@ async def _states(served: Any) -> dict[str, str]:
 
 def _handle(claim: dict[str, Any]) -> dict[str, Any]:
     return {"provider": "kubernetes", "id": claim["id"], "node": "kubernetes", "address": BOUND["address"]}
-
-
-async def _expire_all(served: Any) -> None:
-    def op(tx: Transaction) -> None:
-        tx.now += 3600
-        sweeps.expire(tx)
-
-    await served.plane.database.write(op)
 
 
 async def test_the_whole_way(served: Any, worker: Any) -> None:
@@ -237,14 +228,12 @@ async def _hand_over(served: Any, worker: Any, lease: dict[str, Any]) -> None:
 
 
 async def _worker_dies(served: Any, worker: Any, lease: dict[str, Any]) -> None:
-    await _expire_all(served)
+    await served.later(3600, sweeps.expire)
 
 
 async def _delete_and_purge(served: Any, worker: Any, lease: dict[str, Any]) -> None:
     await _delete_job(served, worker, lease)
-    async with asyncio.timeout(patience(10)):
-        while await served.plane.archive.unstored():  # noqa: ASYNC110 (stored by a task of the plane)
-            await asyncio.sleep(0.02)
+    await served.until_stored()
     await served.plane.sweep()
 
 
@@ -304,7 +293,7 @@ async def test_a_dead_eval_worker_leaves_the_sandbox_to_the_next(served: Any, wo
     (run,) = await worker.lease(run=1)
     await worker.complete(worker.result(run))
     await worker.lease(eval=1)
-    await _expire_all(served)
+    await served.later(3600, sweeps.expire)
     assert list(await _states(served)) == [claim["id"]]
     (again,) = await worker.lease(eval=1)
     assert again["sandbox"]["id"] == claim["id"]

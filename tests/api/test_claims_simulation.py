@@ -17,7 +17,7 @@ from rollyard_api.machine import failure_policy
 from rollyard_api.rollouts import sweeps
 from rollyard_api.storage.database import Transaction
 from rollyard_api.storage.schema import claims as claim_table
-from rollyard_testing.api.plane import Worker, make_manifest, serving
+from rollyard_testing.api.plane import Worker, serving
 
 ROLLOUTS = 12
 STEPS = 160
@@ -176,11 +176,7 @@ class Simulation:
         self.held = [item for item in self.held if item[0] is not worker]
 
     async def expire(self) -> None:
-        def op(tx: Transaction) -> int:
-            tx.now += 3600
-            return sweeps.expire(tx)
-
-        await self.served.plane.database.write(op)
+        await self.served.later(3600, sweeps.expire)
 
     async def cancel(self) -> None:
         if self.held and self.rng.random() < 0.2:
@@ -229,8 +225,7 @@ async def test_no_sandbox_leaks(seed: int, end: str, settings: Any, monkeypatch:
     for _ in range(2):
         async with serving(settings) as served:
             if simulation is None:
-                manifest = make_manifest(tasks={"inline": tasks})
-                assert (await served.admin.post("/v1/rolloutjobs", json=manifest)).status_code == 201
+                await served.submit(tasks={"inline": tasks})
                 simulation = Simulation(seed * 3 + len(end), served)
             simulation.connect(served)
             for _ in range(STEPS // 2):

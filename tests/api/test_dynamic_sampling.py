@@ -15,8 +15,7 @@ from rollyard_api.rollouts import transitions
 from rollyard_api.storage.schema import dynamic_sampling, sampling_targets
 from rollyard_crds.fields.dynamic_sampling import MIN_STD
 from rollyard_crds.fields.signals import has_signal
-from rollyard_testing.api.plane import Worker, make_manifest, serving
-from rollyard_testing.waiting import eventually
+from rollyard_testing.api.plane import Worker, make_manifest, read_pages, serving
 
 PATH = "/v1/rolloutjobs/job"
 
@@ -57,11 +56,7 @@ def mixed(*informative: str) -> Callable[[dict[str, Any]], float]:
 
 async def begin(worker: Any, count: int) -> list[dict[str, Any]]:
     """Take `count` rollouts through Init and Run, and return their Eval leases."""
-    for stage in ("init", "run"):
-        leases = await worker.lease(**{stage: count})
-        assert len(leases) == count
-        assert set(await worker.complete(*[worker.result(lease) for lease in leases])) == {"accepted"}
-    leases = await worker.lease(eval=count)
+    leases = await worker.reach("eval", count)
     assert len(leases) == count
     return list(leases)
 
@@ -399,9 +394,7 @@ async def test_a_step_lets_go_on_what_has_begun_though_no_further_group_is_there
 async def test_carried_groups_keep_the_policy_versions_of_both_steps(served: Any, dapo: Any) -> None:
     await open_step(served.admin, dapo(0, stream=True, targetGroups=1), 2)
     worker = Worker(served.worker)
-    leases = await worker.lease(init=4)
-    await worker.complete(*[worker.result(lease) for lease in leases])
-    runs = await worker.lease(run=4)
+    runs = await worker.reach("run", 4)
 
     def sampled(lease: dict[str, Any], version: str) -> dict[str, Any]:
         result: dict[str, Any] = worker.result(lease)
@@ -526,8 +519,7 @@ async def test_groups_that_wait_count_against_the_queue(settings: Any, dapo: Any
         full = await served.admin.post("/v1/rolloutjobs", json=make_manifest("b", samplesPerTask=2))
         assert full.status_code == 429
         await served.admin.post(f"{PATH}/cancel", json={})
-        made = await served.admin.post("/v1/rolloutjobs", json=make_manifest("b", samplesPerTask=2))
-        assert made.status_code == 201
+        await served.submit("b", samplesPerTask=2)
 
 
 async def test_a_cancelled_job_starts_no_more_groups_and_leaves_no_rows(served: Any, dapo: Any) -> None:
@@ -541,11 +533,7 @@ async def test_a_cancelled_job_starts_no_more_groups_and_leaves_no_rows(served: 
     assert document["status"]["dynamicSampling"]["surplusRollouts"] == 0
     assert await Worker(served.worker).lease(init=16, run=16, eval=16) == []
     await served.admin.delete(PATH)
-
-    async def stored() -> bool:
-        return bool(await served.plane.archive.unstored() == 0)
-
-    await eventually(stored)
+    await served.until_stored()
     await served.plane.sweep()
 
     def rows(conn: Any) -> int:
@@ -580,13 +568,5 @@ async def test_pages_of_informative_groups_come_in_the_order_of_ends(served: Any
     await Worker(served.worker).finish_all(mixed(*(f"t{i}" for i in range(0, 12, 2))))
     whole = [g["group_id"] for g in await groups_of(served.admin, informative=True)]
     assert len(whole) == len(set(whole)) == 6
-    cursor, found = "", []
-    while True:
-        page = await served.admin.get(
-            f"{PATH}/groups", params={"informative": True, "limit": 2, "cursor": cursor}
-        )
-        found += [json.loads(line)["group_id"] for line in page.content.splitlines()]
-        cursor = page.headers["rollyard-cursor"]
-        if page.headers["rollyard-finished"] == "true":
-            break
-    assert found == whole
+    pages = [page async for page in read_pages(served.admin, f"{PATH}/groups", informative=True, limit=2)]
+    assert [json.loads(line)["group_id"] for page in pages for line in page.content.splitlines()] == whole

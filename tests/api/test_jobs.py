@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gzip
 import json
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,6 @@ from rollyard_api.jobs import jobs
 from rollyard_api.storage import jobs as job_rows
 from rollyard_api.storage.database import Transaction
 from rollyard_testing.api.plane import Worker, make_manifest, serving
-from rollyard_testing.waiting import eventually
 
 
 async def _post(served: Any, manifest: Any) -> Any:
@@ -239,31 +237,29 @@ async def test_delete_frees_the_name_and_removes_the_rows(served: Any) -> None:
     assert (await _post(served, make_manifest(samplesPerTask=3))).status_code == 201
     assert (await worker.heartbeat(lease))["cancelled"] == [{"rollout": lease["rollout"], "token": 1}]
 
-    async def stored() -> bool:
-        return await served.plane.archive.unstored() == 0
-
-    await eventually(stored)
+    await served.until_stored()
     await served.plane.sweep()
     assert (await worker.heartbeat(lease))["lost"] == [{"rollout": lease["rollout"], "token": 1}]
     assert (await _job(served))["status"]["counts"]["total"] == 6
     assert await worker.finish_all() == 6, "nothing of the new job was removed"
 
 
+def _enforce(tx: Transaction) -> list[int]:
+    """End what is over, and return the jobs whose rollouts are to be cancelled."""
+    jobs.enforce(tx)
+    return job_rows.cancelling(tx.conn)
+
+
 async def test_the_deadline_of_a_suspended_job_does_not_run(served: Any) -> None:
     await _post(served, make_manifest(activeDeadlineSeconds=60))
 
-    def pass_(tx: Transaction, seconds: float) -> list[int]:
-        tx.now += seconds
-        jobs.enforce(tx)
-        return job_rows.cancelling(tx.conn)
-
     await served.admin.patch("/v1/rolloutjobs/job", json={"suspend": True})
     assert "startTime" not in (await _job(served))["status"]
-    assert await served.plane.database.write(partial(pass_, seconds=1000)) == []
+    assert await served.later(1000, _enforce) == []
     await served.admin.patch("/v1/rolloutjobs/job", json={"suspend": False, "priority": 2})
     assert "startTime" in (await _job(served))["status"]
-    assert await served.plane.database.write(partial(pass_, seconds=50)) == []
-    assert len(await served.plane.database.write(partial(pass_, seconds=70))) == 1
+    assert await served.later(50, _enforce) == []
+    assert len(await served.later(70, _enforce)) == 1
 
 
 async def test_deadlines_and_times_to_live_are_those_of_each_job(served: Any) -> None:
@@ -276,22 +272,17 @@ async def test_deadlines_and_times_to_live_are_those_of_each_job(served: Any) ->
         await _post(served, make_manifest(name, **limits))
     await served.plane.sweep()
 
-    def pass_(tx: Transaction, seconds: float) -> list[int]:
-        tx.now += seconds
-        jobs.enforce(tx)
-        return job_rows.cancelling(tx.conn)
-
     async def left() -> list[str]:
         items = (await served.admin.get("/v1/rolloutjobs")).json()["items"]
         return [item["metadata"]["name"] for item in items]
 
-    (ended,) = await served.plane.database.write(partial(pass_, seconds=120))
+    (ended,) = await served.later(120, _enforce)
     await served.plane.cancel_rest(ended)
     late = await _job(served, "late")
     assert late["metadata"]["annotations"]["rollyard.dev/cancel-reason"] == "DeadlineExceeded"
     assert late["status"]["counts"]["cancelled"] == 2
     assert await left() == ["a", "c", "never", "late", "later", "unbounded"]
-    assert len(await served.plane.database.write(partial(pass_, seconds=1200))) == 1
+    assert len(await served.later(1200, _enforce)) == 1
     assert await left() == ["never", "late", "later", "unbounded"]
 
 

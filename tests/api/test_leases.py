@@ -30,26 +30,7 @@ from rollyard_testing.pace import patience
 
 async def _expire_all(served: Any) -> int:
     """Let every lease run out at this moment, and return the number of rollouts that were returned."""
-
-    def op(tx: Transaction) -> int:
-        tx.now += 3600
-        return sweeps.expire(tx)
-
-    count: int = await served.plane.database.write(op)
-    return count
-
-
-@pytest.fixture
-async def worker(served: Any) -> Any:
-    manifest = make_manifest(tasks={"inline": [{"id": "t0", "prompt": "p"}]})
-    answer = await served.admin.post("/v1/rolloutjobs", json=manifest)
-    assert answer.status_code == 201, answer.text
-    return Worker(served.worker)
-
-
-async def _counts(served: Any) -> dict[str, Any]:
-    counts: dict[str, Any] = (await served.admin.get("/v1/rolloutjobs/job")).json()["status"]["counts"]
-    return counts
+    return int(await served.later(3600, sweeps.expire))
 
 
 async def test_expired_lease_is_fenced_off(served: Any, worker: Any) -> None:
@@ -105,7 +86,7 @@ async def test_expired_run_goes_back_to_init_without_its_sandbox(served: Any, wo
     sandbox = run["sandbox"]["id"]
     assert (await worker.heartbeat(run, sandboxes=[sandbox]))["orphans"] == []
     await _expire_all(served)
-    assert (await _counts(served))["init"]["queued"] == 1
+    assert (await served.counts())["init"]["queued"] == 1
     assert (await worker.heartbeat(sandboxes=[sandbox]))["orphans"] == [sandbox]
     (again,) = await worker.lease(init=1)
     assert again["carry"] == {}
@@ -115,10 +96,7 @@ async def test_expired_run_goes_back_to_init_without_its_sandbox(served: Any, wo
 async def test_expired_eval_is_tried_once_more_in_its_sandbox_then_from_init(
     served: Any, worker: Any
 ) -> None:
-    for stage in ("init", "run"):
-        (lease,) = await worker.lease(**{stage: 1})
-        await worker.complete(worker.result(lease))
-    (evaluation,) = await worker.lease(eval=1)
+    (evaluation,) = await worker.reach("eval")
     await _expire_all(served)
     (again,) = await worker.lease(eval=1)
     assert again["sandbox"] == evaluation["sandbox"]
@@ -126,10 +104,7 @@ async def test_expired_eval_is_tried_once_more_in_its_sandbox_then_from_init(
     await _expire_all(served)
     assert await worker.lease(eval=1, run=1) == []
     # The sandbox that follows is trusted as much as the first one was.
-    for stage in ("init", "run"):
-        (lease,) = await worker.lease(**{stage: 1})
-        assert await worker.complete(worker.result(lease)) == ["accepted"]
-    (fresh,) = await worker.lease(eval=1)
+    (fresh,) = await worker.reach("eval")
     assert fresh["sandbox"] != evaluation["sandbox"]
     await _expire_all(served)
     assert [one["sandbox"] for one in await worker.lease(eval=1)] == [fresh["sandbox"]]
@@ -154,11 +129,7 @@ async def test_attempts_are_counted_for_each_stage_and_limited_by_its_own_job(se
     assert await fail_both("run") == {"job": 0, "other": 0}, "the failure of Init is none of Run"
     assert await fail_both("run") == {"job": 1, "other": 1}
     assert await fail_both("run") == {"job": 2}, "the other job allows two attempts"
-    counts = [
-        (await served.admin.get(f"/v1/rolloutjobs/{name}")).json()["status"]["counts"]["failed"]
-        for name in ("job", "other")
-    ]
-    assert counts == [1, 1]
+    assert [(await served.counts(name))["failed"] for name in ("job", "other")] == [1, 1]
 
 
 async def test_a_failed_stage_is_tried_again_in_its_sandbox(served: Any, worker: Any) -> None:
@@ -189,7 +160,7 @@ async def test_without_a_sandbox_any_node_may_continue(served: Any, worker: Any)
             assert await elsewhere.complete(elsewhere.result(lease)) == ["accepted"]
         else:
             assert await elsewhere.fail(lease) == "accepted"
-    assert (await _counts(served))["succeeded"] == 1
+    assert (await served.counts())["succeeded"] == 1
 
 
 async def test_a_report_is_judged_by_its_token_and_stage_and_by_what_it_reports(
@@ -212,7 +183,7 @@ async def test_a_report_is_judged_by_its_token_and_stage_and_by_what_it_reports(
     assert await worker.complete(worker.result(last)) == ["repeated"]
     assert await worker.fail(last) == "stale", "it was complete"
     assert await worker.complete(worker.result(first)) == ["stale"], "no repeat of the one with token 11"
-    assert (await _counts(served))["run"] == {"queued": 1, "active": 0}
+    assert (await served.counts())["run"] == {"queued": 1, "active": 0}
 
 
 async def test_unknown_sandbox_is_no_orphan_while_an_init_may_own_it(served: Any, worker: Any) -> None:
@@ -241,9 +212,7 @@ async def test_an_unknown_sandbox_may_belong_to_any_init_of_its_node(served: Any
 async def test_only_an_init_of_the_same_node_may_own_an_unknown_sandbox(served: Any) -> None:
     await served.admin.post("/v1/rolloutjobs", json=make_manifest())
     here, elsewhere = Worker(served.worker), Worker(served.worker, name="e", node="elsewhere")
-    (init,) = await here.lease(init=1)
-    await here.complete(here.result(init))
-    (run,) = await here.lease(run=1)
+    (run,) = await here.reach("run")
     assert len(await elsewhere.lease(init=1)) == 1
     mine = run["sandbox"]["id"]
     assert (await here.heartbeat(run, sandboxes=["sb-left", mine]))["orphans"] == ["sb-left"]
@@ -278,7 +247,7 @@ async def test_nothing_of_a_cancelled_job_is_leased_while_its_rollouts_are_being
     job_id = await served.plane.database.write(cancel)
     assert {lease["job"] for lease in await worker.lease(init=8)} == {"other"}
     await served.plane.cancel_rest(job_id)
-    assert (await _counts(served))["cancelled"] == 1
+    assert (await served.counts())["cancelled"] == 1
 
 
 async def test_a_failure_that_every_rollout_would_have_ends_the_job(served: Any) -> None:
@@ -294,7 +263,7 @@ async def test_a_failure_that_every_rollout_would_have_ends_the_job(served: Any)
     await served.plane.sweep()
     told = await worker.heartbeat(third)
     assert [ref["rollout"] for ref in told["cancelled"]] == [third["rollout"]]
-    counts = await _counts(served)
+    counts = await served.counts()
     assert (counts["failed"], counts["cancelled"], counts["total"]) == (2, 3, 5)
     job = (await served.admin.get("/v1/rolloutjobs/job")).json()
     assert job["metadata"]["annotations"]["rollyard.dev/cancel-reason"] == NO_TOOL_PARSER
@@ -304,8 +273,7 @@ async def test_a_failure_that_every_rollout_would_have_ends_the_job(served: Any)
 
 
 async def test_the_only_rollout_of_a_job_ends_it_with_its_reason(served: Any, worker: Any) -> None:
-    await worker.complete(*map(worker.result, await worker.lease(init=1)))
-    (lease,) = await worker.lease(run=1)
+    (lease,) = await worker.reach("run")
     await worker.fail(lease, NO_TOOL_PARSER, retryable=False)
     job = (await served.admin.get("/v1/rolloutjobs/job")).json()
     assert job["metadata"]["annotations"]["rollyard.dev/cancel-reason"] == NO_TOOL_PARSER
@@ -357,8 +325,6 @@ async def test_draining_once_the_job_has_ended(served: Any, worker: Any) -> None
 
 
 async def test_msgpack_both_ways(served: Any, worker: Any) -> None:
-    import msgpack
-
     body = msgpack.packb({"worker": "w", "node": "n", "capacity": {"init": 1}})
     headers = {"Content-Type": "application/msgpack", "Accept": "application/msgpack"}
     answer = await served.worker.post("/v1/leases", content=body, headers=headers)
@@ -383,14 +349,6 @@ async def test_wrong_results_are_refused_by_field(served: Any, worker: Any) -> N
     await worker.complete(worker.result(init))
     (run,) = await worker.lease(run=1)
     good = worker.result(run)["trajectory"]
-    (segment,) = good["segments"]
-
-    async def refused(**lists: Any) -> str:
-        return (await _refused(served, worker, run, trajectory=good | {"segments": [segment | lists]}))[0]
-
-    assert "loss_mask has 2 entries, response_ids has 3" in await refused(loss_mask=[1, 1])
-    assert "must be 0 or 1" in await refused(loss_mask=[1, 2, 1])
-    assert "0.0 where loss_mask is 0" in await refused(logprobs=[-0.5, -0.5, -0.5])
     turns = [{"segment": 0, "start": 0, "end": 9, "finish_reason": "stop"}]
     assert "turns[0]" in (await _refused(served, worker, run, trajectory=good | {"turns": turns}))[0]
     assert "is required" in (await _refused(served, worker, run, trajectory=None))[0]
@@ -398,7 +356,7 @@ async def test_wrong_results_are_refused_by_field(served: Any, worker: Any) -> N
     (evaluation,) = await worker.lease(eval=1)
     assert "finite number" in (await _refused(served, worker, evaluation, reward=None))[0]
     assert "finite number" in (await _refused(served, worker, evaluation, reward="1"))[0]
-    assert (await _counts(served))["succeeded"] == 0
+    assert (await served.counts())["succeeded"] == 0
 
 
 _GOOD: dict[str, Any] = {
@@ -464,6 +422,7 @@ UNEVEN_LISTS = pytest.mark.attack(
 @pytest.mark.parametrize(
     ("trajectory", "problem"),
     [
+        (_trajectory(_GOOD | {"loss_mask": [1]}), "loss_mask has 1 entries, response_ids has 2"),
         (_trajectory(_GOOD | {"logprobs": [-0.5]}), "results[0].segments[0]: logprobs has 1 entries"),
         (_trajectory(_GOOD | {"policy_versions": ["v1"] * 3}), "policy_versions has 3 entries"),
         (_trajectory(_GOOD | {"loss_mask": [1, 2]}), "loss_mask: every entry must be 0 or 1"),
@@ -584,8 +543,7 @@ async def test_an_object_with_too_many_keys_is_refused(served: Any) -> None:
 async def test_numbers_that_would_break_statistics_and_records_are_refused(
     served: Any, worker: Any, form: str
 ) -> None:
-    await worker.complete(worker.result((await worker.lease(init=1))[0]))
-    (lease,) = await worker.lease(run=1)
+    (lease,) = await worker.reach("run")
     item = reported(worker.result(lease))
     sampling = {"temperature": math.nan, "top_p": 1.0, "max_tokens": 1, "seed": 1}
     turn = {"segment": 0, "start": 0, "end": 0, "finish_reason": "replayed", "model_seconds": math.inf}
@@ -657,12 +615,8 @@ async def test_one_wrong_report_refuses_all_of_its_request(served: Any) -> None:
 
 
 async def test_a_lease_of_eval_has_token_lists_only_if_the_handler_needs_them(served: Any) -> None:
-    await served.admin.post(
-        "/v1/rolloutjobs",
-        json=make_manifest(tasks={"inline": [{"id": "t0", "prompt": "p"}]}, samplesPerTask=2),
-    )
+    await served.submit(tasks={"inline": [{"id": "t0", "prompt": "p"}]}, samplesPerTask=2)
     worker = Worker(served.worker)
-    await worker.complete(*map(worker.result, await worker.lease(init=2)))
     count = 8192
     segment = {
         "prompt_ids": list(range(300)),
@@ -672,7 +626,7 @@ async def test_a_lease_of_eval_has_token_lists_only_if_the_handler_needs_them(se
         "policy_versions": ["v1", ""] * (count // 2),
     }
     results = []
-    for number, lease in enumerate(await worker.lease(run=2)):
+    for number, lease in enumerate(await worker.reach("run", 2)):
         result = worker.result(lease, tokens_in_eval=number == 1)
         result["trajectory"]["segments"] = [segment]
         results.append(result)
@@ -697,9 +651,7 @@ async def test_a_lease_of_eval_has_token_lists_only_if_the_handler_needs_them(se
     stopped_by="refused by field",
 )
 async def test_rewards_are_finite_and_of_bounded_size(served: Any, worker: Any) -> None:
-    await worker.complete(worker.result((await worker.lease(init=1))[0]))
-    await worker.complete(worker.result((await worker.lease(run=1))[0]))
-    (lease,) = await worker.lease(eval=1)
+    (lease,) = await worker.reach("eval")
     wrong: dict[str, Any] = {"reward": 1.5e6, "reward_components": {"good": 1.0, "style": -2e6}}
     problems = await _refused(served, worker, lease, **wrong)
     assert [problem.partition(":")[0] for problem in problems] == [
@@ -746,8 +698,7 @@ async def test_rewards_are_finite_and_of_bounded_size(served: Any, worker: Any) 
 async def test_the_reason_of_a_reward_reaches_the_record(served: Any) -> None:
     await served.admin.post("/v1/rolloutjobs", json=make_manifest(samplesPerTask=2))
     worker = Worker(served.worker)
-    await worker.complete(*[worker.result(lease) for lease in await worker.lease(init=8)])
-    runs = await worker.lease(run=8)
+    runs = await worker.reach("run", 8)
     recorded = worker.result(runs[0])["trajectory"]
     for field in ("reward_reason", "reward_output"):  # Run may not set these.
         refused = await _refused(served, worker, runs[0], trajectory=recorded | {field: "ByRun"})

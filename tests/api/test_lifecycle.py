@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import msgpack
 import pyarrow.parquet as pq
 from rollyard_crds.lease import LeaseResponse
 from rollyard_crds.rolloutjob import RolloutJob
 from rollyard_crds.trajectory import Trajectory, Transcript
 from rollyard_testing.api.plane import Worker, make_manifest
-from rollyard_testing.waiting import eventually
 
 
 async def test_whole_way(served: Any) -> None:
@@ -52,8 +52,7 @@ async def test_whole_way(served: Any) -> None:
 async def test_segments_that_templates_began_are_counted(served: Any) -> None:
     await served.admin.post("/v1/rolloutjobs", json=make_manifest(samplesPerTask=2))
     worker = Worker(served.worker)
-    await worker.complete(*[worker.result(lease) for lease in await worker.lease(init=4)])
-    results = [worker.result(lease) for lease in await worker.lease(run=4)]
+    results = [worker.result(lease) for lease in await worker.reach("run", 4)]
     for result, breaks in zip(results, (2, 0, 1, 0), strict=True):
         result["trajectory"]["template_breaks"] = breaks
     assert await worker.complete(*results) == ["accepted"] * 4
@@ -103,8 +102,6 @@ async def test_results_in_every_form(served: Any, tmp_path: Any) -> None:
     assert all(t.timings.run.attempts == 1 for t in got)
 
     packed = await served.admin.get(path, headers={"Accept": "application/msgpack"})
-    import msgpack
-
     assert [Trajectory.model_validate(t) for t in msgpack.unpackb(packed.content)] == got
     parquet = await served.admin.get(path, headers={"Accept": "application/vnd.apache.parquet"})
     file = tmp_path / "t.parquet"
@@ -125,19 +122,3 @@ async def test_results_in_every_form(served: Any, tmp_path: Any) -> None:
         await served.admin.get("/v1/rolloutjobs/job/rollouts", params={"status": "succeeded"})
     ).json()
     assert {item["id"] for item in summaries["items"]} == {t.id for t in got}
-
-
-async def test_records_reach_the_store_once(served: Any, tmp_path: Any) -> None:
-    await served.admin.post("/v1/rolloutjobs", json=make_manifest(samplesPerTask=2))
-    before = None
-    await Worker(served.worker).finish_all()
-    before = (await served.admin.get("/v1/rolloutjobs/job/trajectories")).content
-
-    async def stored() -> bool:
-        return await served.plane.archive.unstored() == 0
-
-    await eventually(stored)
-    assert (await served.admin.get("/v1/rolloutjobs/job/trajectories")).content == before
-    files = sorted((tmp_path / "trajectories").rglob("*.ndjson"))
-    stored_lines = b"".join(file.read_bytes() for file in files)
-    assert sorted(stored_lines.splitlines()) == sorted(before.splitlines())

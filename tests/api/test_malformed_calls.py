@@ -9,7 +9,7 @@ import pytest
 from rollyard_api.jobs.job_views import MALFORMED_ROLLOUTS
 from rollyard_api.machine.events import RunDone
 from rollyard_api.rollouts import reports
-from rollyard_testing.api.plane import Worker, make_manifest, serving
+from rollyard_testing.api.plane import Worker, serving
 from rollyard_testing.crds.segments import reported
 
 MALFORMED = {"name": "", "error": "malformed tool call: </tool_call> is missing"}
@@ -56,14 +56,10 @@ def test_what_counts_as_a_call(turns: list[dict[str, Any]], total: int, malforme
 
 async def play(worker: Any, turns: Sequence[dict[str, Any]], rollouts: int) -> None:
     """Take so many rollouts through Run, each with these turns."""
-    init = await worker.lease(init=rollouts)
-    assert len(init) == rollouts
-    assert set(await worker.complete(*map(worker.result, init))) == {"accepted"}
-    results = []
-    for lease in await worker.lease(run=rollouts):
-        result = worker.result(lease)
+    results = [worker.result(lease) for lease in await worker.reach("run", rollouts)]
+    assert len(results) == rollouts
+    for result in results:
         result["trajectory"]["turns"] = list(turns)
-        results.append(result)
     assert set(await worker.complete(*results)) == {"accepted"}
     assert set(await worker.complete(*results)) == {"repeated"}
 
@@ -77,8 +73,7 @@ async def status(served: Any) -> dict[str, Any]:
 async def test_a_job_without_a_well_formed_call(settings: Any) -> None:
     tasks = {"inline": [{"id": f"t{n}", "prompt": "p"} for n in range(3 * MALFORMED_ROLLOUTS)]}
     async with serving(settings) as served:
-        made = await served.admin.post("/v1/rolloutjobs", json=make_manifest(tasks=tasks))
-        assert made.status_code == 201, made.text
+        await served.submit(tasks=tasks)
         worker = Worker(served.worker)
         await play(worker, [turn()], 4)
         await play(worker, [turn(MALFORMED), turn(MALFORMED)], MALFORMED_ROLLOUTS - 1)

@@ -19,25 +19,17 @@ SILENT = 60.0
 
 @pytest.fixture
 async def worker(served: Any) -> Any:
-    manifest = make_manifest(tasks={"inline": [{"id": "t0", "prompt": "p"}, {"id": "t1", "prompt": "p"}]})
-    answer = await served.admin.post("/v1/rolloutjobs", json=manifest)
-    assert answer.status_code == 201, answer.text
+    await served.submit()
     return Worker(served.worker)
 
 
 async def _silent(served: Any, seconds: float) -> int:
     """Return the rollouts that go back to Init so long after the last sign of their node."""
-
-    def op(tx: Transaction) -> int:
-        tx.now += seconds
-        return heartbeats.give_up_silent(tx, SILENT)
-
-    count: int = await served.plane.database.write(op)
-    return count
+    return int(await served.later(seconds, lambda tx: heartbeats.give_up_silent(tx, SILENT)))
 
 
 async def _queued(served: Any) -> dict[str, int]:
-    counts = (await served.admin.get("/v1/rolloutjobs/job")).json()["status"]["counts"]
+    counts = await served.counts()
     return {stage: counts[stage]["queued"] for stage in ("init", "run", "eval") if counts[stage]["queued"]}
 
 
@@ -77,12 +69,11 @@ async def test_only_what_waits_for_the_silent_one_of_several_nodes_begins_anew(s
         await one.heartbeat()
 
     def later(tx: Transaction) -> int:
-        tx.now += SILENT + 10
         for node in ("a", "c"):
             heartbeats.heard(tx, node)
         return heartbeats.give_up_silent(tx, SILENT)
 
-    assert await served.plane.database.write(later) == 1
+    assert await served.later(SILENT + 10, later) == 1
     first, silent, last = workers
     assert [len(await one.lease(run=3)) for one in (first, silent, last)] == [1, 0, 1]
     assert len(await silent.lease(init=3)) == 1
@@ -94,11 +85,10 @@ async def test_a_restart_gives_every_node_its_time(served: Any, worker: Any) -> 
     await worker.heartbeat()
 
     def late(tx: Transaction) -> int:
-        tx.now += 10 * SILENT
         heartbeats.grace(tx, 30.0)
         return heartbeats.give_up_silent(tx, SILENT)
 
-    assert await served.plane.database.write(late) == 0
+    assert await served.later(10 * SILENT, late) == 0
 
 
 async def test_pods_are_of_no_node(served: Any, worker: Any) -> None:
@@ -188,12 +178,8 @@ async def test_workers_of_one_job_keep_no_other_job_waiting(served: Any, bound: 
     given_up, rows = await served.plane.database.write(later)
     assert given_up == 1, "the other job's rollout, though the first one's workers speak of the same node"
     assert rows == 2, "no row for a node that none of the job's rollouts has"
-    states = {
-        name: (await served.admin.get(f"/v1/rolloutjobs/{name}")).json()["status"]["counts"]
-        for name in ("job", "other")
-    }
-    assert states["other"]["init"]["queued"] == 1
-    assert states["job"]["run"]["queued"] == 1
+    assert (await served.counts("other"))["init"]["queued"] == 1
+    assert (await served.counts("job"))["run"]["queued"] == 1
     await bound.heartbeat()
 
 
@@ -218,10 +204,7 @@ async def test_a_node_is_heard_through_either_kind_of_worker(served: Any, bound:
 async def bound(served: Any) -> Any:
     """Return a worker with a token for the job `job`, beside another job."""
     for name in ("job", "other"):
-        manifest = make_manifest(tasks={"inline": [{"id": "t0", "prompt": "p"}]})
-        manifest["metadata"]["name"] = name
-        answer = await served.admin.post("/v1/rolloutjobs", json=manifest)
-        assert answer.status_code == 201, answer.text
+        await served.submit(name, tasks={"inline": [{"id": "t0", "prompt": "p"}]})
     uid = (await served.admin.get("/v1/rolloutjobs/job")).json()["metadata"]["uid"]
     token = job_token(served.plane.tokens.current("worker"), "default", "job", uid)
     transport = httpx.ASGITransport(app=served.worker._transport.app, raise_app_exceptions=False)

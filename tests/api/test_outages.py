@@ -26,9 +26,7 @@ class Pool:
         self.offset = 0.0
 
     async def ready(self, ready: bool) -> None:
-        body = {"backends": [{"url": URL, "ready": ready}]}
-        answer = await self.served.driver.put("/v1/backendpools/pool/backends", json=body)
-        assert answer.status_code == 200, answer.text
+        await self.served.report_backends(URL, ready=ready)
 
     async def pass_(self, seconds: float) -> int:
         """Let the time pass, sweep, and return how many rollouts ended for lack of a backend."""
@@ -67,10 +65,9 @@ async def make_pool(served: Any) -> Any:
         await create_pool(served, "pool")
         pool = Pool(served, Worker(served.worker))
         await pool.ready(True)
-        job = make_manifest(
+        await served.submit(
             agent={"type": "tools"}, backendRef={"name": "pool"}, stages={"run": {"maxAttempts": 2}}, **spec
         )
-        assert (await served.admin.post("/v1/rolloutjobs", json=job)).status_code == 201
         await pool.to_run(init)
         return pool
 
@@ -99,8 +96,7 @@ async def test_an_outage_of_one_pool_is_none_of_anothers(make_pool: Any, served:
     """Neither for failures that one request reports, nor for what waits in the queues."""
     pool = await make_pool()
     await create_pool(served, "second")
-    body = {"backends": [{"url": "http://backend-1:8000", "ready": True}]}
-    assert (await served.driver.put("/v1/backendpools/second/backends", json=body)).status_code == 200
+    await served.report_backends("http://backend-1:8000", pool="second")
     job = make_manifest("second", agent={"type": "tools"}, backendRef={"name": "second"})
     assert (await served.admin.post("/v1/rolloutjobs", json=job)).status_code == 201
     await pool.to_run()
@@ -114,8 +110,7 @@ async def test_an_outage_of_one_pool_is_none_of_anothers(make_pool: Any, served:
     assert await pool.pass_(1.0) == 0
     assert await pool.pass_(HOUR + 5.0) == 2
     assert {one["reason"] for one in await pool.records()} == {"NoBackend"}
-    counts = (await served.admin.get("/v1/rolloutjobs/second")).json()["status"]["counts"]
-    assert counts["run"] == {"queued": 2, "active": 0}
+    assert (await served.counts("second"))["run"] == {"queued": 2, "active": 0}
 
 
 async def test_a_failure_that_has_nothing_to_do_with_the_outage_counts(make_pool: Any) -> None:

@@ -42,8 +42,7 @@ async def _report(served: Any, **ready: bool) -> None:
 async def worker(served: Any) -> Any:
     tasks = {"inline": [{"id": f"t{i}", "prompt": "p"} for i in range(4)]}
     spec = {"agent": {"type": "tools"}, "backendRef": {"name": "pool"}, "tasks": tasks, "samplesPerTask": 2}
-    answer = await served.admin.post("/v1/rolloutjobs", json=make_manifest(**spec))
-    assert answer.status_code == 201, answer.text
+    await served.submit(**spec)
     worker = Worker(served.worker)
     await worker.complete(*[worker.result(lease) for lease in await worker.lease(init=8)])
     return worker

@@ -23,7 +23,7 @@ import pytest
 from rollyard_api.core.errors import OptionInvalid
 from rollyard_api.core.sockets import listening_socket
 from rollyard_testing.api.control_plane import self_signed
-from rollyard_testing.api.plane import Worker, make_manifest, start_api
+from rollyard_testing.api.plane import Worker, make_manifest, refused_start, start_api
 from rollyard_testing.pace import patience
 from rollyard_testing.waiting import eventually
 
@@ -87,13 +87,9 @@ def test_an_address_of_a_family_that_the_machine_lacks(monkeypatch: pytest.Monke
 
 
 def test_one_control_plane_per_state_folder(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "rollyard_api", "--state-dir", str(tmp_path), "--port", "0"]
     with start_api(tmp_path):
-        done = subprocess.run(command, capture_output=True, text=True, timeout=patience(50))
-    assert done.returncode == 2
-    assert done.stderr.splitlines()[-1].startswith(
-        "the control plane cannot start: another control plane uses"
-    )
+        said = refused_start(tmp_path)
+    assert said.startswith("the control plane cannot start: another control plane uses")
 
 
 SEEDS = [0, *(pytest.param(seed, marks=pytest.mark.nightly) for seed in (1, 2))]
@@ -249,11 +245,7 @@ async def test_events(tmp_path: Path) -> None:
                             return
 
             listening = asyncio.create_task(listen("", 2))
-
-            async def told() -> bool:
-                return bool(got)
-
-            await eventually(told)
+            await eventually(lambda: got)
             worker = Worker(http)
             leases = await worker.lease(init=2)
             await asyncio.wait_for(listening, patience(20))
@@ -299,13 +291,6 @@ async def test_kill_9_keeps_claims(tmp_path: Path) -> None:
             }
 
 
-def _refused(folder: Path, *arguments: str) -> str:
-    command = [sys.executable, "-m", "rollyard_api", "--state-dir", str(folder), "--port", "0", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=patience(50))
-    assert done.returncode == 2
-    return done.stderr.splitlines()[-1]
-
-
 async def test_tokens_from_a_file(tmp_path: Path) -> None:
     given = {"admin": "a-token", "worker": "w-token", "driver": "d-token"}
     mounted = tmp_path / "secret" / "tokens.json"
@@ -323,13 +308,13 @@ async def test_tokens_from_a_file(tmp_path: Path) -> None:
 
 def test_token_files_that_are_no_use(tmp_path: Path) -> None:
     (tmp_path / "tokens.json").write_text("[]")
-    assert "tokens.json" in _refused(tmp_path)
+    assert "tokens.json" in refused_start(tmp_path)
     file = tmp_path / "given.json"
-    assert "cannot be read: No such file" in _refused(tmp_path, "--tokens", str(file))
+    assert "cannot be read: No such file" in refused_start(tmp_path, "--tokens", str(file))
     file.write_text('{"admin": "a", "worker": "w"}')
-    assert "admin, worker, driver" in _refused(tmp_path, "--tokens", str(file))
+    assert "admin, worker, driver" in refused_start(tmp_path, "--tokens", str(file))
     file.write_text('{"admin": "a", "worker": "w", "driver": "w"}')
-    assert "of two roles are the same" in _refused(tmp_path, "--tokens", str(file))
+    assert "of two roles are the same" in refused_start(tmp_path, "--tokens", str(file))
 
 
 @pytest.fixture
@@ -373,11 +358,11 @@ async def test_https(tmp_path: Path, certificate: tuple[Path, Path], monkeypatch
 
 def test_certificates_that_are_no_use(tmp_path: Path, certificate: tuple[Path, Path]) -> None:
     chain, key = (str(path) for path in certificate)
-    assert "belong together" in _refused(tmp_path, "--tls-cert", chain)
-    told = _refused(tmp_path, "--tls-cert", chain, "--tls-key", str(tmp_path / "nowhere"))
+    assert "belong together" in refused_start(tmp_path, "--tls-cert", chain)
+    told = refused_start(tmp_path, "--tls-cert", chain, "--tls-key", str(tmp_path / "nowhere"))
     assert told.startswith("--tls-key")
     assert "cannot be read: No such file" in told
-    assert "no PEM certificate and key" in _refused(tmp_path, "--tls-cert", key, "--tls-key", chain)
+    assert "no PEM certificate and key" in refused_start(tmp_path, "--tls-cert", key, "--tls-key", chain)
 
 
 async def test_a_unix_socket_of_this_user_alone(tmp_path: Path) -> None:
@@ -397,7 +382,7 @@ async def test_a_unix_socket_of_this_user_alone(tmp_path: Path) -> None:
         with Client(url, process.tokens["admin"]) as client:
             client.ready()
         other = tmp_path / "other"
-        assert "in use" in _refused(other, "--host", str(path))
+        assert "in use" in refused_start(other, "--host", str(path))
     async with DriverClient(url, process.tokens["driver"], retry=Retry(attempts=1)) as driver:
         with pytest.raises(ServerUnavailable, match="http\\+unix"):
             await driver.jobs()

@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
-import subprocess
-import sys
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -24,7 +22,7 @@ from rollyard_api.prorl.config import ProrlConfig, read_config
 from rollyard_api.prorl.process_calls import FORMATS, task_of
 from rollyard_api.service import ControlPlane
 from rollyard_api.settings import Settings
-from rollyard_testing.api.plane import Worker, start_api
+from rollyard_testing.api.plane import Worker, refused_start, start_api
 from rollyard_testing.inference.scripted import VllmShaped
 from rollyard_testing.pace import patience
 from rollyard_testing.waiting import eventually
@@ -596,24 +594,7 @@ def test_the_calls_are_off_unless_asked_for_and_wrong_settings_end_the_start(tmp
                 f"port {port} on 127.0.0.1 is in use: stop what listens there, or choose another",
             ),
         ):
-            done = subprocess.run(
-                [
-                    sys.executable,
-                    "-m",
-                    "rollyard_api",
-                    "--state-dir",
-                    str(tmp_path / "c"),
-                    "--port",
-                    "0",
-                    *more,
-                ],
-                capture_output=True,
-                text=True,
-                cwd=tmp_path,
-                timeout=patience(120),
-            )
-            assert done.returncode == 2
-            assert problem in done.stderr
+            assert problem in refused_start(tmp_path / "c", *more)
 
 
 def test_ground_truths_of_deepcoder_are_tests() -> None:

@@ -14,7 +14,7 @@ from rollyard_crds.base import IMMUTABLE
 from rollyard_crds.claims import ClaimList
 from rollyard_crds.rolloutjob import RolloutJobSpec
 from rollyard_crds.unfinished import UnfinishedJobs
-from rollyard_testing.api.plane import Worker, make_manifest, serving
+from rollyard_testing.api.plane import Worker, listed, make_manifest, serving
 from rollyard_testing.manifests import pool_manifest
 from rollyard_testing.pace import patience
 
@@ -313,15 +313,8 @@ async def test_only_unfinished_jobs(served: Any) -> None:
     await served.driver.post("/v1/rolloutjobs/two/cancel", json={})
 
     async def names(**query: Any) -> list[str]:
-        found: list[str] = []
-        after = ""
-        while True:
-            params = {"omit": "tasks", "limit": 1, "continue": after, **query}
-            answer = (await served.driver.get("/v1/rolloutjobs", params=params)).json()
-            found += [item["metadata"]["name"] for item in answer["items"]]
-            after = answer["metadata"].get("continue", "")
-            if not after:
-                return found
+        items = await listed(served.driver, "/v1/rolloutjobs", omit="tasks", limit=1, **query)
+        return [item["metadata"]["name"] for item in items]
 
     assert await names(finished=False) == ["one", "three"]
     assert await names(finished=True) == ["two"]

@@ -42,11 +42,7 @@ async def test_two_replicas(both: Any) -> None:
             done = [group.create_task(_work(worker)) for worker in workers]
         taken = [lease for task in done for lease in task.result()]
         assert len(taken) == len(set(taken)) == 3 * 60 - 1, "a stage was leased twice, or never"
-
-        async def stored() -> bool:
-            return await one.plane.archive.unstored() == 0
-
-        await eventually(stored)
+        await one.until_stored()
         records = (await two.admin.get("/v1/rolloutjobs/job/trajectories", params={"limit": 1000})).content
         assert len({orjson.loads(line)["id"] for line in records.splitlines()}) == 60
         files = Path(both[0].trajectories).rglob("*.ndjson")
@@ -84,8 +80,7 @@ async def test_two_replicas_keep_the_limit_of_a_backend(both: Any) -> None:
         put = await one.admin.put("/v1/backendpools/pool/backends", json=report)
         assert put.status_code == 200, put.text
         tasks = {"inline": [{"id": f"t{i}", "prompt": "p"} for i in range(80)]}
-        manifest = make_manifest(tasks=tasks, agent={"type": "tools"}, backendRef={"name": "pool"})
-        assert (await one.admin.post("/v1/rolloutjobs", json=manifest)).status_code == 201
+        await one.submit(tasks=tasks, agent={"type": "tools"}, backendRef={"name": "pool"})
         workers = [Worker(replica.worker, f"w{i}") for i, replica in enumerate([one, two] * 4)]
         first = workers[0]
         while leases := await first.lease(init=64):
@@ -108,11 +103,9 @@ async def test_a_report_that_waits_for_a_backend_holds_no_job(both: Any) -> None
         report = {"backends": [{"url": "http://a", "ready": True}]}
         assert (await one.driver.put("/v1/backendpools/pool/backends", json=report)).status_code == 200
         tasks = {"inline": [{"id": f"t{i}", "prompt": "p"} for i in range(3)]}
-        manifest = make_manifest(tasks=tasks, agent={"type": "tools"}, backendRef={"name": "pool"})
-        assert (await one.admin.post("/v1/rolloutjobs", json=manifest)).status_code == 201
+        await one.submit(tasks=tasks, agent={"type": "tools"}, backendRef={"name": "pool"})
         worker = Worker(one.worker)
-        await worker.complete(*map(worker.result, await worker.lease(init=3)))
-        scored, ran, failed = await worker.lease(run=3)
+        scored, ran, failed = await worker.reach("run", 3)
         await worker.complete(worker.result(scored))
         (scored,) = await worker.lease(eval=1)
         assert await worker.fail(failed, "BackendMismatch") == "accepted"

@@ -50,8 +50,7 @@ async def ask(served: Any, lease: dict[str, Any], episode: Any = None) -> Any:
 async def test_the_service_gets_the_episode_and_its_score_comes_back(
     plane: Any, service: ScriptedRewardService
 ) -> None:
-    manifest = make_manifest(**with_service(f"{service.url}score"))
-    assert (await plane.admin.post("/v1/rolloutjobs", json=manifest)).status_code == 201
+    await plane.submit(**with_service(f"{service.url}score"))
     worker = Worker(plane.worker)
     lease, other = await in_eval(plane, worker)
     told = await ask(plane, lease, {"final_text": "ü", "components": {"a": 1.5}})

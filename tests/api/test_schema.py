@@ -11,9 +11,9 @@ from alembic.autogenerate import compare_metadata
 from alembic.config import Config
 from alembic.migration import MigrationContext
 from alembic.script import ScriptDirectory
+from rollyard_api.core.errors import ControlPlaneError
 from rollyard_api.storage import opening, view_tables
 from rollyard_api.storage.database import Database
-from rollyard_api.storage.opening import StateRefused
 from rollyard_api.storage.schema import metadata
 
 
@@ -70,8 +70,11 @@ async def test_a_database_of_an_unknown_version_is_refused_and_not_touched(empty
         with database.writer.begin() as conn:
             conn.execute(sa.text("CREATE TABLE alembic_version (version_num VARCHAR(32) NOT NULL)"))
             conn.execute(sa.text("INSERT INTO alembic_version VALUES ('9999')"))
-        with pytest.raises(StateRefused, match=r"has the schema 9999, .* name an empty database"):
+        with pytest.raises(
+            ControlPlaneError, match=r"has the schema 9999, .* name an empty database"
+        ) as refused:
             opening.upgrade(database.writer)
+        assert refused.value.reason == "StateRefused"
         with database.writer.connect() as conn:
             assert sa.inspect(conn).get_table_names() == ["alembic_version"]
     finally:

@@ -15,8 +15,7 @@ from typing import Any
 
 import pytest
 from rollyard_api.rollouts import sweeps
-from rollyard_api.storage.database import Transaction
-from rollyard_testing.api.plane import Worker, make_manifest, serving
+from rollyard_testing.api.plane import Worker, serving
 
 ROLLOUTS = 24
 STEPS = 90
@@ -122,11 +121,7 @@ class Simulation:
         self.take()
 
     async def expire(self) -> None:
-        def op(tx: Transaction) -> int:
-            tx.now += 3600
-            return sweeps.expire(tx)
-
-        await self.served.plane.database.write(op)
+        await self.served.later(3600, sweeps.expire)
 
     async def beat(self) -> None:
         if self.held:
@@ -186,8 +181,7 @@ async def test_exactly_one_result(seed: int, settings: Any) -> None:
     for _ in range(rounds):
         async with serving(settings) as served:
             if simulation is None:
-                manifest = make_manifest(tasks={"inline": tasks}, samplesPerTask=4)
-                assert (await served.admin.post("/v1/rolloutjobs", json=manifest)).status_code == 201
+                await served.submit(tasks={"inline": tasks}, samplesPerTask=4)
                 simulation = Simulation(seed, served)
             simulation.connect(served)
             for _ in range(STEPS // rounds):

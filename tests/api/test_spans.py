@@ -12,10 +12,11 @@ from rollyard_api.storage.database import Transaction
 from rollyard_api.storage.schema import rollouts
 from rollyard_process.telemetry.identity import is_sampled, trace_id
 from rollyard_process.telemetry.options import TraceOptions
-from rollyard_testing.api.plane import Worker, make_manifest, serving
+from rollyard_testing.api.plane import Worker, serving
 from rollyard_testing.traces.receiver import GotSpan, Receiver, problems_of_tree, receiving
 
 PATH = "/v1/rolloutjobs/job"
+ONE = {"inline": [{"id": "t0", "prompt": "p"}]}
 
 
 @pytest.fixture
@@ -29,12 +30,6 @@ async def traced(settings: Any, receiver: Receiver) -> AsyncIterator[Any]:
     """Yield a control plane that sends its spans to the receiver."""
     async with serving(settings, traces=TraceOptions(f"{receiver.url}/v1/traces")) as served:
         yield served
-
-
-async def _submit(served: Any, **spec: Any) -> None:
-    manifest = make_manifest(tasks={"inline": [{"id": "t0", "prompt": "p"}]}, **spec)
-    answer = await served.admin.post("/v1/rolloutjobs", json=manifest)
-    assert answer.status_code == 201, answer.text
 
 
 async def _expire(served: Any) -> None:
@@ -66,7 +61,7 @@ def _sums(spans: list[GotSpan], record: dict[str, Any]) -> None:
 
 async def test_every_way_of_a_rollout_is_one_tree(traced: Any, receiver: Receiver) -> None:
     """A failure, a hand-over, an expired lease, and then success: attempts are spans of their own."""
-    await _submit(traced)
+    await traced.submit(tasks=ONE)
     worker = Worker(traced.worker)
     (lease,) = await worker.lease(init=1)
     await worker.fail(lease, "ImageBroken", message="no such image")
@@ -101,7 +96,7 @@ async def test_every_way_of_a_rollout_is_one_tree(traced: Any, receiver: Receive
 
 @pytest.mark.parametrize("stage", ["queued", "leased"])
 async def test_a_cancelled_rollout_has_its_last_state(traced: Any, receiver: Receiver, stage: str) -> None:
-    await _submit(traced)
+    await traced.submit(tasks=ONE)
     if stage == "leased":
         await Worker(traced.worker).lease(init=1)
     await traced.admin.post(f"{PATH}/cancel")
@@ -116,7 +111,7 @@ async def test_a_cancelled_rollout_has_its_last_state(traced: Any, receiver: Rec
 
 
 async def test_a_rollout_that_fails_for_good_is_an_error(traced: Any, receiver: Receiver) -> None:
-    await _submit(traced)
+    await traced.submit(tasks=ONE)
     worker = Worker(traced.worker)
     (lease,) = await worker.lease(init=1)
     await worker.fail(lease, "UnknownImage", retryable=False)
@@ -132,7 +127,7 @@ async def test_what_is_dropped_is_counted_in_the_metrics(settings: Any) -> None:
     with receiving() as gone:
         url = gone.url
     async with serving(settings, traces=TraceOptions(f"{url}/v1/traces")) as served:
-        await _submit(served)
+        await served.submit(tasks=ONE)
         assert await Worker(served.worker).finish_all() == 1
         served.plane.traces.close(20.0)
         text = (await served.admin.get("/metrics")).text
@@ -147,7 +142,7 @@ async def test_without_traces_there_is_no_span(served: Any) -> None:
     served.plane.database._after = lambda committed: (
         seen.extend(len(tx.spans) for tx in committed), after(committed)
     )  # fmt: skip
-    await _submit(served)
+    await served.submit(tasks=ONE)
     assert await Worker(served.worker).finish_all() == 1
     assert seen
     assert not any(seen)
@@ -158,8 +153,7 @@ async def test_of_a_fraction_of_groups_all_samples_are_traced(settings: Any, rec
     options = TraceOptions(f"{receiver.url}/v1/traces", 0.5)
     async with serving(settings, traces=options) as served:
         tasks = {"inline": [{"id": f"t{number}", "prompt": "p"} for number in range(24)]}
-        manifest = make_manifest(tasks=tasks, samplesPerTask=2)
-        assert (await served.admin.post("/v1/rolloutjobs", json=manifest)).status_code == 201
+        await served.submit(tasks=tasks, samplesPerTask=2)
         assert await Worker(served.worker).finish_all() == 48
         traces = _spans(served, receiver)
         items = (await served.admin.get(f"{PATH}/rollouts")).json()["items"]

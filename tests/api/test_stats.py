@@ -64,12 +64,6 @@ def test_only_material_changes_are_written() -> None:
 POOL = pool_manifest("pool", {"model": "tiny"})
 
 
-async def _report(served: Any, *urls: str, ready: bool = True) -> None:
-    body = {"backends": [{"url": url, "ready": ready} for url in urls]}
-    answer = await served.driver.put("/v1/backendpools/pool/backends", json=body)
-    assert answer.status_code == 200, answer.text
-
-
 async def _status(served: Any) -> dict[str, dict[str, Any]]:
     found = (await served.admin.get("/v1/backendpools/pool")).json()["status"]["backends"]
     return {one["url"]: one for one in found}
@@ -82,7 +76,7 @@ async def test_a_real_engines_metrics(
     hanging.metrics = "x" * (9 << 20)
     foreign.metrics = "up 1\n"
     await served.admin.post("/v1/backendpools", json=POOL)
-    await _report(served, engine, hanging.url, foreign.url, "http://[")
+    await served.report_backends(engine, hanging.url, foreign.url, "http://[")
     poller, database = Poller(), served.plane.database
     await poller.poll(database, transport)
     prompt = random.choices(range(100, 1000), k=300)  # Other tests use the engine, too.
@@ -121,7 +115,7 @@ async def test_a_real_engines_metrics(
     for _ in range(3):
         await poller.poll(database, transport)
     assert writes == [], "nothing changed"
-    await _report(served, engine, ready=False)
+    await served.report_backends(engine, ready=False)
     await poller.poll(database, transport)
     assert "runningRequests" not in (await _status(served))[engine], "old numbers of a server that is gone"
 
@@ -134,7 +128,7 @@ async def _runs(served: Any, worker: Any, **fields: Any) -> None:
 
 async def test_speed_is_measured(served: Any) -> None:
     await served.admin.post("/v1/backendpools", json=POOL)
-    await _report(served, "http://a")
+    await served.report_backends("http://a")
     tasks = {"inline": [{"id": f"t{i}", "prompt": "p"} for i in range(20)]}
     spec = {"agent": {"type": "tools"}, "backendRef": {"name": "pool"}, "tasks": tasks}
     await served.admin.post("/v1/rolloutjobs", json=make_manifest(**spec))
@@ -159,7 +153,7 @@ async def test_speed_is_measured(served: Any) -> None:
     before = await speed()
     (lease,) = await worker.lease(run=1)
     ask = {"rollout": lease["rollout"], "token": lease["token"], "failed_url": "http://a"}
-    await _report(served, "http://a", "http://b")
+    await served.report_backends("http://a", "http://b")
     moved = (await served.worker.post("/v1/leases/route", json=ask)).json()["backend"]["url"]
     assert moved == "http://b"
     slow = worker.result(lease, stats={"sampled_tokens": 100}, times={"model_seconds": 300.0})

@@ -77,11 +77,7 @@ async def test_full_trajectory_store(sqlite: Settings, tiny: Path) -> None:
         await worker.complete(*runs)
         evals = [worker.result(one) for one in await through("eval")]
         assert set(await worker.complete(*evals[:4])) == {"accepted"}
-
-        async def full() -> bool:
-            return isinstance(served.plane.archive.refused, StorageFull)
-
-        await eventually(full)
+        await eventually(lambda: isinstance(served.plane.archive.refused, StorageFull))
         refused = await served.worker.post("/v1/leases/complete", json={"worker": "w", "results": evals[4:]})
         assert (refused.status_code, refused.json()["reason"]) == (507, "StorageFull")
         path = "/v1/rolloutjobs/job/trajectories"
@@ -99,11 +95,7 @@ async def test_full_trajectory_store(sqlite: Settings, tiny: Path) -> None:
             return answer.status_code == 200
 
         await eventually(taken)
-
-        async def stored() -> bool:
-            return await served.plane.archive.unstored() == 0
-
-        await eventually(stored)
+        await served.until_stored()
         records = (await served.admin.get(path, params={"limit": 1000})).content.splitlines()
         assert len(records) == 12
         parts = b"".join(file.read_bytes() for file in tiny.rglob("*.ndjson")).splitlines()

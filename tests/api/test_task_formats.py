@@ -23,7 +23,7 @@ from rollyard_crds import Task
 from rollyard_crds.fields.harbor import HarborOptions
 from rollyard_crds.rolloutjob import TaskSource
 from rollyard_tasks.harbor.archive import pack
-from rollyard_testing.api.plane import Worker, make_manifest
+from rollyard_testing.api.plane import Worker
 
 BLOB = f"blob:sha256:{'0' * 64}"
 PIECE = 700
@@ -168,8 +168,7 @@ async def test_a_task_of_60_mebibytes_reaches_its_worker_alone(served: Any) -> N
     data = gzip.compress(json.dumps(rows).encode(), 1)
     digest = hashlib.sha256(data).hexdigest()
     url = (await served.admin.put(f"/v1/blobs/{digest}", content=data)).json()["url"]
-    answer = await served.admin.post("/v1/rolloutjobs", json=make_manifest(tasks={"url": url}))
-    assert answer.status_code == 201, answer.text
+    await served.submit(tasks={"url": url})
     worker = Worker(served.worker)
     found = [await worker.lease(init=4) for _ in rows]
     assert [[lease["task"] for lease in leases] for leases in found] == [[row] for row in rows]

@@ -50,8 +50,7 @@ VOCABULARY = {"H": 0, "e": 1, "Ġw": 2, "Ã": 3, "©": 4, "ok": 5, "Ċ": 6}
 async def a_rollout(served: Any, **spec: Any) -> list[str]:
     """Run a job of one group with two samples, and return the ids of its rollouts."""
     spec = {"tasks": {"inline": [{"id": "t0", "prompt": "p"}]}, "samplesPerTask": 2, **spec}
-    made = await served.admin.post("/v1/rolloutjobs", json=make_manifest("job", **spec))
-    assert made.status_code == 201, made.text
+    await served.submit("job", **spec)
     worker = Worker(served.worker)
     ids = set()
     while leases := await worker.lease(init=16, run=16, eval=16):

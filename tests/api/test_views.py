@@ -7,7 +7,7 @@ import json
 from typing import Any
 
 import pytest
-from rollyard_testing.api.plane import Worker, make_manifest
+from rollyard_testing.api.plane import Worker, listed, make_manifest
 
 TASKS = {"inline": [{"id": f"t{i}", "prompt": "p"} for i in range(6)]}
 
@@ -18,8 +18,7 @@ async def a_job(served: Any, name: str = "job", **spec: Any) -> Any:
     Task i's samples have the rewards i/10 and i/10 + 0.05, and the first rollout of t5 fails.
     """
     spec = {"tasks": TASKS, "samplesPerTask": 2, **spec}
-    made = await served.admin.post("/v1/rolloutjobs", json=make_manifest(name, **spec))
-    assert made.status_code == 201, made.text
+    await served.submit(name, **spec)
     worker = Worker(served.worker)
     while leases := await worker.lease(init=16, run=16, eval=16, job=name):
         for lease in leases:
@@ -34,15 +33,7 @@ async def a_job(served: Any, name: str = "job", **spec: Any) -> Any:
 
 async def rows(served: Any, name: str = "job", **params: Any) -> list[dict[str, Any]]:
     """Return all slim rows, page by page."""
-    found: list[dict[str, Any]] = []
-    params = {"slim": True, **params}
-    while True:
-        answer = await served.viewer.get(f"/v1/rolloutjobs/{name}/rollouts", params=params)
-        assert answer.status_code == 200, answer.text
-        found += answer.json()["items"]
-        if "continue" not in answer.json()["metadata"]:
-            return found
-        params["continue"] = answer.json()["metadata"]["continue"]
+    return await listed(served.viewer, f"/v1/rolloutjobs/{name}/rollouts", slim=True, **params)
 
 
 async def test_slim_rows_are_sorted_and_filtered_page_by_page(served: Any) -> None:
@@ -141,14 +132,7 @@ async def test_unfinished_rollouts_are_listed_by_the_time_in_their_state(served:
 
 
 async def grid(served: Any, **params: Any) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = []
-    while True:
-        answer = await served.viewer.get("/v1/rolloutjobs/job/grid", params=params)
-        assert answer.status_code == 200, answer.text
-        found += answer.json()["items"]
-        if "continue" not in answer.json()["metadata"]:
-            return found
-        params["continue"] = answer.json()["metadata"]["continue"]
+    return await listed(served.viewer, "/v1/rolloutjobs/job/grid", **params)
 
 
 async def test_the_grid_has_a_row_for_each_group_and_a_cell_for_each_sample(served: Any) -> None:
@@ -246,15 +230,10 @@ async def test_jobs_come_late_ones_first_and_page_by_page(served: Any) -> None:
     await served.plane.database.write(
         lambda tx: tx.conn.exec_driver_sql("UPDATE jobs SET deadline_at = 1.0 WHERE name = 'job3'") and None
     )
-    found: list[str] = []
-    params: dict[str, Any] = {"limit": 2}
-    while True:
-        answer = (await served.viewer.get("/v1/jobs", params=params)).json()
-        found += [job["name"] for job in answer["items"]]
-        if "continue" not in answer["metadata"]:
-            break
-        params["continue"] = answer["metadata"]["continue"]
-    assert found == ["job3", "job0", "job1", "job2", "job4"]
+    names = [job["name"] for job in await listed(served.viewer, "/v1/jobs", limit=2)]
+    assert names == ["job3", "job0", "job1", "job2", "job4"]
+    first = (await served.viewer.get("/v1/jobs", params={"limit": 2})).json()
+    params = {"limit": 2, "continue": first["metadata"]["continue"]}
     (late,) = (await served.viewer.get("/v1/jobs", params={"state": "late"})).json()["items"]
     assert late["name"] == "job3"
     assert late["late"] > 1000

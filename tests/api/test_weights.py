@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import shutil
 import subprocess
 import sys
@@ -21,6 +20,7 @@ from rollyard_api.weights.coordinator import UpdateLimits
 from rollyard_inference.weights.connect import VllmWeights
 from rollyard_testing.api.databases import migrated_database
 from rollyard_testing.api.plane import serving
+from rollyard_testing.api.weights import backends_of, until_backends
 from rollyard_testing.manifests import pool_manifest
 from rollyard_testing.pace import patience
 from rollyard_testing.waiting import eventually
@@ -158,20 +158,12 @@ async def make_pool(admin: httpx.AsyncClient, urls: list[str]) -> None:
         "p", {"model": "tiny", "engine": {"type": "external", "external": {"urls": urls}}}
     )
     assert (await admin.post("/v1/backendpools", json=manifest)).status_code == 201
-    end = time.monotonic() + patience(30)
-    while not all(b["ready"] for b in (await backends_of(admin))):
-        assert time.monotonic() < end, await backends_of(admin)
-        await asyncio.sleep(0.02)
+    await until_backends(admin, lambda found: all(b["ready"] for b in found))
 
 
 async def status_of(admin: httpx.AsyncClient) -> dict[str, Any]:
     status: dict[str, Any] = (await admin.get("/v1/backendpools/p")).json()["status"]
     return status
-
-
-async def backends_of(admin: httpx.AsyncClient) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = (await status_of(admin))["backends"]
-    return found
 
 
 async def post(
@@ -225,12 +217,9 @@ async def test_refused_weights_are_taken_back(
     assert "nats" in done["message"]
     assert "caller" in done["message"]
     assert (await status_of(yard.admin))["policyVersion"] == "v1"
-
-    async def restored() -> bool:
-        found = await backends_of(yard.admin)
-        return all((b["weights"], b["policyVersion"]) == ("Current", "v1") for b in found)
-
-    await eventually(restored)
+    await until_backends(
+        yard.admin, lambda found: all((b["weights"], b["policyVersion"]) == ("Current", "v1") for b in found)
+    )
     for engine in engines:
         assert (engine.label(), engine.paused()) == ("v1", False)
         assert engine.logprobs() == pytest.approx(references["first"]["logprobs"], abs=1e-4)
@@ -281,11 +270,7 @@ async def test_refused_first_weights_need_a_restart_where_they_cannot_be_loaded_
     monkeypatch.setattr(VllmWeights, "folder", nowhere)
     done = await update(yard.admin, "v1", other, reference=references["first"])
     assert done["state"] == "Failed"
-
-    async def flagged() -> bool:
-        return all(b["restartRequested"] for b in await backends_of(yard.admin))
-
-    await eventually(flagged)
+    await until_backends(yard.admin, lambda found: all(b["restartRequested"] for b in found))
     found = await backends_of(yard.admin)
     assert {b["weights"] for b in found} == {"Failed"}
     assert all("restart it" in b["message"] for b in found)
@@ -293,11 +278,9 @@ async def test_refused_first_weights_need_a_restart_where_they_cannot_be_loaded_
     for engine in engines:
         engine.kill()
         engine.start()
-
-    async def back() -> bool:
-        return all(b["weights"] == "Current" and b["ready"] for b in await backends_of(yard.admin))
-
-    await eventually(back)
+    await until_backends(
+        yard.admin, lambda found: all(b["weights"] == "Current" and b["ready"] for b in found)
+    )
     assert not any(engine.paused() for engine in engines)
     assert (await status_of(yard.admin))["policyVersion"] == ""
 
@@ -306,19 +289,10 @@ async def test_half_updated_pool_is_healed_when_the_server_is_back(
     yard: Any, engines: list[Engine], other: Path, references: Any
 ) -> None:
     engines[1].kill()
-
-    async def noticed() -> bool:
-        return not (await backends_of(yard.admin))[1]["ready"]
-
-    await eventually(noticed)
+    await until_backends(yard.admin, lambda found: not found[1]["ready"])
     answer = await post(yard.admin, "v1", {"checkpoint": {"path": str(other)}}, reference=references["other"])
     number = answer.json()["id"]
-
-    async def half() -> bool:
-        found = await backends_of(yard.admin)
-        return [b["weights"] for b in found] == ["Current", "Stale"]
-
-    await eventually(half)
+    await until_backends(yard.admin, lambda found: [b["weights"] for b in found] == ["Current", "Stale"])
     assert (await yard.admin.get(f"/v1/backendpools/p/weights/{number}")).json()["state"] == "Running"
     engines[1].start()
     done = (await yard.admin.get(f"/v1/backendpools/p/weights/{number}", params={"wait": 30})).json()
@@ -326,11 +300,9 @@ async def test_half_updated_pool_is_healed_when_the_server_is_back(
     # A server that is restarted later gets the pool's weights by itself.
     engines[0].kill()
     engines[0].start()
-
-    async def healed() -> bool:
-        return (await backends_of(yard.admin))[0]["weights"] == "Current" and engines[0].label() == "v1"
-
-    await eventually(healed)
+    await until_backends(
+        yard.admin, lambda found: found[0]["weights"] == "Current" and engines[0].label() == "v1"
+    )
     assert engines[0].logprobs() == pytest.approx(references["other"]["logprobs"], abs=1e-4)
 
 
@@ -353,12 +325,9 @@ async def test_pushed_weights_on_a_paused_pool(
     # Pushed weights cannot be loaded again, so the server stays out until the trainer pushes them again.
     engines[0].kill()
     engines[0].start()
-
-    async def stale() -> bool:
-        found = (await backends_of(yard.admin))[0]
-        return bool(found["weights"] == "Stale" and "push them again" in found["message"])
-
-    await eventually(stale)
+    await until_backends(
+        yard.admin, lambda found: found[0]["weights"] == "Stale" and "push them again" in found[0]["message"]
+    )
 
 
 async def test_pause_and_resume(yard: Any, engines: list[Engine]) -> None:
@@ -370,30 +339,6 @@ async def test_pause_and_resume(yard: Any, engines: list[Engine]) -> None:
     assert {b["weights"] for b in answer.json()["status"]["backends"]} == {"Current"}
     assert (await yard.admin.post("/v1/backendpools/nope/pause")).status_code == 404
     assert (await yard.admin.post("/v1/backendpools/p/pause", params={"mode": "now"})).status_code == 422
-
-
-async def test_later_update_supersedes(
-    yard: Any, engines: list[Engine], other: Path, references: Any
-) -> None:
-    first = await post(yard.admin, "v1", {"checkpoint": {"path": str(other)}})
-    done = await update(yard.admin, "v2", MODEL, reference=references["first"])
-    assert (done["state"], done["verified"]) == ("Succeeded", True)
-    before = (await yard.admin.get(f"/v1/backendpools/p/weights/{first.json()['id']}")).json()
-    assert before["state"] in ("Superseded", "Succeeded")
-    listed = (await yard.admin.get("/v1/backendpools/p/weights")).json()["items"]
-    assert [item["policyVersion"] for item in listed] == ["v2", "v1"]
-    assert [engine.label() for engine in engines] == ["v2", "v2"]
-    assert engines[1].logprobs() == pytest.approx(references["first"]["logprobs"], abs=1e-4)
-
-
-async def test_unverified_where_there_is_nothing_to_compare_with(yard: Any, other: Path) -> None:
-    done = await update(yard.admin, "v1", other, requireVerified=True)
-    assert done["state"] == "Failed"
-    assert "no reference" in done["message"]
-    assert {b["weights"] for b in await backends_of(yard.admin)} == {"Current"}, "no server was touched"
-    done = await update(yard.admin, "v2", other)
-    assert (done["state"], done["verified"], done["verifiedBy"]) == ("Succeeded", False, "")
-    assert all("not verified: no reference was given" in part["message"] for part in done["backends"])
 
 
 async def test_a_control_plane_killed_between_pausing_and_resuming(

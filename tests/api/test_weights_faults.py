@@ -22,6 +22,7 @@ from rollyard_api.weights.coordinator import UpdateLimits
 from rollyard_crds.weights import WeightSource
 from rollyard_testing.api.databases import migrated_database
 from rollyard_testing.api.plane import Worker, make_manifest, serving, start_api
+from rollyard_testing.api.weights import backends_of, until_backends
 from rollyard_testing.inference.scripted import LOGPROB, REFERENCE, SHAPES, Scripted, Step
 from rollyard_testing.manifests import pool_manifest
 from rollyard_testing.pace import patience
@@ -64,16 +65,7 @@ def pool_of(urls: list[str]) -> dict[str, Any]:
 
 async def made(admin: httpx.AsyncClient, urls: list[str]) -> None:
     assert (await admin.post("/v1/backendpools", json=pool_of(urls))).status_code == 201
-
-    async def ready() -> bool:
-        return all(b["ready"] for b in await backends_of(admin))
-
-    await eventually(ready)
-
-
-async def backends_of(admin: httpx.AsyncClient) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = (await admin.get("/v1/backendpools/p")).json()["status"]["backends"]
-    return found
+    await until_backends(admin, lambda found: all(b["ready"] for b in found))
 
 
 async def post(
@@ -205,11 +197,7 @@ async def test_a_server_that_never_loads_waits_for_its_restart(
         await made(served.admin, [server.url for server in servers])
         servers[0].failing[servers[0].paths["load"]] = 1_000
         number = (await post(served.admin, checkpoint)).json()["id"]
-
-        async def flagged() -> bool:
-            return bool((await backends_of(served.admin))[0]["restartRequested"])
-
-        await eventually(flagged)
+        await until_backends(served.admin, lambda found: found[0]["restartRequested"])
         half = await backends_of(served.admin)
         assert [b["weights"] for b in half] == ["Failed", "Current"]
         assert (await ended(served.admin, number, 0))["state"] == "Running"
@@ -262,11 +250,7 @@ async def test_one_server_that_keeps_old_weights_fails_the_update(
         for server in restarted:
             server.restart()
         servers[1].stale = False
-
-        async def back() -> bool:
-            return all(b["weights"] == "Current" for b in await backends_of(served.admin))
-
-        await eventually(back)
+        await until_backends(served.admin, lambda found: all(b["weights"] == "Current" for b in found))
         done = await ended(served.admin, (await post(served.admin, checkpoint, "v2")).json()["id"])
         assert done["state"] == "Succeeded"
 
@@ -371,8 +355,7 @@ async def test_stale_rollouts(
         answer = await served.admin.post("/v1/rolloutjobs", json=manifest)
         assert answer.status_code == 201, answer.text
         worker = Worker(served.worker)
-        await worker.complete(*[worker.result(one) for one in await worker.lease(init=3)])
-        held = await worker.lease(run=3)
+        held = await worker.reach("run", 3)
         assert len(held) == 3
         assert await worker.complete(worker.result(held[0])) == ["accepted"]  # It waits for Eval.
         for number in range(lag):
@@ -458,9 +441,8 @@ async def _on_pools(served: Any, **lags: int | None) -> dict[str, Any]:
         assert (await served.admin.post("/v1/rolloutjobs", params=query, json=manifest)).status_code == 201
     worker = Worker(served.worker)
     count = 2 * len(lags)
-    await worker.complete(*[worker.result(one) for one in await worker.lease(init=count)])
     held: dict[str, Any] = {job: [] for job in lags}
-    for lease in await worker.lease(run=count):
+    for lease in await worker.reach("run", count):
         held[lease["job"]].append(lease)
     assert {job: len(leases) for job, leases in held.items()} == dict.fromkeys(lags, 2)
     return held
@@ -544,11 +526,9 @@ async def test_in_flight_restart_fences_what_is_in_run(
 ) -> None:
     async with serving(settings, **quick(settings)) as served:
         await made(served.admin, [server.url for server in servers])
-        manifest = make_manifest(backendRef={"name": "p"}, agent={"type": "tools"})
-        assert (await served.admin.post("/v1/rolloutjobs", json=manifest)).status_code == 201
+        await served.submit(backendRef={"name": "p"}, agent={"type": "tools"})
         worker = Worker(served.worker)
-        await worker.complete(*[worker.result(one) for one in await worker.lease(init=2)])
-        held = await worker.lease(run=2)
+        held = await worker.reach("run", 2)
         sandboxes = [one["sandbox"]["id"] for one in held]
         done = await ended(
             served.admin, (await post(served.admin, checkpoint, inFlight="restart")).json()["id"]

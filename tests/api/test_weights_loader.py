@@ -440,11 +440,7 @@ async def test_a_refusal_waits_for_an_update_that_is_being_added(two: Pools) -> 
             watching = watching.execution_options(isolation_level="AUTOCOMMIT")
             adding.execute(sa.select(pools).where(pools.c.name == "p").with_for_update())
             refusal = asyncio.create_task(two.refuse(number))
-
-            async def waits() -> bool:
-                return bool(watching.scalar(blocked))
-
-            await eventually(waits)
+            await eventually(lambda: watching.scalar(blocked))
             adding.execute(sa.text("SET LOCAL lock_timeout = '500ms'"))
             adding.execute(sa.update(weight_updates).values(state="Superseded"))
             adding.execute(sa.update(pools).where(pools.c.name == "p").values(policy_index=2))

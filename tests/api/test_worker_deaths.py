@@ -7,14 +7,12 @@ from typing import Any
 import pytest
 from rollyard_api.machine.failure_policy import MAX_EXPIRIES
 from rollyard_api.rollouts import sweeps
-from rollyard_testing.api.plane import Worker, make_manifest
+from rollyard_testing.api.plane import Worker
 
 
 @pytest.fixture
 async def job(served: Any) -> None:
-    tasks = [{"id": f"t{number}", "prompt": "p"} for number in range(4)]
-    answer = await served.admin.post("/v1/rolloutjobs", json=make_manifest(tasks={"inline": tasks}))
-    assert answer.status_code == 201, answer.text
+    await served.submit(tasks={"inline": [{"id": f"t{number}", "prompt": "p"} for number in range(4)]})
 
 
 async def _died(served: Any, worker: str, job: str = "job", namespace: str = "default") -> dict[str, Any]:
@@ -25,18 +23,13 @@ async def _died(served: Any, worker: str, job: str = "job", namespace: str = "de
     return found
 
 
-async def _counts(served: Any) -> dict[str, Any]:
-    counts: dict[str, Any] = (await served.admin.get("/v1/rolloutjobs/job")).json()["status"]["counts"]
-    return counts
-
-
 @pytest.mark.usefixtures("job")
 async def test_the_leases_of_a_dead_worker_return_at_once(served: Any) -> None:
     dead, alive = Worker(served.worker, name="dead"), Worker(served.worker, name="alive")
     first, second = await dead.lease(init=2)
     (kept,) = await alive.lease(init=1)
     assert await _died(served, "dead") == {"returned": 2, "completed": False}
-    assert (await _counts(served))["init"] == {"queued": 3, "active": 1}
+    assert (await served.counts())["init"] == {"queued": 3, "active": 1}
     # Its late reports are fenced off, and the living worker's lease is untouched.
     assert await dead.complete(dead.result(first), dead.result(second)) == ["stale", "stale"]
     again = await alive.lease(init=4)
@@ -80,14 +73,13 @@ async def test_a_failure_is_no_completed_stage(served: Any) -> None:
 
 @pytest.mark.usefixtures("job")
 async def test_only_the_named_job_is_looked_at(served: Any) -> None:
-    answer = await served.admin.post("/v1/rolloutjobs", json=make_manifest("second"))
-    assert answer.status_code == 201, answer.text
+    await served.submit("second")
     worker = Worker(served.worker, name="w")
     lease, *_ = await worker.lease(job="job", init=4)
     await worker.complete(worker.result(lease))
     for job, namespace in (("second", "default"), ("job", "elsewhere"), ("nothing", "default")):
         assert await _died(served, "w", job, namespace) == {"returned": 0, "completed": False}
-    assert (await _counts(served))["init"]["active"] == 3
+    assert (await served.counts())["init"]["active"] == 3
     (other,) = await worker.lease(job="second", init=1)
     assert await _died(served, "w") == {"returned": 3, "completed": True}
     assert await worker.complete(worker.result(other)) == ["accepted"]
@@ -98,7 +90,7 @@ async def test_more_leases_than_one_batch(served: Any, monkeypatch: pytest.Monke
     monkeypatch.setattr(sweeps, "EXPIRY_BATCH", 3)
     await Worker(served.worker, name="w").lease(init=4)
     assert (await _died(served, "w"))["returned"] == 4
-    assert (await _counts(served))["init"] == {"queued": 4, "active": 0}
+    assert (await served.counts())["init"] == {"queued": 4, "active": 0}
 
 
 @pytest.mark.usefixtures("job")
@@ -106,7 +98,7 @@ async def test_a_rollout_that_kills_every_worker_ends_as_failed(served: Any) -> 
     for number in range(MAX_EXPIRIES + 1):
         assert len(await Worker(served.worker, name=f"w{number}").lease(init=4)) == 4
         await _died(served, f"w{number}")
-    assert (await _counts(served))["failed"] == 4
+    assert (await served.counts())["failed"] == 4
 
 
 @pytest.mark.parametrize(

@@ -106,46 +106,44 @@ def started(desk: Any) -> Any:
 # These are refused before anything starts.
 
 
-def test_unknown_field(desk: Any) -> None:
-    desk.refused(
-        manifest("unknown", color="red"),
-        "InvalidManifest",
-        "spec.color: unknown field; known: tasks, handler, reward, samplesPerTask, ",
-    )
-    desk.refused(
-        manifest("deep", agent={"type": "oracle", "maxTurn": 3}),
-        "InvalidManifest",
-        "spec.agent.maxTurn: unknown field",
-    )
-
-
-def test_wrong_type(desk: Any) -> None:
-    desk.refused(
-        manifest("type", samplesPerTask="eight"),
-        "InvalidManifest",
-        "spec.samplesPerTask: Input should be a valid integer",
-        "(got 'eight')",
-    )
-    desk.refused(manifest("kind", tasks=[TASK]), "InvalidManifest", "spec.tasks: ")
-    desk.refused(
-        manifest("range", samplesPerTask=0),
-        "InvalidManifest",
-        "spec.samplesPerTask: ",
-        "greater than or equal to 1",
-    )
-
-
-def test_unknown_handler_and_tool(desk: Any) -> None:
-    desk.refused(
-        manifest("handler", handler="shel"),
-        "NotInstalled",
-        "spec.handler: no handler 'shel' is installed; installed: code, harbor, math, mixed, shell, stem",
-    )
-    desk.refused(
-        manifest("tool", agent={"type": "oracle", "tools": ["bash", "hammer"]}),
-        "NotInstalled",
-        "spec.agent.tools[1]: no tool 'hammer' is installed; installed: bash, edit, ipython, submit",
-    )
+@pytest.mark.parametrize(
+    ("spec", "reason", "words"),
+    [
+        (
+            {"color": "red"},
+            "InvalidManifest",
+            ["spec.color: unknown field; known: tasks, handler, reward, samplesPerTask, "],
+        ),
+        (
+            {"agent": {"type": "oracle", "maxTurn": 3}},
+            "InvalidManifest",
+            ["spec.agent.maxTurn: unknown field"],
+        ),
+        (
+            {"samplesPerTask": "eight"},
+            "InvalidManifest",
+            ["spec.samplesPerTask: Input should be a valid integer", "(got 'eight')"],
+        ),
+        ({"tasks": [TASK]}, "InvalidManifest", ["spec.tasks: "]),
+        ({"samplesPerTask": 0}, "InvalidManifest", ["spec.samplesPerTask: ", "greater than or equal to 1"]),
+        ({"tasks": {"inline": []}}, "InvalidManifest", ["spec.tasks: 'inline' must hold at least one task"]),
+        (
+            {"handler": "shel"},
+            "NotInstalled",
+            [
+                "spec.handler: no handler 'shel' is installed; "
+                "installed: code, harbor, math, mixed, shell, stem"
+            ],
+        ),
+        (
+            {"agent": {"type": "oracle", "tools": ["bash", "hammer"]}},
+            "NotInstalled",
+            ["spec.agent.tools[1]: no tool 'hammer' is installed; installed: bash, edit, ipython, submit"],
+        ),
+    ],
+)
+def test_a_wrong_field(desk: Any, spec: dict[str, Any], reason: str, words: list[str]) -> None:
+    desk.refused(manifest("wrong", **spec), reason, *words)
 
 
 def test_broken_line_7312(desk: Any) -> None:
@@ -163,12 +161,7 @@ def test_broken_line_7312(desk: Any) -> None:
     )
     lines[7311] = json.dumps({"id": "t7312", "promt": "x"})
     path.write_text("\n".join(lines) + "\n")
-    desk.refused(
-        manifest("broken", tasks={"url": url}),
-        "InvalidTasks",
-        "line 7312: ",
-        ": unknown field",
-    )
+    desk.refused(manifest("broken", tasks={"url": url}), "InvalidTasks", "line 7312: ", ": unknown field")
     said = desk.cli("submit", "-f", desk.write(manifest("broken", tasks={"url": url})))
     assert "line 7312: promt: unknown field; did you mean 'prompt'?" in said.err, "it is one's own upload"
     lines[7311] = json.dumps(TASK | {"id": "t1"})
@@ -179,11 +172,6 @@ def test_broken_line_7312(desk: Any) -> None:
 
 
 def test_empty_task_list(desk: Any) -> None:
-    desk.refused(
-        manifest("inline", tasks={"inline": []}),
-        "InvalidManifest",
-        "spec.tasks: 'inline' must hold at least one task",
-    )
     path = desk.folder / "empty.jsonl"
     path.write_text("\n\n")
     desk.refused(
@@ -257,27 +245,20 @@ def test_an_image_that_bubblewrap_cannot_use(started: Any) -> None:
     assert (record["segments"], record["turns"]) == ([], [])
 
 
-def test_a_backend_that_answers_500(started: Any) -> None:
-    assert_infrastructure_failure(started, "backend-error", "BackendUnavailable", "answered 500", 2)
-
-
-def test_a_backend_that_hangs(started: Any) -> None:
-    assert_infrastructure_failure(started, "backend-hang", "BackendUnavailable", "Run's limit of 4 s", 2)
-
-
-def test_a_backend_that_sends_wrong_lengths(started: Any) -> None:
-    told = "2 token_ids but 1 logprobs"
-    assert_infrastructure_failure(started, "backend-lengths", "BackendMismatch", told, 2)
-
-
-def test_a_backend_that_sends_garbage(started: Any) -> None:
-    told = "the answer is not JSON"
-    assert_infrastructure_failure(started, "backend-garbage", "BackendMismatch", told, 2)
-
-
-def test_a_backend_that_closes_in_the_middle(started: Any) -> None:
-    assert_infrastructure_failure(started, "backend-closes", "BackendUnavailable", "Run's limit of 4 s", 2)
-    assert "/closes/inference/v1/generate" in started.trajectories("backend-closes")[0]["message"]
+@pytest.mark.parametrize(
+    ("kind", "reason", "words"),
+    [
+        ("error", "BackendUnavailable", "answered 500"),
+        ("hang", "BackendUnavailable", "Run's limit of 4 s"),
+        ("lengths", "BackendMismatch", "2 token_ids but 1 logprobs"),
+        ("garbage", "BackendMismatch", "the answer is not JSON"),
+        ("closes", "BackendUnavailable", "Run's limit of 4 s"),
+    ],
+)
+def test_a_backend_that_answers_wrongly(started: Any, kind: str, reason: str, words: str) -> None:
+    assert_infrastructure_failure(started, f"backend-{kind}", reason, words, 2)
+    if kind == "closes":  # It closes the connection in the middle of an answer.
+        assert "/closes/inference/v1/generate" in started.trajectories("backend-closes")[0]["message"]
 
 
 def test_a_backend_that_is_busy_is_waited_for(started: Any) -> None:

@@ -8,8 +8,8 @@ from typing import Any
 
 import orjson
 import pytest
+from rollyard_bench.model_servers import WeightedModel
 from rollyard_bench.stats import pairs_median
-from rollyard_bench.weighted_model import WeightedModel
 
 REQUEST = orjson.dumps({"model": "m", "prompt": [1, 2, 3], "max_tokens": 64})
 
@@ -54,8 +54,7 @@ async def test_other_paths_are_those_of_the_latency_model() -> None:
 
 
 @pytest.mark.parametrize(
-    ("values", "expected"),
-    [([1.0, 9.0, 4.0], (4.0, 2.0)), ([1.0, 9.0], (9.0, 2.0)), ([3.0], (3.0, 2.0))],
+    ("values", "expected"), [([1.0, 9.0, 4.0], (4.0, 2.0)), ([1.0, 9.0], (9.0, 2.0)), ([3.0], (3.0, 2.0))]
 )
 def test_the_pair_with_the_median_ratio_counts(values: list[float], expected: tuple[float, float]) -> None:
     assert pairs_median(values, [2.0] * len(values)) == expected

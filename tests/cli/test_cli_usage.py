@@ -10,8 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rollyard.commands import slurm_bridge
-from rollyard.detached import arguments_again
 from rollyard.doctor import check_cluster
 from rollyard.local.options import check_model_folder, shipped_model
 from rollyard.main import COMMANDS, main
@@ -348,17 +346,6 @@ def test_a_dry_run_shows_how_workers_reach_the_control_plane(
     assert "--sandbox bubblewrap --no-sandbox-templates" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("whose", [["--namespace=team-a", "--namespace=team-b"], ["--all-namespaces"]])
-def test_a_bridge_in_the_background_is_started_as_it_was_asked_for(tmp_path: Path, whose: list[str]) -> None:
-    asked = [f"--home={tmp_path}/h", "--join=https://head:8765", *whose, "--token-file=t.json", "--port=0"]
-    with slurm_bridge.up.make_context("up", [*asked, "--detach"]) as ctx:
-        again = arguments_again(ctx, ("detach", "dry_run", "files"))
-    assert set(asked) <= set(again)
-    assert not [word for word in again if word.startswith("--detach") or word.endswith(("=False", "=True"))]
-    with slurm_bridge.up.make_context("up", again) as same:
-        assert {**same.params, "detach": True} == ctx.params
-
-
 def test_down_with_nothing_running(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["down", "--home", str(tmp_path / "h")]) == 0
     assert "nothing runs on" in capsys.readouterr().out
@@ -371,23 +358,6 @@ def test_a_url_that_is_none_and_a_kind_without_a_name(capsys: pytest.CaptureFixt
     )
     assert main(["describe", "rj"]) == 2
     assert "give the NAME too: rollyard describe rj NAME" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("arguments", "named"),
-    [
-        (["--version", "a:b", "--pushed"], "--version"),
-        (["--version", "step-1"], "--checkpoint DIR"),
-        (["--checkpoint", "x"], "--version"),
-        (["--version", "step-1", "--lora", "x"], "--lora"),
-        (["--pause", "keep", "--resume"], "--resume"),
-    ],
-)
-def test_weight_updates_that_cannot_be(
-    arguments: list[str], named: str, capsys: pytest.CaptureFixture[str], free_port: int
-) -> None:
-    assert main(["weights", "pool", *arguments, "--url", f"http://127.0.0.1:{free_port}"]) == 2
-    assert named in capsys.readouterr().err
 
 
 def test_a_folder_that_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

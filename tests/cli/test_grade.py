@@ -366,95 +366,71 @@ def test_a_handler_of_an_installed_package(run: Run, tmp_path: Path, monkeypatch
 
 
 @pytest.mark.parametrize(
-    ("words", "stdin", "message"),
+    ("stdin", "message"),
     [
-        ("--handler math --file -", lines(GOOD) + "[1", "line 2: not graded: not valid JSON: "),
-        ("--handler math --file -", "7", "line 1: not graded: must be a JSON object, not int"),
-        (
-            "--handler math --file -",
-            lines({"kye": 1, **GOOD}),
-            "line 1: not graded: kye: unknown field; did you mean 'key'?",
-        ),
-        (
-            "--handler math --file -",
-            lines({**GOOD, "key": True}),
-            "line 1: not graded: key: Input should be a valid string",
-        ),
-        ("--handler math --file -", lines({"key": "7"}), "line 1: not graded: answer: Field required"),
-        (
-            "--handler math --file -",
-            lines({"answer": "7"}),
-            "line 1: not graded: key: required by the handler 'math'",
-        ),
-        (
-            "--handler math --file -",
-            lines({**GOOD, "expect": "good"}),
-            "line 1: not graded: expect: Input should be a valid n",
-        ),
-        (
-            "--handler math --file -",
-            lines({**GOOD, "task": "add"}),
-            "line 1: not graded: task: needs --tasks",
-        ),
-        ("--handler math --file -", "\n", "there is nothing to grade"),
-        ("--handler math --file nowhere.jsonl", "", "nowhere.jsonl: No such file or directory"),
-        ("--handler math --tasks nowhere.jsonl 7", "", "nowhere.jsonl: No such file or directory"),
-        (
-            "--handler math --tasks tasks.jsonl 7",
-            "",
-            "rollyard: --task: required, because --tasks has 2 tasks",
-        ),
+        (lines(GOOD) + "[1", "line 2: not graded: not valid JSON: "),
+        ("7", "line 1: not graded: must be a JSON object, not int"),
+        (lines({"kye": 1, **GOOD}), "line 1: not graded: kye: unknown field; did you mean 'key'?"),
+        (lines({**GOOD, "key": True}), "line 1: not graded: key: Input should be a valid string"),
+        (lines({"key": "7"}), "line 1: not graded: answer: Field required"),
+        (lines({"answer": "7"}), "line 1: not graded: key: required by the handler 'math'"),
+        (lines({**GOOD, "expect": "good"}), "line 1: not graded: expect: Input should be a valid n"),
+        (lines({**GOOD, "task": "add"}), "line 1: not graded: task: needs --tasks"),
+        ("\n", "there is nothing to grade"),
+    ],
+)
+def test_refused_lines_say_where_and_what(run: Run, stdin: str, message: str) -> None:
+    status, out, err = run("--handler", "math", "--file", "-", stdin=stdin)
+    assert status in (1, 2)
+    assert message in out + err
+    assert "Traceback" not in err
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--handler math --file nowhere.jsonl", "nowhere.jsonl: No such file or directory"),
+        ("--handler math --tasks nowhere.jsonl 7", "nowhere.jsonl: No such file or directory"),
+        ("--handler math --tasks tasks.jsonl 7", "rollyard: --task: required, because --tasks has 2 tasks"),
         (
             "--handler math --tasks tasks.jsonl --task sevn 7",
-            "",
             "rollyard: --task: --tasks has no 'sevn'; there is 'seven'",
         ),
-        (
-            "--handler math --tasks tasks.jsonl --task add 7",
-            "",
-            "task 'add': answer: required by the handler",
-        ),
-        ("--handler math --tasks tasks.jsonl --format x 7", "", "no task format 'x' is installed"),
+        ("--handler math --tasks tasks.jsonl --task add 7", "task 'add': answer: required by the handler"),
+        ("--handler math --tasks tasks.jsonl --format x 7", "no task format 'x' is installed"),
         (
             "--handler math --tasks tasks.jsonl --file -",
-            lines(GOOD),
             "line 1: not graded: key, choices and numeric: cannot",
         ),
-        ("--handler math 7", "", "rollyard: --key: required by the handler 'math'"),
-        ("--handler math --key 7 --file pairs.jsonl", "", "--key, --choice, --unit and --tolerance are for"),
-        ("--handler math --key 7", "", "give one ANSWER, in quotes, or --file"),
-        ("--handler math --key 7 the answer", "", "give one ANSWER, in quotes, or --file"),
-        ("--handler math --key 7 --task add 7", "", "--task is for an ANSWER with --tasks"),
-        ("--handler math --key 7 --format verl 7", "", "--format is for --tasks"),
-        ("--handler math --kye 7 7", "", "No such option '--kye'"),
-        ("--handler stem --key 7 --unit flobs 7", "", "rollyard: --unit: is not known: 'flobs'"),
-        (
-            "--handler stem --key 7 --tolerance -1 7",
-            "",
-            "rollyard: --tolerance: Input should be greater than or",
-        ),
+        ("--handler math 7", "rollyard: --key: required by the handler 'math'"),
+        ("--handler math --key 7 --file pairs.jsonl", "--key, --choice, --unit and --tolerance are for"),
+        ("--handler math --key 7", "give one ANSWER, in quotes, or --file"),
+        ("--handler math --key 7 the answer", "give one ANSWER, in quotes, or --file"),
+        ("--handler math --key 7 --task add 7", "--task is for an ANSWER with --tasks"),
+        ("--handler math --key 7 --format verl 7", "--format is for --tasks"),
+        ("--handler math --kye 7 7", "No such option '--kye'"),
+        ("--handler stem --key 7 --unit flobs 7", "rollyard: --unit: is not known: 'flobs'"),
+        ("--handler stem --key 7 --tolerance -1 7", "rollyard: --tolerance: Input should be greater than or"),
         (
             "--handler stem --key seven --unit K 7",
-            "",
             "rollyard: --key: must be one number, in the unit that --unit names",
         ),
         (
             "--handler stem --choice a --choice b --unit K --key A 7",
-            "",
             "rollyard: --unit and --tolerance: cannot be given beside --choice",
         ),
-        ("--handler math --key 7 --choice a 7", "", "--choice: the handler 'math' does not use it"),
-        ("--handler math --key 7 --unit K 7", "", "--unit: the handler 'math' does not use it"),
-        ("--handler code --key 7 --tolerance 0 7", "", "--tolerance: the handler 'code' does not use it"),
-        ("--handler shell --key 7 7", "", "the handler 'shell' judges what Run left in its sandbox"),
-        ("--handler unscored 7", "", "the handler 'unscored' gives no reward: 'reward.function' or"),
-        ("--handler No --key 7 7", "", "handler: String should match pattern"),
-        ("--handler nobodys --key 7 7", "", "no handler 'nobodys' is installed"),
+        ("--handler math --key 7 --choice a 7", "--choice: the handler 'math' does not use it"),
+        ("--handler math --key 7 --unit K 7", "--unit: the handler 'math' does not use it"),
+        ("--handler code --key 7 --tolerance 0 7", "--tolerance: the handler 'code' does not use it"),
+        ("--handler shell --key 7 7", "the handler 'shell' judges what Run left in its sandbox"),
+        ("--handler unscored 7", "the handler 'unscored' gives no reward: 'reward.function' or"),
+        ("--handler No --key 7 7", "handler: String should match pattern"),
+        ("--handler nobodys --key 7 7", "no handler 'nobodys' is installed"),
     ],
 )
-def test_refusals_say_where_and_what(run: Run, tmp_path: Path, words: str, stdin: str, message: str) -> None:
+def test_refusals_say_where_and_what(run: Run, tmp_path: Path, words: str, message: str) -> None:
     (tmp_path / "tasks.jsonl").write_text(lines(*TASKS))
-    status, out, err = run(*words.split(), stdin=stdin)
+    status, out, err = run(*words.split(), stdin=lines(GOOD))
     assert status in (1, 2)
     assert message in out + err
     assert "Traceback" not in err

@@ -11,8 +11,8 @@ import time
 from pathlib import Path
 
 import pytest
-from rollyard.errors import HomeInUse
 from rollyard_drivers.host.child import Child, Folders, sweep
+from rollyard_drivers.host.errors import HostError
 from rollyard_drivers.host.home import Home, write_json
 from rollyard_drivers.host.log_file import LogFile, last_line
 from rollyard_drivers.host.processes import ProcessIdentity, end, identify, is_alive
@@ -144,7 +144,7 @@ def test_one_supervisor_for_each_home(tmp_path: Path) -> None:
     home = Home(tmp_path / "home")
     with home.locked():
         home.write_supervisor(os.getpid())
-        with pytest.raises(HomeInUse, match=f"process {os.getpid()}.*rollyard down"), home.locked():
+        with pytest.raises(HostError, match=f"process {os.getpid()}.*rollyard down"), home.locked():
             pass
         assert (home.root.stat().st_mode & 0o777) == 0o700
     with home.locked():

@@ -28,6 +28,7 @@ PROGRAMS: dict[type[DeclaredOptions], list[str]] = {
     BridgeCommandOptions: ["slurm-bridge", "up"],
     ControlPlaneOptions: ["control-plane"],
 }
+JOINED = ["--home=h", "--join=https://head:8765", "--token-file=t.json", "--port=0"]
 
 
 @pytest.fixture(autouse=True)
@@ -169,8 +170,10 @@ def test_a_bridge_passes_options_on_unless_it_joins(
             slurm_bridge.up,
             ["--no-sandbox-templates", "--config=c.yaml", "--time=1:00", "--prorl", "--no-open-docs"],
         ),
+        (slurm_bridge.up, [*JOINED, "--namespace=team-a", "--namespace=team-b"]),
+        (slurm_bridge.up, [*JOINED, "--all-namespaces"]),
     ],
-    ids=["up", "bridge"],
+    ids=["up", "bridge", "bridge of some namespaces", "bridge of all namespaces"],
 )
 def test_the_background_gets_the_same_command_line(command: Any, words: list[str]) -> None:
     with command.make_context("up", [*words, "--detach"]) as ctx:

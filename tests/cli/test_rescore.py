@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +16,8 @@ from rollyard.trajectories.export import write
 from rollyard.trajectories.reading import read_file
 from rollyard_client import Client
 from rollyard_crds.trajectory import RescoredTrajectory, Trajectory
-from rollyard_testing.api.control_plane import a_control_plane
-from rollyard_testing.crds.segments import reported
+from rollyard_testing.api.control_plane import StartedControlPlane, a_control_plane
+from rollyard_testing.api.plane import Worker
 from rollyard_testing.manifests import job_manifest
 from rollyard_testing.pace import patience
 
@@ -28,36 +28,29 @@ SEGMENT = {"prompt_ids": [1], "response_ids": [2] * 10, "loss_mask": [1] * 10, "
 OFTEN_EMPTY = {"attempts", "attempts_dropped", "reward_reason", "reward_output"}
 
 
-@dataclass(frozen=True, slots=True)
-class Server:
-    url: str
-    tokens: dict[str, str]
-
-    def post(self, path: str, **body: Any) -> Any:
-        headers = {"Authorization": f"Bearer {self.tokens['worker']}"}
-        answer = httpx.post(
-            f"{self.url}{path}", json=body, headers=headers, timeout=patience(60), trust_env=False
-        )
-        assert answer.status_code == 200, answer.text
-        return answer.json()
-
-    def lease(self, **capacity: int) -> list[dict[str, Any]]:
-        leases: list[dict[str, Any]] = self.post(
-            "/v1/leases", worker="w", node="n", capacity=capacity, wait=0.0
-        )["leases"]
-        return leases
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    folder = tmp_path_factory.mktemp("api")
-    with a_control_plane(folder, ready_seconds=60, end_seconds=20) as started:
-        yield Server(started.url, started.tokens)
+async def _finish(plane: StartedControlPlane) -> None:
+    """Take the rollouts of the only job to their ends."""
+    headers = {"Authorization": f"Bearer {plane.tokens['worker']}"}
+    async with httpx.AsyncClient(base_url=plane.url, headers=headers, timeout=patience(60)) as http:
+        worker = Worker(http)
+        while leases := await worker.lease(init=16, run=16, eval=16):
+            for lease in leases:
+                said, result = SAID[int(lease["task"]["id"][1:])], worker.result(lease)
+                if lease["stage"] == "run":
+                    messages = [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": said}]
+                    result["trajectory"] |= {"segments": [SEGMENT], "messages": messages}
+                elif lease["stage"] == "eval" and said == "(failed)":
+                    assert await worker.fail(lease, "VerifierFailed", retryable=False) == "accepted"
+                    continue
+                elif lease["stage"] == "eval":
+                    result |= {"reward": 0.25, "reward_components": {"old": 1.0}}
+                    result["reward_reason"] = "TestTimeout"
+                assert await worker.complete(result) == ["accepted"]
 
 
 @pytest.fixture(scope="module")
-def finished(server: Server) -> Server:
-    """Return the server with the ended job `kept`: three rollouts with reward 0.25, and one that failed."""
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StartedControlPlane]:
+    """Yield a control plane with the ended job `kept`: three rewards of 0.25, and one rollout that failed."""
     tests = {"cases": [{"input": "", "output": "4"}]}
     tasks = [
         {"id": f"t{number}", "prompt": "2 + 2?", "answer": "4", "tests": tests} for number in range(len(SAID))
@@ -66,36 +59,19 @@ def finished(server: Server) -> Server:
             "tasks": {"inline": tasks}, "handler": "math", "agent": {"type": "oracle"},
             "failurePolicy": {"maxFailedFraction": 1.0},
         })  # fmt: skip
-    with Client(server.url, server.tokens["admin"]) as client:
-        client.submit(manifest)
-    common = {"worker": "w"}
-    for stage in ("init", "run", "eval"):
-        results, failures = [], []
-        for lease in server.lease(**{stage: 16}):
-            item: dict[str, Any] = {key: lease[key] for key in ("rollout", "token", "stage")}
-            said = SAID[int(lease["task"]["id"][1:])]
-            messages = [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": said}]
-            if stage == "run":
-                item["trajectory"] = {
-                    "id": lease["rollout"], "job": "kept", "task_id": lease["task"]["id"],
-                    "group_id": lease["group_id"], "sample_index": 0, "segments": [SEGMENT],
-                    "messages": messages,
-                }  # fmt: skip
-            elif stage == "eval" and said == "(failed)":
-                failures.append({**item, "reason": "VerifierFailed", "retryable": False})
-                continue
-            elif stage == "eval":
-                item |= {"reward": 0.25, "reward_components": {"old": 1.0}, "reward_reason": "TestTimeout"}
-            results.append(item)
-        server.post("/v1/leases/complete", **common, results=[reported(one) for one in results])
-        if failures:
-            server.post("/v1/leases/fail", **common, failures=failures)
-    return server
+    with a_control_plane(tmp_path_factory.mktemp("api"), ready_seconds=60, end_seconds=20) as plane:
+        with Client(plane.url, plane.tokens["admin"]) as client:
+            client.submit(manifest)
+        asyncio.run(_finish(plane))
+        yield plane
 
 
 @pytest.fixture
 def run(
-    finished: Server, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    finished: StartedControlPlane,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
 ) -> Any:
     monkeypatch.setenv("ROLLYARD_URL", finished.url)
     monkeypatch.setenv("ROLLYARD_TOKEN", finished.tokens["admin"])
@@ -116,13 +92,13 @@ def rewards(path: Path) -> list[float | None]:
     return [one.reward for one in read_file(path)]
 
 
-def kept(server: Server) -> list[dict[str, Any]]:
+def kept(server: StartedControlPlane) -> list[dict[str, Any]]:
     with Client(server.url, server.tokens["admin"]) as client:
         return [one.model_dump() for one in client.trajectories("kept")]
 
 
 def test_files_of_trajectories_have_the_fields_of_the_calls(
-    run: Any, finished: Server, tmp_path: Path
+    run: Any, finished: StartedControlPlane, tmp_path: Path
 ) -> None:
     """What most records leave empty is left out of all of them, as the documentation says."""
     headers = {"Authorization": f"Bearer {finished.tokens['admin']}", "Accept": "application/x-ndjson"}
@@ -140,7 +116,7 @@ def test_files_of_trajectories_have_the_fields_of_the_calls(
 
 
 def test_rewards_are_made_again_and_the_first_ones_are_kept(
-    run: Any, finished: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    run: Any, finished: StartedControlPlane, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = kept(finished)
     status, said = run()
@@ -167,7 +143,7 @@ def test_rewards_are_made_again_and_the_first_ones_are_kept(
     assert "evaluated again with math" in capsys.readouterr().out
 
 
-def test_the_changes_are_counted(run: Any, finished: Server, tmp_path: Path) -> None:
+def test_the_changes_are_counted(run: Any, finished: StartedControlPlane, tmp_path: Path) -> None:
     """Without `--output` they are all that there is."""
     before = kept(finished)
     status, said = run(handler="stem", output=None)
@@ -341,7 +317,7 @@ def test_refusals_are_one_line_and_write_nothing(
     surface="`/v1/rolloutjobs/NAME/tasks`",
     stopped_by="the call is the admin's alone",
 )
-def test_tasks_are_read_by_their_ids(finished: Server) -> None:
+def test_tasks_are_read_by_their_ids(finished: StartedControlPlane) -> None:
     with Client(finished.url, finished.tokens["admin"]) as client:
         found = client.tasks("kept", ["t2", "nosuch", "t0"])
         assert [(task.id, task.answer) for task in found] == [("t2", "4"), ("t0", "4")]

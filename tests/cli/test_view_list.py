@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
 from rollyard.main import main
 from rollyard_client import Client, RolloutQuery
 from rollyard_testing.api.control_plane import StartedControlPlane, a_control_plane
+from rollyard_testing.api.plane import Worker
 from rollyard_testing.manifests import job_manifest
 from rollyard_testing.pace import patience
 
@@ -26,19 +27,24 @@ MANIFEST = job_manifest(
 )
 
 
-def _result(lease: dict[str, Any]) -> dict[str, Any]:
-    number = int(lease["task"]["id"][1:])
-    item = {"rollout": lease["rollout"], "token": lease["token"], "stage": lease["stage"]}
-    if lease["stage"] == "run":
-        item["trajectory"] = {
-            "id": lease["rollout"],
-            "job": "job",
-            "task_id": lease["task"]["id"],
-            "group_id": lease["group_id"],
-            "sample_index": 0,
-            "messages": [{"role": "assistant", "content": f"animal number{number}"}],
-        }
-    return item | ({"reward": number / 10} if lease["stage"] == "eval" else {})
+async def _finish(plane: StartedControlPlane) -> None:
+    """Submit the job, and take its rollouts to their ends."""
+    headers = {"Authorization": f"Bearer {plane.tokens['admin']}"}
+    async with httpx.AsyncClient(base_url=plane.url, headers=headers, timeout=patience(60)) as http:
+        assert (await http.post("/v1/rolloutjobs", json=MANIFEST)).status_code == 201
+        worker = Worker(http)
+        while leases := await worker.lease(init=9, run=9, eval=9):
+            for lease in leases:
+                number, result = int(lease["task"]["id"][1:]), worker.result(lease)
+                if (number, lease["stage"]) == (3, "run"):
+                    await worker.fail(lease, "TestBroken", message="it broke", retryable=False)
+                    continue
+                if lease["stage"] == "run":
+                    said = {"role": "assistant", "content": f"animal number{number}"}
+                    result["trajectory"]["messages"] = [said]
+                elif lease["stage"] == "eval":
+                    result["reward"] = number / 10
+                assert await worker.complete(result) == ["accepted"]
 
 
 @pytest.fixture(scope="module")
@@ -46,20 +52,7 @@ def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StartedControl
     """Yield a control plane with an ended job: rewards 0, 0.1 and 0.2, and one failed rollout."""
     folder: Path = tmp_path_factory.mktemp("plane")
     with a_control_plane(folder, ready_seconds=170, end_seconds=60) as plane:
-        headers = {"Authorization": f"Bearer {plane.tokens['admin']}"}
-        with httpx.Client(base_url=plane.url, headers=headers, timeout=patience(60)) as http:
-            assert http.post("/v1/rolloutjobs", json=MANIFEST).status_code == 201
-            ask = {"worker": "w", "node": "n", "capacity": {"init": 9, "run": 9, "eval": 9}}
-            while leases := http.post("/v1/leases", json=ask).json()["leases"]:
-                for lease in leases:
-                    if (lease["task"]["id"], lease["stage"]) == ("t3", "run"):
-                        failure = {key: lease[key] for key in ("rollout", "token", "stage")}
-                        failure |= {"reason": "TestBroken", "message": "it broke", "retryable": False}
-                        sent = http.post("/v1/leases/fail", json={"worker": "w", "failures": [failure]})
-                    else:
-                        results = {"worker": "w", "results": [_result(lease)]}
-                        sent = http.post("/v1/leases/complete", json=results)
-                    assert sent.status_code == 200, sent.text
+        asyncio.run(_finish(plane))
         yield plane
 
 

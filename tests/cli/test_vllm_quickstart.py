@@ -1,10 +1,9 @@
-"""The vLLM quickstart's parts that need no server: new weights, the account of versions, its arguments."""
+"""The vLLM quickstart's parts that need no server: new weights and its arguments."""
 
 from __future__ import annotations
 
 import json
 import struct
-from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +13,9 @@ from click.testing import CliRunner
 from rollyard.commands.local import quickstart
 from rollyard.errors import InvalidInput, UsageProblem
 from rollyard.quickstart.vllm_servers import check_model, perturbed
-from rollyard.trajectories.summary import summarize_policies
-from rollyard_crds.backendpool import BackendStatus
-from rollyard_crds.trajectory import Trajectory
-from rollyard_crds.weights import WeightUpdate
 
 ROOT = Path(__file__).resolve().parents[2]
 POLICY = ROOT / "examples" / "tiny-policy" / "hf"
-ONE, TWO = "http://127.0.0.1:8001", "http://127.0.0.1:8002"
 
 
 def safetensors(file: Path, tensors: dict[str, tuple[str, list[int], bytes]]) -> None:
@@ -110,67 +104,3 @@ def test_impossible_arguments_are_refused_before_anything_starts(
     assert isinstance(done.exception, UsageProblem)
     assert text in str(done.exception)
     assert not out.exists()
-
-
-def trajectory(number: int, backend: str, versions: list[str]) -> Trajectory:
-    mask = [int(bool(version)) for version in versions]
-    segment = {
-        "prompt_ids": [1],
-        "response_ids": list(range(len(versions))),
-        "loss_mask": mask,
-        "logprobs": [-0.5 * one for one in mask],
-        "policy_versions": versions,
-    }
-    return Trajectory.model_validate(
-        {
-            "id": f"r-{number}",
-            "job": "j",
-            "task_id": "t",
-            "group_id": "t",
-            "sample_index": number,
-            "segments": [segment],
-            "messages": [],
-            "turns": [],
-            "backend": backend,
-        }
-    )
-
-
-def test_every_token_is_counted_under_its_version_and_its_backend() -> None:
-    began = datetime.now(UTC)
-    update = WeightUpdate.model_validate(
-        {
-            "id": 1,
-            "policyVersion": "step-1",
-            "source": {"checkpoint": {"path": "/new"}},
-            "mode": "abort",
-            "inFlight": "continue",
-            "state": "Succeeded",
-            "verified": True,
-            "verifiedBy": "reference",
-            "backends": [
-                {"url": ONE, "step": "Done", "verified": True, "maxDifference": 1e-5, "pausedSeconds": 0.2},
-                {"url": TWO, "step": "Done", "verified": True, "maxDifference": 2e-5, "pausedSeconds": 0.1},
-            ],
-            "createdAt": began.isoformat(),
-            "finishedAt": (began + timedelta(seconds=3)).isoformat(),
-        }
-    )
-    rows = [
-        trajectory(0, ONE, ["old", "", "old"]),
-        trajectory(1, ONE, ["old", "", "step-1", "step-1"]),
-        trajectory(2, TWO, ["step-1"]),
-    ]
-    backends = [
-        BackendStatus(url=ONE, ready=True, policy_version="step-1", prefix_cache_hit_rate=0.5),
-        BackendStatus(url=TWO, ready=True, policy_version="step-1"),
-    ]
-    summary = summarize_policies(rows, backends, [update]).to_json()
-    assert [(one["rollouts"], one["tokens_sampled"]) for one in summary["backends"]] == [(2, 5), (1, 1)]
-    assert summary["policy_versions"] == [
-        {"version": "old", "rollouts": 2, "tokens": 3, "lag": 1},
-        {"version": "step-1", "rollouts": 2, "tokens": 3, "lag": 0},
-    ]
-    assert summary["rollouts_of_several_versions"] == 1
-    (told,) = summary["weight_updates"]
-    assert (told["max_difference"], told["paused_seconds"], told["seconds"]) == (2e-5, 0.2, 3.0)

@@ -178,6 +178,7 @@ def test_what_the_servers_own_metrics_say_is_shown(
             "one of --version, --pause and --resume",
         ),
         (["p", "--pushed"], 2, "give --version V"),
+        (["p", "--pause", "keep", "--resume"], 2, "one of --version, --pause and --resume"),
         (["p", "--version", "v", "--pushed", "--timeout", "3"], 2, "--timeout goes with --wait"),
         (["p", "--version", "unverified:v", "--pushed"], 2, "--version must be 1 to 100 characters"),
         (["p", "--version", "v", "--pushed", "--reference", "REFERENCE"], 2, "logprobs has 1 entries"),

@@ -19,7 +19,6 @@ from rollyard_client import (
     Client,
     Conflict,
     Invalid,
-    MissingLibrary,
     NotFound,
     ResultIterator,
     Retry,
@@ -28,6 +27,7 @@ from rollyard_client import (
     WaitTimeout,
 )
 from rollyard_client.driver import DriverClient
+from rollyard_client.errors import RollyardError
 from rollyard_client.paging import Cursor
 from rollyard_client.requests.results import Group, Page, listed_cursors
 from rollyard_client.training import library
@@ -487,10 +487,13 @@ def test_a_missing_library_is_named_with_its_extra(monkeypatch: pytest.MonkeyPat
         raise ModuleNotFoundError(f"No module named '{name}'", name=name)
 
     monkeypatch.setattr(library, "import_module", absent)
-    with pytest.raises(MissingLibrary, match=r"numpy is not installed: pip install 'rollyard\[numpy\]'"):
+    with pytest.raises(RollyardError, match=r"numpy is not installed: pip install 'rollyard\[numpy\]'"):
         Batch([], "", "", True).arrays()
-    with pytest.raises(MissingLibrary, match=r"torch is not installed: pip install 'rollyard\[torch\]'"):
+    with pytest.raises(
+        RollyardError, match=r"torch is not installed: pip install 'rollyard\[torch\]'"
+    ) as missing:
         Batch([], "", "", True).tensors()
+    assert missing.value.reason == "MissingLibrary"
 
 
 def test_calls_are_repeated_when_their_answer_is_lost(plane: Plane) -> None:

@@ -32,7 +32,7 @@ from rollyard_client._async.transport import AsyncTransport
 from rollyard_client._sync.transport import SyncTransport
 from rollyard_client.call import Call, as_json, check
 from rollyard_client.context import Context, context_path, read_token, resolve
-from rollyard_client.errors import CursorBeyondEnd, CursorGone
+from rollyard_client.errors import JobReplaced
 from rollyard_client.paging import Files
 from rollyard_client.sse import Parser
 from rollyard_crds.backendpool import BackendPool, BackendStatus
@@ -405,8 +405,8 @@ async def test_upload_async(server: StartedControlPlane, tmp_path: Path) -> None
         (403, {"reason": "RoleMissing"}, Unauthorized, "RoleMissing"),
         (404, {}, NotFound, "NotFound"),
         (409, {"reason": "LeaseLost"}, Conflict, "LeaseLost"),
-        (409, {"reason": "CursorBeyondEnd"}, CursorBeyondEnd, "CursorBeyondEnd"),
-        (410, {"reason": "CursorGone"}, CursorGone, "CursorGone"),
+        (409, {"reason": "CursorBeyondEnd"}, JobReplaced, "CursorBeyondEnd"),
+        (410, {"reason": "CursorGone"}, JobReplaced, "CursorGone"),
         (413, {}, Invalid, "Invalid"),
         (422, {"errors": ["spec.a: b", "spec.c: d"]}, Invalid, "Invalid"),
         (429, {}, TooMany, "QueueFull"),

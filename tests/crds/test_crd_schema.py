@@ -10,6 +10,7 @@ import pytest
 import yaml
 from pydantic import BaseModel
 from rollyard_crds import ManifestError, StageSpec, parse, schema
+from rollyard_crds.errors import CrdsError
 from rollyard_crds.rolloutjob import StagesSpec
 from rollyard_testing.crds.bounds import beyond
 from rollyard_testing.crds.patches import merged
@@ -194,5 +195,6 @@ def test_stages_keep_their_own_defaults() -> None:
 
 
 def test_not_structural_is_said() -> None:
-    with pytest.raises(schema.SchemaError, match="anyOf"):
+    with pytest.raises(CrdsError, match="anyOf") as refused:
         schema.structural({"anyOf": [{"type": "string"}, {"type": "integer"}]}, {})
+    assert refused.value.reason == "NotStructural"

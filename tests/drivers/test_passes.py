@@ -8,13 +8,7 @@ from dataclasses import replace
 from datetime import UTC, datetime
 
 import pytest
-from rollyard_crds import (
-    BackendPool,
-    BackendPoolStatus,
-    BackendStatus,
-    RolloutJob,
-    RolloutJobStatus,
-)
+from rollyard_crds import BackendPool, BackendPoolStatus, BackendStatus, RolloutJob, RolloutJobStatus
 from rollyard_drivers.loop.passes import BackendReports, job_pass, pool_pass
 from rollyard_drivers.reconcile.plan import ObservedJob, ObservedPool, Plan, PoolState, Profile
 from rollyard_drivers.reconcile.reconcile_pass import job_report, pool_report, pool_state, routed_by

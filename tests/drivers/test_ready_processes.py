@@ -219,11 +219,7 @@ async def test_those_that_nobody_uses_end_with_their_keeper(folders: Folders) ->
 
 @pytest.mark.parametrize(
     ("prepared", "line", "said"),
-    [
-        ([], b"", b""),
-        ([], b'["half a line"', b""),
-        (["--", "x"], b"", b"prepared x\nnot needed\n"),
-    ],
+    [([], b"", b""), ([], b'["half a line"', b""), (["--", "x"], b"", b"prepared x\nnot needed\n")],
 )
 async def test_a_process_that_gets_no_arguments_runs_nothing(
     folders: Folders, prepared: list[str], line: bytes, said: bytes

@@ -7,13 +7,7 @@ from datetime import UTC, datetime, timedelta
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rollyard_drivers.reconcile.ready_workers import (
-    START_SECONDS,
-    ReadyPlan,
-    ReadyWorker,
-    choose,
-    plan_ready,
-)
+from rollyard_drivers.reconcile.ready_workers import START_SECONDS, ReadyPlan, ReadyWorker, choose, plan_ready
 
 START = datetime(2026, 1, 1, tzinfo=UTC)
 PLACES = ("a", "b")

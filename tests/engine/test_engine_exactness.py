@@ -105,7 +105,7 @@ def test_prompt_logprobs_are_the_raw_ones_of_an_independent_forward_pass(
 
 async def test_a_scored_prompt_disturbs_no_other_sequence(server: Any) -> None:
     sampled = {"token_ids": [4, 4, 4], "sampling_params": {"max_tokens": 200, "seed": 1, "temperature": 2.0}}
-    sampled["sampling_params"] |= {"logprobs": 0, "ignore_eos": True}  # type: ignore[operator]
+    sampled["sampling_params"] |= {"logprobs": 0, "ignore_eos": True}
     scored = {"token_ids": [5, *PROMPT], "sampling_params": {"max_tokens": 1, "prompt_logprobs": 0}}
     async with server.client() as client:
 

@@ -60,11 +60,7 @@ def test_a_folder_without_a_model_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 async def test_a_signal_ends_it_with_partial_answers(own_server: Any, number: signal.Signals) -> None:
     async with own_server.client() as client:
-        body = {
-            "token_ids": [5, 6],
-            "sampling_params": {"ignore_eos": True},
-            "stream": True,
-        }
+        body = {"token_ids": [5, 6], "sampling_params": {"ignore_eos": True}, "stream": True}
         async with client.stream("POST", "/inference/v1/generate", json=body) as stream:
             lines = stream.aiter_lines()
             await anext(lines)

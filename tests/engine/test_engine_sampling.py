@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
-from rollyard_engine.errors import GenerationFailed
+from rollyard_engine.errors import EngineError
 from rollyard_engine.generation.sampling import Sampler, SamplingParams
 
 SIZE = 50
@@ -119,7 +119,7 @@ def test_a_sampled_token_always_has_a_probability(
     logits = (np.linspace(-1, 0, SIZE) * spread + LOGITS).astype(np.float32)
     logits[-1] = -spread
     sampler = Sampler(SamplingParams(1, temperature, top_p, top_k, logprobs=20))
-    sampler._random = Draws()  # type: ignore[assignment]
+    sampler._random = Draws()
     for _ in range(4):
         token = sampler.sample(logits, "v")
         assert -746 - np.log(SIZE) <= token.logprob <= 0.0
@@ -131,5 +131,6 @@ def test_a_sampled_token_always_has_a_probability(
 def test_logits_that_are_not_finite_are_refused(bad: float) -> None:
     logits = LOGITS.copy()
     logits[4] = bad
-    with pytest.raises(GenerationFailed, match="not finite"):
+    with pytest.raises(EngineError, match="not finite") as failed:
         Sampler(SamplingParams(1)).sample(logits, "v")
+    assert failed.value.reason == "GenerationFailed"

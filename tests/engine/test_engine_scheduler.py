@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
-from rollyard_engine.errors import ModelFolderInvalid
+from rollyard_engine.errors import EngineError
 from rollyard_engine.folder import ModelFolder
 from rollyard_engine.generation.sampling import Logits, SamplingParams
 from rollyard_engine.generation.scheduler import (
@@ -71,29 +72,11 @@ def make_scheduler(model: FakeModel, eos: int = EOS, **limits: int) -> Scheduler
     return Scheduler(model, "v1", (eos,), SchedulerLimits(**bounds))
 
 
-def make_sequence(
-    prompt: list[int],
-    max_tokens: int = 5,
-    *,
-    stop: int | None = None,
-    ignore_eos: bool = False,
-    prompt_logprobs: int | None = None,
-) -> Sequence:
-    params = SamplingParams(
-        max_tokens,
-        temperature=0.0,
-        stop_token_ids=frozenset() if stop is None else frozenset({stop}),
-        ignore_eos=ignore_eos,
-        prompt_logprobs=prompt_logprobs,
-    )
+def make_sequence(prompt: list[int], max_tokens: int = 5, **params: Any) -> Sequence:
     return Sequence(
-        "id",
-        np.array(prompt, dtype=np.int32),
-        params,
-        max_model_len=4096,
-        stream=False,
-        on_progress=lambda: None,
-    )
+        "id", np.array(prompt, dtype=np.int32), SamplingParams(max_tokens, temperature=0.0, **params),
+        max_model_len=4096, stream=False, on_progress=lambda: None,
+    )  # fmt: skip
 
 
 def run_until(scheduler: Scheduler, done: Callable[[], bool], most: int = 1000) -> None:
@@ -106,6 +89,12 @@ def run_until(scheduler: Scheduler, done: Callable[[], bool], most: int = 1000) 
 
 def run_until_idle(scheduler: Scheduler) -> None:
     run_until(scheduler, lambda: not scheduler.has_work)
+
+
+def run_to_end(scheduler: Scheduler, *sequences: Sequence) -> None:
+    for sequence in sequences:
+        scheduler.add(sequence)
+    run_until(scheduler, lambda: all(sequence.finished for sequence in sequences))
 
 
 def ids(sequence: Sequence) -> list[int]:
@@ -149,9 +138,7 @@ def test_every_token_depends_on_all_before_it_however_long_the_prompt() -> None:
     scheduler = make_scheduler(model)
     prompts = [[5] * 3, [6] * (PREFILL_CHUNK + 1), [7] * (3 * PREFILL_BUDGET)]
     sequences = [make_sequence(prompt) for prompt in prompts]
-    for sequence in sequences:
-        scheduler.add(sequence)
-    run_until(scheduler, lambda: all(s.finished for s in sequences))
+    run_to_end(scheduler, *sequences)
     for sequence, prompt in zip(sequences, prompts, strict=True):
         assert ids(sequence) == expected(model, prompt, 5)
         assert sequence.finish_reason == "length"
@@ -191,9 +178,8 @@ def test_stop_tokens_end_a_sequence_and_are_part_of_it() -> None:
     model = FakeModel()
     tokens = expected(model, [5, 6, 7], 3)
     scheduler = make_scheduler(model)
-    sequence = make_sequence([5, 6, 7], max_tokens=50, stop=tokens[2])
-    scheduler.add(sequence)
-    run_until(scheduler, lambda: sequence.finished)
+    sequence = make_sequence([5, 6, 7], max_tokens=50, stop_token_ids=frozenset({tokens[2]}))
+    run_to_end(scheduler, sequence)
     assert (ids(sequence), sequence.finish_reason, sequence.stop_reason) == (tokens, "stop", tokens[2])
 
 
@@ -204,8 +190,7 @@ def test_end_of_sequence_ends_it_unless_ignored() -> None:
     for ignore in (False, True):
         scheduler = make_scheduler(model, eos=tokens[3])
         sequence = make_sequence([5, 6, 7], max_tokens=8, ignore_eos=ignore)
-        scheduler.add(sequence)
-        run_until_idle(scheduler)
+        run_to_end(scheduler, sequence)
         assert ids(sequence) == (tokens if ignore else tokens[: end + 1])
         assert (sequence.finish_reason, sequence.stop_reason) == ("length" if ignore else "stop", None)
 
@@ -235,13 +220,11 @@ def test_the_next_turn_computes_only_what_is_new() -> None:
     model = FakeModel()
     scheduler = make_scheduler(model)
     first = make_sequence([5] * 100)
-    scheduler.add(first)
-    run_until(scheduler, lambda: first.finished)
+    run_to_end(scheduler, first)
     model.appended.clear()
     turn = [*([5] * 100), *ids(first), 9, 9, 9]
     second = make_sequence(turn)
-    scheduler.add(second)
-    run_until(scheduler, lambda: second.finished)
+    run_to_end(scheduler, second)
     assert second.cached_tokens == 104  # The last sampled token was never run through the model.
     assert model.appended == [4, 1, 1, 1, 1]
     assert ids(second) == expected(model, turn, 5)
@@ -323,13 +306,11 @@ def test_a_pause_drops_the_kept_caches_where_it_is_asked_to(
 ) -> None:
     scheduler = make_scheduler(FakeModel())
     first = make_sequence([5] * 100)
-    scheduler.add(first)
-    run_until(scheduler, lambda: first.finished)
+    run_to_end(scheduler, first)
     scheduler.pause(mode, clear_cache=clear, when_paused=lambda: None)
     scheduler.resume()
     second = make_sequence([*([5] * 100), *ids(first), 9])
-    scheduler.add(second)
-    run_until(scheduler, lambda: second.finished)
+    run_to_end(scheduler, second)
     assert second.cached_tokens == cached
 
 
@@ -341,7 +322,7 @@ def test_everybody_who_waits_for_a_pause_is_answered_once(end: str) -> None:
     scheduler.step()
     told: list[str] = []
     for name in ("first", "second"):
-        scheduler.pause("wait", clear_cache=False, when_paused=lambda name=name: told.append(name))  # type: ignore[misc]
+        scheduler.pause("wait", clear_cache=False, when_paused=lambda name=name: told.append(name))
     scheduler.step()
     assert not told
     if end == "finish":
@@ -405,13 +386,11 @@ def test_each_end_is_counted_as_what_it_was() -> None:
     scheduler = make_scheduler(model)
     stop = expected(model, [5], 2)[1]
     ends = [
-        make_sequence([5], max_tokens=9, stop=stop),
+        make_sequence([5], max_tokens=9, stop_token_ids=frozenset({stop})),
         make_sequence([6], max_tokens=2, ignore_eos=True),
         make_sequence([7], max_tokens=1, ignore_eos=True),
     ]
-    for sequence in ends:
-        scheduler.add(sequence)
-    run_until(scheduler, lambda: all(sequence.finished for sequence in ends))
+    run_to_end(scheduler, *ends)
     failing = make_sequence([8])
     scheduler.add(failing)
     model.broken = True
@@ -425,16 +404,15 @@ def test_each_end_is_counted_as_what_it_was() -> None:
 def test_a_swap_forgets_the_kept_caches_and_refuses_what_does_not_fit() -> None:
     scheduler = make_scheduler(FakeModel(1))
     first = make_sequence([5] * 100)
-    scheduler.add(first)
-    run_until(scheduler, lambda: first.finished)
-    with pytest.raises(ModelFolderInvalid, match="vocabulary of 7 tokens"):
+    run_to_end(scheduler, first)
+    with pytest.raises(EngineError, match="vocabulary of 7 tokens"):
         scheduler.swap_model(FakeModel(2, vocabulary=7))
-    with pytest.raises(ModelFolderInvalid, match="context of 64 tokens"):
+    with pytest.raises(EngineError, match="context of 64 tokens") as refused:
         scheduler.swap_model(FakeModel(2, context=64))
+    assert (refused.value.reason, refused.value.status) == ("ModelFolderInvalid", 400)
     scheduler.swap_model(FakeModel(2))
     second = make_sequence([*([5] * 100), *ids(first), 9])
-    scheduler.add(second)
-    run_until(scheduler, lambda: second.finished)
+    run_to_end(scheduler, second)
     assert second.cached_tokens == 0
 
 
@@ -446,11 +424,9 @@ def test_a_failure_of_the_runtime_fails_that_request_only() -> None:
     model.broken = True
     scheduler.step()
     model.broken = False
-    assert failing.error is not None
     assert "the runtime failed" in failing.error.message
     healthy = make_sequence([5])
-    scheduler.add(healthy)
-    run_until(scheduler, lambda: healthy.finished)
+    run_to_end(scheduler, healthy)
     assert ids(healthy) == expected(model, [5], 5)
 
 

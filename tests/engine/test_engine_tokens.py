@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
-from rollyard_engine.errors import InvalidRequest, ModelFolderInvalid
+from rollyard_engine.errors import EngineError, InvalidRequest
 from rollyard_engine.tokens import Detokenizer, EngineTokenizer, load_tokenizer
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
@@ -70,8 +70,9 @@ def test_without_a_template_messages_are_refused(folder: Path) -> None:
 
 def test_a_broken_template_is_named_when_loading(folder: Path) -> None:
     (folder / "chat_template.jinja").write_text("{% if %}")
-    with pytest.raises(ModelFolderInvalid, match="chat template"):
+    with pytest.raises(EngineError, match="chat template") as refused:
         load_tokenizer(folder)
+    assert (refused.value.reason, refused.value.status) == ("ModelFolderInvalid", 400)
 
 
 @pytest.mark.parametrize("step", [1, 2, 3, 7])

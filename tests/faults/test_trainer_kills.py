@@ -18,18 +18,10 @@ from typing import NoReturn
 import pytest
 from rollyard_testing.faults.yard import Yard, a_yard
 from rollyard_testing.invariants import invariant
-from rollyard_testing.trainer.killed_run import (
-    KilledRun,
-    TrainerMissing,
-    a_killed_run,
-    train_python,
-)
+from rollyard_testing.trainer.killed_run import KilledRun, TrainerMissing, a_killed_run, train_python
 from rollyard_testing.trainer.used import acknowledged, delivered, ledger_of, problems
 
-pytestmark = [
-    pytest.mark.trainers,
-    pytest.mark.usefixtures("bubblewrap_works", "even_scheduling"),
-]
+pytestmark = [pytest.mark.trainers, pytest.mark.usefixtures("bubblewrap_works", "even_scheduling")]
 GROUPS = 2
 SIZE = (f"--groups={GROUPS}", "--samples=4", "--in-flight=4", "--enough=1.1", "--learning-rate=1e-3")
 STEPS = 12

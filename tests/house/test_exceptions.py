@@ -16,7 +16,7 @@ PACKAGES = sorted(path.parent.name for path in ROOT.glob("*/src/*/__init__.py"))
 EXEMPT = {
     # This module is sent into sandboxes, where the package is not installed. The class derives from
     # BaseException, so that a handler for Exception in the author's test does not catch it.
-    "rollyard_pipeline.handlers.code.sandboxed.Unanswered",
+    "rollyard_pipeline.handlers.code.sandboxed.Unanswered"
 }
 """The exceptions outside of the trees. A private one is in its tree like any other."""
 

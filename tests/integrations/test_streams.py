@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rollyard.integrations.errors import RolloutsLate, StreamEnded, TrainerMismatch, WeightsRefused
+from rollyard.errors import CliError
+from rollyard.integrations.errors import RolloutsLate, StreamEnded, TrainerMismatch
 from rollyard.integrations.streams import MAX_ID, StreamPlayer
 from rollyard.integrations.trl import TASK_KEY, TrlRollouts, TrlWeights
 from rollyard_client.errors import ServerUnavailable
@@ -160,9 +161,18 @@ def trainer(step: int = 0, **arguments: Any) -> Any:
     )
 
 
-def test_each_task_gets_its_own_rollouts_in_order() -> None:
+def streamed(samples: int = 2, *, at_once: bool = True) -> tuple[ScriptedClient, StreamPlayer]:
     client = ScriptedClient()
-    player = StreamPlayer(client, manifest(3))  # type: ignore[arg-type]
+    client.at_once = at_once
+    return client, StreamPlayer(client, manifest(samples))  # type: ignore[arg-type]
+
+
+def trl_rollouts(client: ScriptedClient, weights: TrlWeights | None = None) -> TrlRollouts:
+    return TrlRollouts(client, manifest(2), TASKS, weights=weights)  # type: ignore[arg-type]
+
+
+def test_each_task_gets_its_own_rollouts_in_order() -> None:
+    client, player = streamed(3)
     client.ended.put(rollout("somebody-elses", 0))
     for _ in range(2):
         played = player.play([*TASKS, TASKS[0]], timeout=patience(30))
@@ -180,8 +190,7 @@ def test_each_task_gets_its_own_rollouts_in_order() -> None:
 
 
 def test_calls_from_several_threads_do_not_mix() -> None:
-    client = ScriptedClient()
-    player = StreamPlayer(client, manifest())  # type: ignore[arg-type]
+    _, player = streamed()
     found: dict[int, list[str]] = {}
 
     def play(number: int) -> None:
@@ -199,9 +208,7 @@ def test_calls_from_several_threads_do_not_mix() -> None:
 
 
 def test_a_wait_is_bounded_and_can_be_followed_by_another() -> None:
-    client = ScriptedClient()
-    client.at_once = False
-    player = StreamPlayer(client, manifest())  # type: ignore[arg-type]
+    client, player = streamed(at_once=False)
     with pytest.raises(RolloutsLate, match="2 of 2 tasks of job train"):
         player.play(TASKS, timeout=0.05)
     late = client.pushed[0].id
@@ -212,9 +219,7 @@ def test_a_wait_is_bounded_and_can_be_followed_by_another() -> None:
 
 @pytest.mark.parametrize("end", [None, ServerUnavailable("nobody answers"), RuntimeError("a broken page")])
 def test_whoever_waits_hears_why_nothing_comes(end: Exception | None) -> None:
-    client = ScriptedClient()
-    client.at_once = False
-    player = StreamPlayer(client, manifest())  # type: ignore[arg-type]
+    client, player = streamed(at_once=False)
     future = player.start(TASKS[:1])[0]
     client.ended.put(rollout("somebody-elses", 0))
     client.ended.put(end)
@@ -240,9 +245,7 @@ def test_the_stream_that_exists_says_how_many_samples_a_task_has(monkeypatch: py
 
 
 def test_only_the_tasks_that_are_late_are_given_up() -> None:
-    client = ScriptedClient()
-    client.at_once = False
-    player = StreamPlayer(client, manifest())  # type: ignore[arg-type]
+    client, player = streamed(at_once=False)
     other = player.start(TASKS[:1])[0]
     client.ended.put(rollout("somebody-elses", 0))
     done, late = player.start(TASKS)
@@ -273,8 +276,7 @@ def test_tasks_that_are_refused_are_forgotten() -> None:
 
 
 def test_long_names_of_tasks_stay_apart() -> None:
-    client = ScriptedClient()
-    player = StreamPlayer(client, manifest())  # type: ignore[arg-type]
+    client, player = streamed()
     played = player.play([{"id": "x" * MAX_ID, "prompt": "?"}] * 11, timeout=patience(30))
     names = [task.id for task in client.pushed]
     assert len(set(names)) == 11
@@ -293,7 +295,7 @@ def test_a_job_that_is_no_stream_is_refused() -> None:
 
 def test_trl_gets_a_row_for_each_prompt_in_order() -> None:
     client = ScriptedClient()
-    rollouts = TrlRollouts(client, manifest(2), TASKS)  # type: ignore[arg-type]
+    rollouts = trl_rollouts(client)
     prompts = {row["task"]: row["prompt"] for row in rollouts.dataset()}
     assert prompts["b"] == [{"role": "user", "content": "B?", TASK_KEY: "b"}]
     order = ["b", "b", "a", "a", "b", "b"]
@@ -307,7 +309,7 @@ def test_trl_gets_a_row_for_each_prompt_in_order() -> None:
 
 def test_trl_is_refused_what_does_not_fit() -> None:
     client = ScriptedClient()
-    rollouts = TrlRollouts(client, manifest(2), TASKS)  # type: ignore[arg-type]
+    rollouts = trl_rollouts(client)
     prompt = rollouts.dataset()[0]["prompt"]
     with pytest.raises(TrainerMismatch, match=r"task a stands 3 times in .* samplesPerTask is 2"):
         rollouts([prompt] * 3, trainer())
@@ -324,7 +326,7 @@ def test_trl_is_refused_what_does_not_fit() -> None:
 def test_weights_are_brought_once_a_step(tmp_path: Any) -> None:
     client = ScriptedClient()
     weights = TrlWeights(client, "policy", tmp_path, keep=2)  # type: ignore[arg-type]
-    rollouts = TrlRollouts(client, manifest(2), TASKS, weights=weights)  # type: ignore[arg-type]
+    rollouts = trl_rollouts(client, weights)
     prompt = rollouts.dataset()[0]["prompt"]
     for step in (0, 1, 1, 2, 3):
         rollouts([prompt] * 2, trainer(step))
@@ -371,9 +373,10 @@ def test_weights_that_a_server_refuses_stop_the_trainer(tmp_path: Any) -> None:
     client = ScriptedClient()
     client.update_state = "Failed"
     weights = TrlWeights(client, "policy", tmp_path, at_once=True)  # type: ignore[arg-type]
-    rollouts = TrlRollouts(client, manifest(2), TASKS, weights=weights)  # type: ignore[arg-type]
-    with pytest.raises(WeightsRefused, match="a server refused them"):
+    rollouts = trl_rollouts(client, weights)
+    with pytest.raises(CliError, match="a server refused them") as refused:
         rollouts([rollouts.dataset()[0]["prompt"]] * 2, trainer())
+    assert refused.value.reason == "WeightsRefused"
     assert client.pushed == []
     assert weights.version == ""
     # The pool still lacks them, so they are brought again before anything is played.

@@ -164,8 +164,7 @@ def strict(cluster: Cluster) -> str:
 
 
 @pytest.mark.parametrize(
-    "variant",
-    [pytest.param(name, marks=[] if name in DAILY else pytest.mark.nightly) for name in VARIANTS],
+    "variant", [pytest.param(name, marks=[] if name in DAILY else pytest.mark.nightly) for name in VARIANTS]
 )
 def test_the_api_server_takes_it(cluster: Cluster, strict: str, values: Any, variant: str) -> None:
     documents = rendered(cluster, strict, *values(VARIANTS[variant]))

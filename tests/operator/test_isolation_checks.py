@@ -143,13 +143,7 @@ OURS = policy("ours", podSelector={"matchLabels": {"team": "a"}}, policyTypes=["
             False,
         ),
         (policy(podSelector={"matchExpressions": [HAS, HAS | {"key": "other"}]}, egress=[{}]), False),
-        (
-            policy(
-                podSelector={"matchLabels": {"team": "b"}, "matchExpressions": [HAS]},
-                egress=[{}],
-            ),
-            False,
-        ),
+        (policy(podSelector={"matchLabels": {"team": "b"}, "matchExpressions": [HAS]}, egress=[{}]), False),
     ],
 )
 def test_policies_add_up(foreign: Object, opens: bool) -> None:

@@ -50,8 +50,7 @@ def mounted(lab: Lab) -> set[str]:
 )
 async def test_each_job_has_a_token_that_serves_it_alone(lab: Lab) -> None:
     lab.kube.put(job())
-    lab.kube.put(job("other"))
-    await until(lambda: len(lab.kube.of("Pod")) == 6)
+    await lab.with_workers(job("other"), count=6)
     secrets = {secret["metadata"]["labels"]["rollyard.dev/job"]: secret for secret in lab.kube.of("Secret")}
     assert set(secrets) == {"math", "other"}
     for name, secret in secrets.items():
@@ -67,8 +66,7 @@ async def test_each_job_has_a_token_that_serves_it_alone(lab: Lab) -> None:
 
 
 async def test_the_secret_is_there_before_the_pods_and_goes_with_the_job(lab: Lab) -> None:
-    lab.kube.put(job())
-    await until(lambda: len(lab.kube.of("Pod")) == 3)
+    await lab.with_workers()
     made = [kind for verb, kind, _ in lab.kube.calls if verb == "create" and kind in ("Secret", "Pod")]
     assert made[0] == "Secret"
     lab.kube.remove("RolloutJob", *KEY)
@@ -78,17 +76,13 @@ async def test_the_secret_is_there_before_the_pods_and_goes_with_the_job(lab: La
 async def test_the_release_namespace_gets_no_more(folder: Path) -> None:
     lab = Lab(settings_in(folder, releaseNamespace=NAMESPACE), FakeKube(), FakeControlPlane())
     async with running(lab):
-        lab.kube.put(job())
-        await until(lambda: len(lab.kube.of("Pod")) == 3)
+        await lab.with_workers()
         (secret,) = lab.kube.of("Secret")
         assert token_of(secret).startswith("ry-job.")
 
 
 async def test_another_worker_token_gives_jobs_new_secrets_and_workers(lab: Lab, folder: Path) -> None:
-    lab.kube.put(job())
-    await until(lambda: len(lab.kube.of("Pod")) == 3)
-    lab.start_pods()
-    await until(lambda: lab.holds("Running"))
+    await lab.with_running_workers()
     before = mounted(lab)
     (folder / "worker").write_text("another-token\n")
     await until(lambda: not mounted(lab))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,6 @@ from rollyard_testing.operator.operatorlab import (
     NAMESPACE,
     Lab,
     at_rest,
-    hurry,
     job,
     running,
     settings_in,
@@ -28,20 +26,8 @@ from rollyard_testing.operator.operatorlab import (
 )
 
 
-@pytest.fixture
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    hurry(monkeypatch)
-
-
-@pytest.fixture
-async def lab(tmp_path: Path, quick: None) -> AsyncIterator[Lab]:
-    async with running(Lab(settings_in(tmp_path), FakeKube(), FakeControlPlane())) as made:
-        yield made
-
-
 async def test_an_applied_job_is_registered_and_gets_its_workers(lab: Lab) -> None:
-    lab.kube.put(job())
-    await until(lambda: len(lab.kube.of("Pod")) == 3)
+    await lab.with_workers()
     uid = lab.kube.objects[("RolloutJob", *KEY)]["metadata"]["uid"]
     assert lab.control.all_jobs[KEY].metadata.annotations[OBJECT_UID] == uid
     assert [pod["metadata"]["labels"]["rollyard.dev/stage"] for pod in lab.kube.of("Pod")] == [
@@ -61,10 +47,7 @@ async def test_an_applied_job_is_registered_and_gets_its_workers(lab: Lab) -> No
 
 
 async def test_an_end_is_told_with_counts_and_reward_and_workers_go(lab: Lab) -> None:
-    lab.kube.put(job())
-    await until(lambda: len(lab.kube.of("Pod")) == 3)
-    lab.start_pods()
-    await until(lambda: lab.holds("Running"))
+    await lab.with_running_workers()
     lab.control.counts(KEY, succeeded=2, init={"queued": 0, "active": 0})
     await until(lambda: lab.holds("Succeeded"))
     status = lab.status()
@@ -77,8 +60,7 @@ async def test_an_end_is_told_with_counts_and_reward_and_workers_go(lab: Lab) ->
 
 
 async def test_an_object_that_is_deleted_takes_its_job_along(lab: Lab) -> None:
-    lab.kube.put(job())
-    await until(lambda: len(lab.kube.of("Pod")) == 3)
+    await lab.with_workers()
     lab.kube.remove("RolloutJob", *KEY)
     await until(lambda: lab.control.deleted == ["RolloutJob/math"])
     await until(lambda: ("RolloutJob", KEY) not in lab.operator._loops)
@@ -86,40 +68,30 @@ async def test_an_object_that_is_deleted_takes_its_job_along(lab: Lab) -> None:
 
 
 async def test_workers_orphaned_by_a_deletion_are_stopped(lab: Lab) -> None:
-    lab.kube.put(job())
-    await until(lambda: len(lab.kube.of("Pod")) == 3)
+    await lab.with_workers()
     for pod in lab.kube.of("Pod"):  # This happens with kubectl delete --cascade=orphan.
         pod["metadata"]["ownerReferences"] = []
     lab.kube.remove("RolloutJob", *KEY)
-    await until(lambda: all("deletionTimestamp" in pod["metadata"] for pod in lab.kube.of("Pod")))
-    for name in lab.kube.names("Pod"):
-        lab.kube.remove("Pod", NAMESPACE, name)
+    await lab.stopped()
     await until(lambda: ("RolloutJob", KEY) not in lab.operator._loops)
 
 
 async def test_a_job_made_anew_under_its_name_begins_anew(lab: Lab) -> None:
-    lab.kube.put(job())
-    await until(lambda: len(lab.kube.of("Pod")) == 3)
+    await lab.with_workers()
     first = set(lab.kube.names("Pod"))
     lab.kube.remove("RolloutJob", *KEY)
-    lab.kube.put(job())
-    await until(lambda: len(lab.kube.of("Pod")) == 3)
+    await lab.with_workers()
     assert first.isdisjoint(lab.kube.names("Pod"))
     uid = lab.kube.objects[("RolloutJob", *KEY)]["metadata"]["uid"]
     await until(lambda: lab.control.all_jobs[KEY].metadata.annotations[OBJECT_UID] == uid)
 
 
 async def test_suspending_by_kubectl_and_resuming_over_rest(lab: Lab) -> None:
-    lab.kube.put(job())
-    await until(lambda: len(lab.kube.of("Pod")) == 3)
-    lab.start_pods()
-    await until(lambda: lab.holds("Running"))
+    await lab.with_running_workers()
     lab.kube.put(job(suspend=True))
     await until(lambda: lab.holds("Suspended"))
     assert lab.control.all_jobs[KEY].spec.suspend
-    await until(lambda: all("deletionTimestamp" in pod["metadata"] for pod in lab.kube.of("Pod")))
-    for name in lab.kube.names("Pod"):
-        lab.kube.remove("Pod", NAMESPACE, name)
+    await lab.stopped()
     lab.control.change(KEY, suspend=False)
     await until(lambda: lab.kube.objects[("RolloutJob", *KEY)]["spec"]["suspend"] is False)
     await until(lambda: len(lab.kube.of("Pod")) == 3)
@@ -131,26 +103,21 @@ async def test_suspending_by_kubectl_and_resuming_over_rest(lab: Lab) -> None:
 
 
 async def test_a_worker_that_exits_is_made_anew_with_its_count(lab: Lab) -> None:
-    lab.kube.put(job())
-    await until(lambda: len(lab.kube.of("Pod")) == 3)
+    await lab.with_workers()
     name = lab.kube.names("Pod")[0]
-    first = lab.kube.objects[("Pod", NAMESPACE, name)]["metadata"]["uid"]
+    first = lab.pod(name)["metadata"]["uid"]
     lab.end_pod(name, 3)
-    await until(
-        lambda: lab.kube.objects.get(("Pod", NAMESPACE, name), {}).get("metadata", {}).get("uid") != first
-    )
-    await until(lambda: ("Pod", NAMESPACE, name) in lab.kube.objects)
-    pod = lab.kube.objects[("Pod", NAMESPACE, name)]
+    await until(lambda: lab.pod(name) and lab.pod(name)["metadata"]["uid"] != first)
+    pod = lab.pod(name)
     assert pod["metadata"]["annotations"]["rollyard.dev/restarts"] == "1"
     assert pod["metadata"]["annotations"]["rollyard.dev/last-end"].startswith("exited with ")
     await until(lambda: lab.condition("Degraded").get("status") == "True")
 
 
 async def test_a_dead_worker_is_reported_under_its_own_name_before_its_successor_is_made(lab: Lab) -> None:
-    lab.kube.put(job())
-    await until(lambda: len(lab.kube.of("Pod")) == 3)
+    await lab.with_workers()
     name = lab.kube.names("Pod")[0]
-    pod = lab.kube.objects[("Pod", NAMESPACE, name)]
+    pod = lab.pod(name)
     (container,) = pod["spec"]["containers"]
     leases_as = container["args"][container["args"].index("--name") + 1]
     assert leases_as == f"{name}.$(ROLLYARD_POD_UID)"
@@ -162,16 +129,9 @@ async def test_a_dead_worker_is_reported_under_its_own_name_before_its_successor
     lab.control.down = True
     lab.end_pod(name, 137)
     await at_rest(lab.kube)
-    assert lab.kube.objects[("Pod", NAMESPACE, name)]["metadata"]["uid"] == uid, (
-        "no successor without a report"
-    )
+    assert lab.pod(name)["metadata"]["uid"] == uid, "no successor without a report"
     lab.control.down = False
-    await until(
-        lambda: (
-            lab.kube.objects.get(("Pod", NAMESPACE, name), {}).get("metadata", {}).get("uid")
-            not in (None, uid)
-        )
-    )
+    await until(lambda: lab.pod(name) and lab.pod(name)["metadata"]["uid"] != uid)
     assert [(one.job, one.worker) for one in lab.control.deaths] == [(KEY[1], f"{name}.{uid}")]
 
 
@@ -236,19 +196,15 @@ async def test_tasks_of_a_config_map_are_read_when_it_comes(lab: Lab) -> None:
     lab.kube.put(config | {"data": {"tasks.jsonl": '{"id": 1}\n'}})
     await until(lambda: lab.condition("Admitted").get("reason") == "InvalidTasks")
     assert "line 1: id" in lab.condition("Admitted")["message"]
-    lab.kube.put(config | {"data": {"tasks.jsonl": '{"id": "a", "prompt": "1+1?"}\n'}})
-    await until(lambda: len(lab.kube.of("Pod")) == 3)
+    await lab.with_workers(config | {"data": {"tasks.jsonl": '{"id": "a", "prompt": "1+1?"}\n'}})
     assert [task.id for task in lab.control.tasks[KEY]] == ["a"]
 
 
 async def test_the_object_shows_which_rows_of_a_config_map_are_skipped(lab: Lab) -> None:
     text = '{"id": "a", "prompt": "1+1?"}\n{"id": 1}\n\nx\n'
     meta = {"name": "tasks", "namespace": NAMESPACE}
-    lab.kube.put(
-        {"apiVersion": "v1", "kind": "ConfigMap", "metadata": meta, "data": {"tasks.jsonl": text}},
-    )
-    lab.kube.put(job(tasks={"configMapRef": {"name": "tasks"}, "onBadRow": "skip"}))
-    await until(lambda: len(lab.kube.of("Pod")) == 3)
+    lab.kube.put({"apiVersion": "v1", "kind": "ConfigMap", "metadata": meta, "data": {"tasks.jsonl": text}})
+    await lab.with_workers(job(tasks={"configMapRef": {"name": "tasks"}, "onBadRow": "skip"}))
     assert [task.id for task in lab.control.tasks[KEY]] == ["a"]
     await until(lambda: "skippedRows" in lab.status())
     shown = lab.status()["skippedRows"]
@@ -259,8 +215,7 @@ async def test_the_object_shows_which_rows_of_a_config_map_are_skipped(lab: Lab)
 
 
 async def test_the_object_shows_that_no_call_is_well_formed_until_one_is(lab: Lab) -> None:
-    lab.kube.put(job())
-    await until(lambda: len(lab.kube.of("Pod")) == 3)
+    await lab.with_workers()
     lab.control.all_jobs[KEY].status.malformed_calls = MalformedCalls(rollouts=32, calls=40)
     await until(lambda: lab.status().get("malformedCalls") == {"rollouts": 32, "calls": 40})
     assert lab.status()["message"].startswith("all 40 tool calls of the first 32 rollouts")
@@ -294,8 +249,7 @@ async def test_a_template_that_is_not_allowed_starts_nothing_and_is_named(lab: L
     await at_rest(lab.kube)
     assert lab.kube.of("Pod") == []
     assert lab.kube.of("Secret") == [], "no token is made for it"
-    lab.kube.put(job())
-    await until(lambda: len(lab.kube.of("Pod")) == 3)
+    await lab.with_workers()
     await until(lambda: lab.holds("Admitted"))
 
 
@@ -322,10 +276,7 @@ async def test_a_job_of_rest_is_judged_the_same_and_says_so_there(lab: Lab) -> N
     stopped_by="its workers are stopped, and none is started",
 )
 async def test_a_job_that_is_changed_to_what_is_not_allowed_loses_its_workers(lab: Lab) -> None:
-    lab.kube.put(job())
-    await until(lambda: len(lab.kube.of("Pod")) == 3)
-    lab.start_pods()
-    await until(lambda: lab.holds("Running"))
+    await lab.with_running_workers()
     lab.kube.put(job(stages={"run": HOST}))
     await until(lambda: lab.condition("Running").get("reason") == "TemplateNotAllowed")
     await until(lambda: all("deletionTimestamp" in pod["metadata"] for pod in lab.kube.of("Pod")))
@@ -354,8 +305,7 @@ async def test_a_job_of_rest_in_a_namespace_that_nobody_serves_says_so(tmp_path:
 
 async def test_only_so_many_jobs_run_at_once_and_priority_decides_who_is_next(lab: Lab) -> None:
     for name in ("one", "two"):
-        lab.kube.put(job(name))
-    await until(lambda: len(lab.kube.of("Pod")) == 6)
+        await lab.with_workers(job(name), count=6)
     lab.kube.put(job("late"))
     lab.kube.put(job("urgent", priority=5))
     for name in ("late", "urgent"):
@@ -375,12 +325,9 @@ async def test_while_the_control_plane_is_down_nothing_is_lost(lab: Lab) -> None
 
 
 async def test_a_job_past_its_time_to_live_is_deleted(lab: Lab) -> None:
-    lab.kube.put(job(ttlSecondsAfterFinished=0))
-    await until(lambda: len(lab.kube.of("Pod")) == 3)
+    await lab.with_workers(job(ttlSecondsAfterFinished=0))
     lab.control.counts(KEY, succeeded=2, init={"queued": 0, "active": 0})
-    await until(lambda: all("deletionTimestamp" in pod["metadata"] for pod in lab.kube.of("Pod")))
-    for name in lab.kube.names("Pod"):
-        lab.kube.remove("Pod", NAMESPACE, name)
+    await lab.stopped()
     await until(lambda: ("RolloutJob", *KEY) not in lab.kube.objects)
     await until(lambda: lab.control.deleted == ["RolloutJob/math"])
 

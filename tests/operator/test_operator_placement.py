@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,6 @@ from rollyard_testing.operator.operatorlab import (
     KEY,
     NAMESPACE,
     Lab,
-    hurry,
     job,
     pool,
     running,
@@ -27,17 +25,6 @@ from rollyard_testing.operator.operatorlab import (
 )
 
 POOL = (NAMESPACE, "qwen")
-
-
-@pytest.fixture
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    hurry(monkeypatch)
-
-
-@pytest.fixture
-async def lab(tmp_path: Path, quick: None) -> AsyncIterator[Lab]:
-    async with running(Lab(settings_in(tmp_path), FakeKube(), FakeControlPlane())) as made:
-        yield made
 
 
 async def speak(control: FakeControlPlane, *claims: ConditionUpdate, phase: str = "Run") -> None:

@@ -2,34 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from pathlib import Path
-
-import pytest
 from rollyard_crds import BackendPool, BackendStatus
 from rollyard_crds.fields.annotations import DELETE_REQUESTED, OBJECT_UID
 from rollyard_operator.controllers.pool import difference
-from rollyard_testing.operator.fakecluster import FakeControlPlane, FakeKube
-from rollyard_testing.operator.operatorlab import (
-    NAMESPACE,
-    Lab,
-    hurry,
-    job,
-    pool,
-    running,
-    settings_in,
-    until,
-)
+from rollyard_testing.operator.operatorlab import NAMESPACE, Lab, job, pool, until
 
 KEY = (NAMESPACE, "qwen")
 WHERE = ("BackendPool", *KEY)
-
-
-@pytest.fixture
-async def lab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Lab]:
-    hurry(monkeypatch)
-    async with running(Lab(settings_in(tmp_path), FakeKube(), FakeControlPlane())) as made:
-        yield made
 
 
 async def ready_pool(lab: Lab, **spec: object) -> None:
@@ -41,8 +20,7 @@ async def ready_pool(lab: Lab, **spec: object) -> None:
 
 
 async def test_backends_are_reported_once_they_answered_a_completion(lab: Lab) -> None:
-    lab.kube.put(pool())
-    await until(lambda: len(lab.kube.of("Pod")) == 2)
+    await lab.with_workers(pool(), count=2)
     assert lab.kube.names("Service") == ["rollyard-qwen"]
     lab.sick = {"10.0.0.2", "10.0.0.3", "10.0.0.4"}
     lab.start_pods()
@@ -61,8 +39,7 @@ async def test_a_job_waits_for_its_pool_and_is_woken_by_it(lab: Lab) -> None:
     lab.kube.put(job(backendRef={"name": "qwen"}, agent={"type": "tools"}))
     await until(lambda: lab.condition("Running").get("reason") == "BackendPoolNotFound")
     assert lab.kube.of("Pod") == []
-    lab.kube.put(pool(replicas=1))
-    await until(lambda: len(lab.kube.of("Pod")) == 4)
+    await lab.with_workers(pool(replicas=1), count=4)
     lab.start_pods()
     await until(lambda: lab.holds("Running"))
 
@@ -101,8 +78,7 @@ async def test_a_template_that_is_not_allowed_starts_no_backend(lab: Lab) -> Non
     assert "jobs.allow.secrets" in told["message"]
     await until(lambda: "TemplateNotAllowed" in str(lab.control.all_pools[KEY].status.conditions))
     assert lab.kube.of("Pod") == []
-    lab.kube.put(pool(template={}))
-    await until(lambda: len(lab.kube.of("Pod")) == 2)
+    await lab.with_workers(pool(template={}), count=2)
 
 
 async def test_scaling_over_rest_reaches_the_object(lab: Lab) -> None:
@@ -148,7 +124,7 @@ async def test_a_deleted_pool_leaves_nothing(lab: Lab) -> None:
 async def test_a_backend_that_dies_is_told_as_gone_and_made_anew(lab: Lab) -> None:
     await ready_pool(lab, replicas=1)
     name = lab.kube.names("Pod")[0]
-    first = lab.kube.objects[("Pod", NAMESPACE, name)]["metadata"]["uid"]
+    first = lab.pod(name)["metadata"]["uid"]
     lab.end_pod(name, 1)
     where = ("Pod", NAMESPACE, name)
     await until(lambda: where in lab.kube.objects and lab.kube.objects[where]["metadata"]["uid"] != first)

@@ -15,7 +15,11 @@ Object = dict[str, Any]
 
 
 def pod(component: str, status: Object, **meta: Any) -> Object:
-    name = {"stage-worker": "worker", "backend": "backend", "sandbox": "sandbox"}[component]
+    """Return a pod whose container is called as its component asks, also where `status` calls it NAME."""
+    name = component.removeprefix("stage-")
+    for container in status.get("containerStatuses") or ():
+        if container["name"] == "NAME":
+            container["name"] = name
     return {
         "apiVersion": "v1",
         "kind": "Pod",
@@ -73,6 +77,18 @@ def status(
     return {"phase": phase, "conditions": list(conditions), "containerStatuses": list(containers), **more}
 
 
+def pending(reason: str, message: str = "", /, **more: Any) -> Object:
+    return status("Pending", waiting(reason, message), **more)
+
+
+def going(**more: Any) -> Object:
+    return status("Running", started(), **more)
+
+
+def failed(code: int, reason: str = "Error", message: str = "", /, **more: Any) -> Object:
+    return status("Failed", over(code, reason, message), **more)
+
+
 NOT_THERE = (
     'Back-off pulling image "registry.example/nope:1": ErrImagePull: rpc error: code = NotFound desc = '
     'failed to pull and unpack image "registry.example/nope:1": failed to resolve reference: not found'
@@ -82,6 +98,7 @@ NO_REGISTRY = (
     '"https://registry.example/v2/a/manifests/1": dial tcp: lookup registry.example: no such host'
 )
 NO_NODE = "0/3 nodes are available: 3 Insufficient cpu. preemption: 0/3 nodes are available."
+FULL_DISK = "Pod ephemeral local storage usage exceeds the total limit of containers 1Gi."
 GATED = "Scheduling is blocked due to non-empty scheduling gates"
 UNSCHEDULABLE = status("Pending", conditions=(condition("PodScheduled", "False", "Unschedulable", NO_NODE),))
 HELD = status("Pending", conditions=(condition("PodScheduled", "False", "SchedulingGated", GATED),))
@@ -90,44 +107,30 @@ HELD = status("Pending", conditions=(condition("PodScheduled", "False", "Schedul
 @pytest.mark.parametrize(
     ("what", "reason", "hope", "retryable", "words"),
     [
-        (status("Pending", waiting("ContainerCreating")), None, None, None, ""),
-        (status("Pending", waiting("PodInitializing")), None, None, None, ""),
+        (pending("ContainerCreating"), None, None, None, ""),
+        (pending("PodInitializing"), None, None, None, ""),
         ({"phase": "Pending"}, None, None, None, ""),
         ({}, None, None, None, ""),
+        (pending("ImagePullBackOff", NOT_THERE), "ImagePullFailed", "none", False, "nope:1"),
+        (pending("ErrImagePull", NO_REGISTRY), "ImagePullFailed", "kubelet", True, "no such host"),
         (
-            status("Pending", waiting("ImagePullBackOff", NOT_THERE)),
-            "ImagePullFailed",
-            "none",
-            False,
-            "nope:1",
-        ),
-        (
-            status("Pending", waiting("ErrImagePull", NO_REGISTRY)),
-            "ImagePullFailed",
-            "kubelet",
-            True,
-            "no such host",
-        ),
-        (
-            status("Pending", waiting("ErrImageNeverPull", 'Container image "a:1" is not present')),
+            pending("ErrImageNeverPull", 'Container image "a:1" is not present'),
             "ImagePullFailed",
             "none",
             False,
             "ErrImageNeverPull",
         ),
-        (status("Pending", waiting("InvalidImageName", "a b")), "ImagePullFailed", "none", False, "a b"),
+        (pending("InvalidImageName", "a b"), "ImagePullFailed", "none", False, "a b"),
         (
-            status("Pending", waiting("CreateContainerConfigError", 'secret "rollyard-worker" not found')),
+            pending("CreateContainerConfigError", 'secret "rollyard-worker" not found'),
             "StartFailed",
             "kubelet",
             True,
             'secret "rollyard-worker" not found',
         ),
         (
-            status(
-                "Pending",
-                waiting("PodInitializing"),
-                initContainerStatuses=[waiting("ErrImagePull", NO_REGISTRY, "runtime")],
+            pending(
+                "PodInitializing", initContainerStatuses=[waiting("ErrImagePull", NO_REGISTRY, "runtime")]
             ),
             "ImagePullFailed",
             "kubelet",
@@ -182,60 +185,31 @@ TRACE = "Traceback (most recent call last):\n  File x\nModuleNotFoundError: No m
     ("what", "meta", "state", "code", "words"),
     [
         ({}, {}, "starting", None, ""),
-        (status("Pending", waiting("ContainerCreating")), {}, "starting", None, ""),
-        (status("Pending", waiting("ImagePullBackOff", NOT_THERE)), {}, "starting", None, "nope:1"),
+        (pending("ContainerCreating"), {}, "starting", None, ""),
+        (pending("ImagePullBackOff", NOT_THERE), {}, "starting", None, "nope:1"),
         (UNSCHEDULABLE, {}, "starting", None, "Insufficient cpu"),
         (HELD, {}, "starting", None, "scheduling gate"),
-        (status("Running", started()), {}, "running", None, ""),
-        (status("Running", started()), {"deletionTimestamp": T2}, "stopping", None, "deleted"),
-        (status("Failed", over(143, "Error")), {"deletionTimestamp": T2}, "stopping", None, ""),
+        (going(), {}, "running", None, ""),
+        (going(), {"deletionTimestamp": T2}, "stopping", None, "deleted"),
+        (failed(143), {"deletionTimestamp": T2}, "stopping", None, ""),
         (status("Succeeded", over(0, "Completed")), {}, "exited", 0, ""),
+        (failed(2, "Error", TRACE), {}, "exited", 2, "ModuleNotFoundError: No module named 'mine'"),
+        (failed(1, "Error", PYDANTIC), {}, "exited", 1, "local directory specified: '/models/"),
         (
-            status("Failed", over(2, "Error", TRACE)),
-            {},
-            "exited",
-            2,
-            "ModuleNotFoundError: No module named 'mine'",
-        ),
-        (
-            status("Failed", over(1, "Error", PYDANTIC)),
-            {},
-            "exited",
-            1,
-            "local directory specified: '/models/",
-        ),
-        (
-            status("Failed", over(1, "Error", f"{ROOT_CAUSE}\n{POINTING}")),
+            failed(1, "Error", f"{ROOT_CAUSE}\n{POINTING}"),
             {},
             "exited",
             1,
             "a.b.SafetensorError: incomplete metadata",
         ),
-        (
-            status("Failed", over(1, "Error", POINTING)),
-            {},
-            "exited",
-            1,
-            "further up in its log: kubectl logs",
-        ),
-        (status("Failed", over(137, "OOMKilled")), {}, "exited", -9, "out of memory (limit 2Gi)"),
+        (failed(1, "Error", POINTING), {}, "exited", 1, "further up in its log: kubectl logs"),
+        (failed(137, "OOMKilled"), {}, "exited", -9, "out of memory (limit 2Gi)"),
         # The engine's process was killed for its memory, and the server then ends by itself.
         (status("Succeeded", over(0, "OOMKilled")), {}, "exited", 0, "out of memory (limit 2Gi)"),
-        (status("Failed", over(143, "Error")), {}, "exited", -15, ""),
+        (failed(143), {}, "exited", -15, ""),
+        (failed(128, "StartError", "exec: python: not found"), {}, "exited", 128, "python: not found"),
         (
-            status("Failed", over(128, "StartError", "exec: python: not found")),
-            {},
-            "exited",
-            128,
-            "python: not found",
-        ),
-        (
-            status(
-                "Failed",
-                over(137, "Error"),
-                reason="Evicted",
-                message="The node was low on resource: memory.",
-            ),
+            failed(137, reason="Evicted", message="The node was low on resource: memory."),
             {},
             "exited",
             None,
@@ -248,20 +222,9 @@ TRACE = "Traceback (most recent call last):\n  File x\nModuleNotFoundError: No m
             None,
             "no GPUs",
         ),
+        (failed(143, conditions=DISRUPTED), {}, "exited", None, "PreemptionByScheduler"),
         (
-            status("Failed", over(143, "Error"), conditions=DISRUPTED),
-            {},
-            "exited",
-            None,
-            "PreemptionByScheduler",
-        ),
-        (
-            status(
-                "Running",
-                started(),
-                reason="NodeLost",
-                message="Node n1 which was running pod p is unresponsive",
-            ),
+            going(reason="NodeLost", message="Node n1 which was running pod p is unresponsive"),
             {},
             "exited",
             None,
@@ -269,30 +232,20 @@ TRACE = "Traceback (most recent call last):\n  File x\nModuleNotFoundError: No m
         ),
         ({"phase": "Unknown"}, {}, "exited", None, "Unknown"),
         # What the kubelet says of the whole pod is no reason for an end that has one of its own.
-        (
-            status("Failed", over(3, "Error", "mine"), reason="Error", message="of the pod"),
-            {},
-            "exited",
-            3,
-            "mine",
-        ),
+        (failed(3, "Error", "mine", reason="Error", message="of the pod"), {}, "exited", 3, "mine"),
         # The container that failed tells more than the one that was ended with it.
         (
-            status(
-                "Failed",
-                over(0, "Completed", "good"),
-                initContainerStatuses=[over(4, "Error", "bad", "init")],
-            ),
+            failed(0, "Completed", "good", initContainerStatuses=[over(4, "Error", "bad", "init")]),
             {},
             "exited",
             4,
             "bad",
         ),
-        (status("Failed", over(128, "Error")), {}, "exited", 128, ""),
-        (status("Failed", over(193, "Error")), {}, "exited", 193, ""),
+        (failed(128), {}, "exited", 128, ""),
+        (failed(193), {}, "exited", 193, ""),
         (status("Running", waiting("ContainerCreating")), {}, "starting", None, ""),
         (
-            status("Failed", over(1, "Error", "own"), conditions=(condition("DisruptionTarget", "False"),)),
+            failed(1, "Error", "own", conditions=(condition("DisruptionTarget", "False"),)),
             {},
             "exited",
             1,
@@ -301,7 +254,7 @@ TRACE = "Traceback (most recent call last):\n  File x\nModuleNotFoundError: No m
     ],
 )
 def test_a_workers_pod(what: Object, meta: Object, state: str, code: int | None, words: str) -> None:
-    seen = observed_workload(_named(pod("stage-worker", what, **meta), "worker"))
+    seen = observed_workload(pod("stage-worker", what, **meta))
     assert (seen.state, seen.exit_code) == (state, code)
     assert words in seen.message
     assert seen.message or not words
@@ -310,16 +263,9 @@ def test_a_workers_pod(what: Object, meta: Object, state: str, code: int | None,
     assert (seen.exited_at is not None) == (state == "exited")
 
 
-def _named(one: Object, name: str) -> Object:
-    for container in one["status"].get("containerStatuses") or ():
-        if container["name"] == "NAME":
-            container["name"] = name
-    return one
-
-
 def test_a_server_that_ends_by_itself_is_told() -> None:
     for code, words in ((0, "its engine process has died"), (3, "")):
-        seen = observed_workload(_named(pod("backend", status("Succeeded", over(code, "Error"))), "backend"))
+        seen = observed_workload(pod("backend", status("Succeeded", over(code, "Error"))))
         assert (seen.state, seen.exit_code) == ("exited", code)
         assert words in seen.message
         assert bool(seen.message) == bool(words)
@@ -327,16 +273,16 @@ def test_a_server_that_ends_by_itself_is_told() -> None:
 
 def test_blocked_is_what_is_wrong_and_not_what_waits() -> None:
     def blocked(what: Object) -> bool:
-        return observed_workload(_named(pod("stage-worker", what), "worker")).blocked
+        return observed_workload(pod("stage-worker", what)).blocked
 
-    assert blocked(status("Pending", waiting("ImagePullBackOff", NOT_THERE)))
+    assert blocked(pending("ImagePullBackOff", NOT_THERE))
     assert blocked(UNSCHEDULABLE)
     assert not blocked(HELD)
-    assert not blocked(status("Pending", waiting("ContainerCreating")))
+    assert not blocked(pending("ContainerCreating"))
 
 
 def test_times_are_those_of_the_container() -> None:
-    exited = observed_workload(_named(pod("stage-worker", status("Failed", over(1, "Error"))), "worker"))
+    exited = observed_workload(pod("stage-worker", failed(1)))
     assert (exited.started_at, exited.exited_at) == (AT1, AT2)
     assert observed_workload(pod("stage-worker", {})).started_at == AT0
     drained = pod("backend", status("Running"))
@@ -357,13 +303,13 @@ def test_a_backends_pod(
     conditions: tuple[Object, ...], ip: str | None, ready: bool, url: str, unready: datetime | None
 ) -> None:
     more = {"podIP": ip} if ip else {}
-    what = _named(pod("backend", status("Running", started(), conditions=conditions, **more)), "backend")
+    what = pod("backend", going(conditions=conditions, **more))
     seen = observed_workload(what)
     assert (seen.state, seen.ready, seen.url, seen.unready_since) == ("running", ready, url, unready)
 
 
 def test_a_backend_may_listen_elsewhere() -> None:
-    what = _named(pod("backend", status("Running", started(), podIP="10.0.0.7")), "backend")
+    what = pod("backend", going(podIP="10.0.0.7"))
     what["spec"]["containers"][0]["ports"] = [{"name": "http", "containerPort": 9000}]
     assert observed_workload(what).url == "http://10.0.0.7:9000"
 
@@ -371,35 +317,30 @@ def test_a_backend_may_listen_elsewhere() -> None:
 @pytest.mark.parametrize(
     ("what", "meta", "state", "reason", "words"),
     [
-        (status("Running", started(), conditions=READY, podIP="10.0.0.9"), {}, "ready", None, ""),
-        (status("Running", started(), conditions=UNREADY, podIP="10.0.0.9"), {}, "starting", None, ""),
-        (status("Running", started(), conditions=READY), {}, "starting", None, ""),
+        (going(conditions=READY, podIP="10.0.0.9"), {}, "ready", None, ""),
+        (going(conditions=UNREADY, podIP="10.0.0.9"), {}, "starting", None, ""),
+        (going(conditions=READY), {}, "starting", None, ""),
         (HELD, {}, "starting", "SchedulingGated", ""),
-        (status("Failed", over(137, "OOMKilled")), {}, "failed", "OutOfMemory", "out of memory"),
+        (failed(137, "OOMKilled"), {}, "failed", "OutOfMemory", "out of memory"),
         (
-            status("Failed", over(78, "Error", "NotIsolated: 10.96.0.1:443 answers after 10 s")),
+            failed(78, "Error", "NotIsolated: 10.96.0.1:443 answers after 10 s"),
             {},
             "failed",
             "NotIsolated",
             "10.96.0.1:443 answers",
         ),
-        (status("Failed", over(78, "Error")), {}, "failed", "NotIsolated", "could reach"),
-        (status("Failed", over(1, "Error", "cannot listen")), {}, "failed", "SandboxExited", "cannot listen"),
+        (failed(78), {}, "failed", "NotIsolated", "could reach"),
+        (failed(1, "Error", "cannot listen"), {}, "failed", "SandboxExited", "cannot listen"),
         (status("Succeeded", over(0, "Completed")), {}, "failed", "SandboxExited", "exited with 0"),
         (
-            status("Failed", over(128, "StartError", 'exec: "/.rollyard/loader": no such file')),
+            failed(128, "StartError", 'exec: "/.rollyard/loader": no such file'),
             {},
             "failed",
             "StartFailed",
             "/.rollyard/loader",
         ),
         (
-            status(
-                "Failed",
-                over(137, "Error"),
-                reason="Evicted",
-                message="Pod ephemeral local storage usage exceeds the total limit of containers 1Gi.",
-            ),
+            failed(137, reason="Evicted", message=FULL_DISK),
             {},
             "failed",
             "OutOfDisk",
@@ -407,24 +348,14 @@ def test_a_backend_may_listen_elsewhere() -> None:
         ),
         # Only an eviction says so; and one for what others have written is none of the sandbox's doing.
         (
-            status(
-                "Failed",
-                over(137, "Error"),
-                reason="NodeLost",
-                message="Pod ephemeral local storage usage exceeds the total limit of containers 1Gi.",
-            ),
+            failed(137, reason="NodeLost", message=FULL_DISK),
             {},
             "failed",
             "SandboxLost",
             "exceeds the total limit",
         ),
         (
-            status(
-                "Failed",
-                over(137, "Error"),
-                reason="Evicted",
-                message="The node was low on resource: ephemeral-storage.",
-            ),
+            failed(137, reason="Evicted", message="The node was low on resource: ephemeral-storage."),
             {},
             "failed",
             "Evicted",
@@ -445,7 +376,7 @@ def test_a_backend_may_listen_elsewhere() -> None:
             "No space left",
         ),
         (
-            status("Running", started(), conditions=(*READY, *DISRUPTED), podIP="10.0.0.9"),
+            going(conditions=(*READY, *DISRUPTED), podIP="10.0.0.9"),
             {"deletionTimestamp": T2},
             "stopping",
             "SandboxLost",
@@ -454,7 +385,7 @@ def test_a_backend_may_listen_elsewhere() -> None:
     ],
 )
 def test_a_sandboxs_pod(what: Object, meta: Object, state: str, reason: str | None, words: str) -> None:
-    seen = observed_sandbox(_named(pod("sandbox", what, **meta), "sandbox"), "hash")
+    seen = observed_sandbox(pod("sandbox", what, **meta), "hash")
     assert seen.state == state
     assert (seen.trouble.reason if seen.trouble else None) == reason
     if seen.trouble is not None:
@@ -470,27 +401,26 @@ def test_a_sandbox_with_another_secret_is_unusable() -> None:
 
 
 def test_a_status_78_is_not_isolated_only_of_sandboxes() -> None:
-    seen = observed_workload(_named(pod("stage-worker", status("Failed", over(78, "Error"))), "worker"))
+    seen = observed_workload(pod("stage-worker", failed(78)))
     assert (seen.exit_code, seen.message) == (78, "")
 
 
 def test_only_a_sandbox_can_be_out_of_its_own_disk() -> None:
-    words = "Pod ephemeral local storage usage exceeds the total limit of containers 1Gi."
-    what = status("Failed", over(137, "Error"), reason="Evicted", message=words)
-    seen = observed_workload(_named(pod("stage-worker", what), "worker"))
-    assert (seen.exit_code, seen.message) == (None, f"Evicted: {words}")
+    what = failed(137, reason="Evicted", message=FULL_DISK)
+    seen = observed_workload(pod("stage-worker", what))
+    assert (seen.exit_code, seen.message) == (None, f"Evicted: {FULL_DISK}")
 
 
 @pytest.mark.parametrize(
     ("what", "meta", "listens"),
     [
-        (status("Running", started(), podIP="10.0.0.9"), {}, True),
-        (status("Running", started(), podIP="10.0.0.9", conditions=UNREADY), {}, True),
-        (status("Running", started(), podIP="10.0.0.9", conditions=READY), {}, False),
-        (status("Running", started()), {}, False),
-        (status("Pending", waiting("ContainerCreating"), podIP="10.0.0.9"), {}, False),
+        (going(podIP="10.0.0.9"), {}, True),
+        (going(podIP="10.0.0.9", conditions=UNREADY), {}, True),
+        (going(podIP="10.0.0.9", conditions=READY), {}, False),
+        (going(), {}, False),
+        (pending("ContainerCreating", podIP="10.0.0.9"), {}, False),
         (status("Running", started("another"), podIP="10.0.0.9"), {}, False),
-        (status("Running", started(), podIP="10.0.0.9"), {"deletionTimestamp": T2}, False),
+        (going(podIP="10.0.0.9"), {"deletionTimestamp": T2}, False),
         (status("Succeeded", started(), podIP="10.0.0.9"), {}, False),
         (status("Failed", started(), podIP="10.0.0.9"), {}, False),
     ],
@@ -498,5 +428,5 @@ def test_only_a_sandbox_can_be_out_of_its_own_disk() -> None:
 def test_an_exec_server_may_listen_before_the_kubelet_has_noticed_it(
     what: Object, meta: Object, listens: bool
 ) -> None:
-    found = starting_address(_named(pod("sandbox", what, **meta), "sandbox"))
+    found = starting_address(pod("sandbox", what, **meta))
     assert found == (("10.0.0.9", 7411) if listens else None)

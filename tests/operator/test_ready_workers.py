@@ -86,8 +86,7 @@ async def ready(lab: Lab, count: int) -> list[str]:
 
 async def test_without_the_option_nothing_stands_ready(start: Start) -> None:
     async with start(0) as lab:
-        lab.kube.put(job())
-        await until(lambda: len(lab.kube.of("Pod")) == 3)
+        await lab.with_workers()
         lab.start_pods()
         await at_rest(lab.kube)
         assert standing(lab) == []
@@ -371,7 +370,7 @@ async def test_a_worker_that_was_ready_for_long_lives_from_its_assignment_on(sta
     async with start(1) as lab:
         (name,) = await ready(lab, 1)
         since = datetime.now(UTC) - timedelta(hours=5)
-        pod = lab.kube.objects[("Pod", NAMESPACE, name)]
+        pod = lab.pod(name)
         pod["metadata"]["creationTimestamp"] = since.isoformat().replace("+00:00", "Z")
         pod["status"]["containerStatuses"][0]["state"]["running"]["startedAt"] = since.isoformat()
         lab.kube.put(job())

@@ -408,11 +408,8 @@ def test_a_worker_that_was_killed_after_useful_work_comes_back_at_once() -> None
 
 def test_a_backend_that_was_ready_for_a_while_comes_back_at_once() -> None:
     pool = pool_of()
-    (workload,) = pool_workloads(pool, LOCAL)
     died = NOW + timedelta(seconds=200)
-    dead = ObservedWorkload(
-        workload.name, workload.spec_hash, "exited", NOW, restarts=4, exit_code=-9, exited_at=died
-    )
+    (dead,) = backends_of(pool, state="exited", restarts=4, exit_code=-9, exited_at=died, url="")
     # The pause before restart 5 takes 16 s. A backend that was never ready may have loaded for minutes.
     for ready, restarts in ((None, []), (15, []), (16, [5]), (LOCAL.stable_seconds, [1])):
         since = None if ready is None else died - timedelta(seconds=ready)
@@ -432,6 +429,23 @@ def pool_of(**spec: Any) -> BackendPool:
     )
 
 
+def ready_backend(pool: BackendPool, **seen: Any) -> ObservedWorkload:
+    """Return the pool's only backend, which has been ready since NOW."""
+    (backend,) = backends_of(pool)
+    return replace(backend, **{"ready_since": NOW, **seen})
+
+
+def backends_of(pool: BackendPool, **seen: Any) -> tuple[ObservedWorkload, ...]:
+    """Return the pool's backends, which run since NOW, or with what else is seen of all of them."""
+    return tuple(
+        replace(
+            ObservedWorkload(one.name, one.spec_hash, "running", NOW, url=f"http://127.0.0.1:{number}"),
+            **seen,
+        )
+        for number, one in enumerate(pool_workloads(pool), 1)
+    )
+
+
 def test_external_pool_launches_nothing() -> None:
     pool = pool_of(engine={"type": "external", "external": {"urls": ["http://a", "http://b"]}})
     seen = (
@@ -448,16 +462,7 @@ def test_external_pool_launches_nothing() -> None:
 def test_hung_backend_is_restarted() -> None:
     pool = pool_of()
     (workload,) = pool_workloads(pool)
-    seen = ObservedWorkload(
-        workload.name,
-        workload.spec_hash,
-        "running",
-        NOW,
-        ready=False,
-        unready_since=NOW,
-        url="http://127.0.0.1:1",
-        message="health check timed out",
-    )
+    (seen,) = backends_of(pool, ready=False, unready_since=NOW, message="health check timed out")
     soon = reconcile_pool(pool, ObservedPool((seen,)), NOW + timedelta(seconds=10))
     assert not soon.stop
     assert soon.requeue_after == 50
@@ -482,12 +487,8 @@ def test_hung_backend_is_restarted() -> None:
 @pytest.mark.parametrize(("lived", "counted"), [(90, 4), (500, 1)])
 def test_a_hung_backend_counts_on_unless_it_ran_long(lived: float, counted: int) -> None:
     pool = pool_of()
-    (workload,) = pool_workloads(pool)
     end = NOW + timedelta(seconds=lived)
-    seen = ObservedWorkload(
-        workload.name, workload.spec_hash, "running", NOW, restarts=3, ready=False, ready_since=NOW,
-        unready_since=end - timedelta(seconds=61), url="http://127.0.0.1:1",
-    )  # fmt: skip
+    seen = ready_backend(pool, restarts=3, ready=False, unready_since=end - timedelta(seconds=61))
     (stop,) = reconcile_pool(pool, ObservedPool((seen,)), end).stop
     assert stop.again is not None
     assert (stop.again.restarts, stop.again.last_end) == (counted, "did not answer")
@@ -515,16 +516,14 @@ def test_a_drain_ends_with_the_last_rollout_or_its_time(
     since: float | None, reported: dict[str, Any], left: float, outdated: bool
 ) -> None:
     pool = pool_of(replicas=1 if outdated else 0)
-    (workload,) = pool_workloads(pool_of())
-    seen = ObservedWorkload(
-        workload.name, "old" if outdated else workload.spec_hash, "running", NOW, url="http://127.0.0.1:1",
-        draining_since=None if since is None else NOW - timedelta(seconds=since),
-    )  # fmt: skip
+    draining_since = None if since is None else NOW - timedelta(seconds=since)
+    (seen,) = backends_of(pool_of(), draining_since=draining_since)
+    seen = replace(seen, spec_hash="old") if outdated else seen
     status = BackendStatus.model_validate({"url": seen.url, "ready": True} | reported)
     pool.status.backends = [status]
     plan = reconcile_pool(pool, ObservedPool((seen,)), NOW, Profile(drain_seconds=600.0))
-    assert plan.drain == ({workload.name} if left else set())
-    assert [one.name for one in plan.stop] == ([] if left else [workload.name])
+    assert plan.drain == ({seen.name} if left else set())
+    assert [one.name for one in plan.stop] == ([] if left else [seen.name])
     if left:
         assert plan.requeue_after == left
         assert condition(plan, "Progressing").reason == "Draining"
@@ -532,30 +531,12 @@ def test_a_drain_ends_with_the_last_rollout_or_its_time(
 
 def test_why_a_pod_has_not_begun_is_told_once() -> None:
     pool = pool_of()
-    (workload,) = pool_workloads(pool)
-    seen = ObservedWorkload(
-        workload.name,
-        workload.spec_hash,
-        "starting",
-        NOW,
-        ready=False,
-        url="http://10.0.0.1:8000",
-        message="ErrImagePull: manifest unknown",
-        blocked=True,
-        pending=True,
-    )
+    why = "ErrImagePull: manifest unknown"
+    (seen,) = backends_of(pool, state="starting", ready=False, message=why, blocked=True, pending=True)
     plan = reconcile_pool(pool, ObservedPool((seen,)), NOW)
     for kind in ("Ready", "Degraded"):
         assert condition(plan, kind).message.count("manifest unknown") == 1
-    assert [one.message for one in plan.status.backends] == ["ErrImagePull: manifest unknown"]
-
-
-def ready_backend(pool: BackendPool, **seen: Any) -> ObservedWorkload:
-    """Return the pool's only backend, which has been ready since NOW."""
-    (workload,) = pool_workloads(pool)
-    url = "http://127.0.0.1:1"
-    found = ObservedWorkload(workload.name, workload.spec_hash, "running", NOW, url=url, ready_since=NOW)
-    return replace(found, **seen)
+    assert [one.message for one in plan.status.backends] == [why]
 
 
 def test_a_pool_whose_only_backend_is_stale_is_not_ready() -> None:
@@ -587,10 +568,7 @@ def test_a_backend_whose_weights_are_behind_serves_nobody_while_the_next_is_repl
     weights: Any, drained: int
 ) -> None:
     pool = pool_of(replicas=2)
-    seen = tuple(
-        ObservedWorkload(one.name, one.spec_hash, "running", NOW, url=f"http://127.0.0.1:{one.index + 1}")
-        for one in pool_workloads(pool)
-    )
+    seen = backends_of(pool)
     old = replace(seen[0], spec_hash="of another spec")
     pool.status.backends = [
         BackendStatus(url=seen[0].url, ready=True),
@@ -674,37 +652,19 @@ def test_workloads_of_an_engine_carry_what_a_start_needs() -> None:
 def test_start_timeout_is_the_engines_own_and_the_start_is_told() -> None:
     pool = vllm_pool()
     pool.spec.engine.start_timeout_seconds = 200
-    first, second = pool_workloads(pool)
-    seen = tuple(
-        ObservedWorkload(
-            one.name,
-            one.spec_hash,
-            "starting",
-            NOW,
-            ready=False,
-            url=f"http://127.0.0.1:{one.index + 1}",
-            message="starting",
-        )
-        for one in (first, second)
-    )
+    seen = backends_of(pool, state="starting", ready=False, message="starting")
     plan = reconcile_pool(pool, ObservedPool(seen), NOW + timedelta(seconds=199))
     assert (plan.stop, plan.requeue_after) == ((), 1)
     assert "loads the model" in condition(plan, "Progressing").message
     assert condition(plan, "Degraded").status == "False"
     late = reconcile_pool(pool, ObservedPool(seen), NOW + timedelta(seconds=201))
-    assert {stop.name for stop in late.stop} == {first.name, second.name}
+    assert {stop.name for stop in late.stop} == {one.name for one in seen}
 
 
 def test_what_the_machine_lacks_is_told_and_looked_for_again() -> None:
     pool = vllm_pool()
-    first, second = pool_workloads(pool)
-    url = "http://127.0.0.1:1"
-    seen = (
-        ObservedWorkload(first.name, first.spec_hash, "running", NOW, url=url),
-        ObservedWorkload(
-            second.name, second.spec_hash, "exited", NOW, message="wants 2 GPUs", blocked=True, exited_at=NOW
-        ),
-    )
+    first, second = backends_of(pool)
+    seen = first, replace(second, state="exited", message="wants 2 GPUs", blocked=True, exited_at=NOW, url="")
     plan = reconcile_pool(pool, ObservedPool(seen), NOW + timedelta(seconds=1))
     assert (plan.launch, plan.requeue_after) == ((), 4)
     degraded = condition(plan, "Degraded")
@@ -715,17 +675,13 @@ def test_what_the_machine_lacks_is_told_and_looked_for_again() -> None:
 
 def test_a_requested_restart_is_done_once_and_what_others_know_is_kept() -> None:
     pool = vllm_pool()
-    first, second = pool_workloads(pool)
-    seen = tuple(
-        ObservedWorkload(one.name, one.spec_hash, "running", NOW, url=f"http://127.0.0.1:{one.index + 1}")
-        for one in (first, second)
-    )
+    seen = backends_of(pool)
     pool.status.backends = [
         BackendStatus(url="http://127.0.0.1:1", ready=True, restart_requested=True, weights="Failed"),
         BackendStatus(url="http://127.0.0.1:2", ready=True, circuit="Open", active_rollouts=3),
     ]
     plan = reconcile_pool(pool, ObservedPool(seen), NOW + timedelta(seconds=1))
-    assert [stop.name for stop in plan.stop] == [first.name]
+    assert [stop.name for stop in plan.stop] == [seen[0].name]
     assert "wrong weights" in condition(plan, "Degraded").message
     (kept,) = plan.status.backends
     assert (kept.url, kept.circuit, kept.active_rollouts) == ("http://127.0.0.1:2", "Open", 3)

@@ -125,9 +125,7 @@ def names(cache: PodCache) -> dict[str, str]:
     return {one["metadata"]["name"]: one["metadata"]["resourceVersion"] for one in cache}
 
 
-async def test_what_is_told_is_kept_and_a_watch_that_ends_goes_on_where_it_was(
-    server: Server,
-) -> None:
+async def test_what_is_told_is_kept_and_a_watch_that_ends_goes_on_where_it_was(server: Server) -> None:
     async def first(stream: Stream) -> None:
         await stream.tell("ADDED", pod("b", 11))
         await stream.tell("MODIFIED", pod("a", 12))

@@ -22,12 +22,7 @@ def job_of(counts: dict[str, Any] | None = None, **spec: Any) -> RolloutJob:
     return RolloutJob.model_validate(
         {
             "metadata": {"name": "job", "uid": "0123456789abcdef", "generation": 1},
-            "spec": {
-                "tasks": {"stream": True},
-                "handler": "shell",
-                "backendRef": {"name": "pool"},
-                **spec,
-            },
+            "spec": {"tasks": {"stream": True}, "handler": "shell", "backendRef": {"name": "pool"}, **spec},
             "status": {"counts": counts or {}},
         }
     )

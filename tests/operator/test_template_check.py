@@ -66,114 +66,91 @@ def projected(**source: Any) -> dict[str, Any]:
 
 NOWHERE = {"topologyKey": "kubernetes.io/hostname", "namespaceSelector": {}}
 NAMED = {"topologyKey": "kubernetes.io/hostname", "labelSelector": {}, "namespaces": ["bank"]}
-REFUSED: list[tuple[dict[str, Any], str, str, dict[str, Any]]] = [
-    (volume(hostPath={"path": "/etc"}), "volumes[0].hostPath", "hostPath", {"hostPath": ["/etc"]}),
-    (volume(secret={"secretName": "keys"}), "volumes[0].secret", "secrets", {"secrets": ["keys"]}),
-    (
-        projected(secret={"name": "keys"}),
-        "volumes[0].projected.sources[0].secret",
-        "secrets",
-        {"secrets": True},
-    ),
+REFUSED: list[tuple[dict[str, Any], str, dict[str, Any]]] = [
+    (volume(hostPath={"path": "/etc"}), "volumes[0].hostPath", {"hostPath": ["/etc"]}),
+    (volume(secret={"secretName": "keys"}), "volumes[0].secret", {"secrets": ["keys"]}),
+    (projected(secret={"name": "keys"}), "volumes[0].projected.sources[0].secret", {"secrets": True}),
     (
         projected(serviceAccountToken={"path": "token"}),
         "volumes[0].projected.sources[0].serviceAccountToken",
-        "volumes",
         {"volumes": ["serviceAccountToken"]},
     ),
     (
         projected(podCertificate={"signerName": "x/y"}),
         "volumes[0].projected.sources[0].podCertificate",
-        "volumes",
         {"volumes": ["podCertificate"]},
     ),
-    (volume(csi={"driver": "d"}), "volumes[0].csi", "volumes", {"volumes": ["csi"]}),
-    (volume(ephemeral={}), "volumes[0].ephemeral", "volumes", {"volumes": ["ephemeral"]}),
-    (volume(nfs={"server": "s", "path": "/"}), "volumes[0].nfs", "volumes", {"volumes": ["nfs"]}),
-    (volume(flexVolume={"driver": "d"}), "volumes[0].flexVolume", "volumes", {"volumes": ["flexVolume"]}),
+    (volume(csi={"driver": "d"}), "volumes[0].csi", {"volumes": ["csi"]}),
+    (volume(ephemeral={}), "volumes[0].ephemeral", {"volumes": ["ephemeral"]}),
+    (volume(nfs={"server": "s", "path": "/"}), "volumes[0].nfs", {"volumes": ["nfs"]}),
+    (volume(flexVolume={"driver": "d"}), "volumes[0].flexVolume", {"volumes": ["flexVolume"]}),
     (
         volume(persistentVolumeClaim={"claimName": "data"}),
         "volumes[0].persistentVolumeClaim",
-        "volumes",
         {"volumes": ["persistentVolumeClaim"]},
     ),
-    (volume(emptyDir={}, hostPath={"path": "/"}), "volumes[0].hostPath", "hostPath", {"hostPath": ["/"]}),
-    (volume(HostPath={"path": "/"}), "volumes[0].HostPath", "volumes", {"volumes": ["HostPath"]}),
-    (volume(hostpath={"path": "/"}), "volumes[0].hostpath", "volumes", {"volumes": ["hostpath"]}),
+    (volume(emptyDir={}, hostPath={"path": "/"}), "volumes[0].hostPath", {"hostPath": ["/"]}),
+    (volume(HostPath={"path": "/"}), "volumes[0].HostPath", {"volumes": ["HostPath"]}),
+    (volume(hostpath={"path": "/"}), "volumes[0].hostpath", {"volumes": ["hostpath"]}),
     (
         env_from(secretKeyRef={"name": "keys", "key": "a"}),
         "env[0].valueFrom.secretKeyRef",
-        "secrets",
         {"secrets": ["keys"]},
     ),
-    ({"imagePullSecrets": [{"name": "keys"}]}, "imagePullSecrets[0]", "secrets", {"secrets": ["keys"]}),
-    ({"labels": {"app": "bank"}}, "labels['app']", "labels", {"labels": ["app"]}),
-    (
-        {"annotations": {"x.io/inject": "yes"}},
-        "annotations['x.io/inject']",
-        "annotations",
-        {"annotations": ["x.io/*"]},
-    ),
-    ({"tolerations": [{"operator": "Exists"}]}, "tolerations[0]", "tolerations", {"tolerations": ["*"]}),
+    ({"imagePullSecrets": [{"name": "keys"}]}, "imagePullSecrets[0]", {"secrets": ["keys"]}),
+    ({"labels": {"app": "bank"}}, "labels['app']", {"labels": ["app"]}),
+    ({"annotations": {"x.io/inject": "yes"}}, "annotations['x.io/inject']", {"annotations": ["x.io/*"]}),
+    ({"tolerations": [{"operator": "Exists"}]}, "tolerations[0]", {"tolerations": ["*"]}),
     (
         {"tolerations": [{"key": "node-role.kubernetes.io/control-plane", "operator": "Exists"}]},
         "tolerations[0]",
-        "tolerations",
         {"tolerations": ["node-role.kubernetes.io/*"]},
     ),
     (
         {"priorityClassName": "system-node-critical"},
         "priorityClassName",
-        "priorityClasses",
         {"priorityClasses": ["system-node-critical"]},
     ),
-    ({"runtimeClassName": "loose"}, "runtimeClassName", "runtimeClasses", {"runtimeClasses": True}),
+    ({"runtimeClassName": "loose"}, "runtimeClassName", {"runtimeClasses": True}),
     (
         {"affinity": {"podAntiAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": [NOWHERE]}}},
         "affinity.podAntiAffinity.requiredDuringSchedulingIgnoredDuringExecution[0].namespaceSelector",
-        "crossNamespaceAffinity",
         {"crossNamespaceAffinity": True},
     ),
     (
         {"affinity": {"podAffinity": {"preferred": [{"podAffinityTerm": {}}, {"podAffinityTerm": NAMED}]}}},
         "affinity.podAffinity.preferred[1].podAffinityTerm.namespaces",
-        "crossNamespaceAffinity",
         {"crossNamespaceAffinity": True},
     ),
     (
         {"volumes": [{"name": "a", "emptyDir": {}}, {"name": "b", "hostPath": {"path": "/data/x"}}]},
         "volumes[1].hostPath",
-        "hostPath",
         {"hostPath": ["/opt", "/data"]},
     ),
     (
         volume(projected={"sources": [{"configMap": {"name": "c"}}, {"secret": {"name": "keys"}}]}),
         "volumes[0].projected.sources[1].secret",
-        "secrets",
         {"secrets": ["other", "keys"]},
     ),
     (
         {"env": [{"name": "A", "value": "b"}, *env_from(secretKeyRef={"name": "keys"})["env"]][::-1]},
         "env[0].valueFrom.secretKeyRef",
-        "secrets",
         {"secrets": ["keys"]},
     ),
     (
         {"tolerations": [{"key": "nvidia.com/gpu"}, {"key": "dedicated"}]},
         "tolerations[1]",
-        "tolerations",
         {"tolerations": ["nvidia.com/gpu", "dedicated"]},
     ),
-]  # fmt: skip
-WORKERS_ONLY: list[tuple[dict[str, Any], str, str, dict[str, Any]]] = [
-    ({"image": "evil:1"}, "image", "images", {"images": ["evil:1"]}),
-    ({"env": [{"name": "PYTHONPATH", "value": "/mnt"}]}, "env[0].name", "env", {"env": ["PYTHONPATH"]}),
-    ({"env": [{"name": "LD_PRELOAD", "value": "x"}]}, "env[0].name", "env", {"env": ["LD_PRELOAD"]}),
-    ({"env": [{"name": "https_proxy", "value": "x"}]}, "env[0].name", "env", {"env": ["https_proxy"]}),
+]
+WORKERS_ONLY: list[tuple[dict[str, Any], str, dict[str, Any]]] = [
+    ({"image": "evil:1"}, "image", {"images": ["evil:1"]}),
+    ({"env": [{"name": "PYTHONPATH", "value": "/mnt"}]}, "env[0].name", {"env": ["PYTHONPATH"]}),
+    ({"env": [{"name": "LD_PRELOAD", "value": "x"}]}, "env[0].name", {"env": ["LD_PRELOAD"]}),
+    ({"env": [{"name": "https_proxy", "value": "x"}]}, "env[0].name", {"env": ["https_proxy"]}),
     (
         {**volume(configMap={"name": "c"}), "volumeMounts": [{"name": "v", "mountPath": "/usr/lib"}]},
         "volumeMounts[0].mountPath",
-        "mounts",
         {"mounts": ["/usr/lib"]},
     ),
     (
@@ -186,7 +163,6 @@ WORKERS_ONLY: list[tuple[dict[str, Any], str, str, dict[str, Any]]] = [
             ],
         },
         "volumeMounts[2].mountPath",
-        "mounts",
         {"mounts": ["/opt", "/usr"]},
     ),
     (
@@ -195,14 +171,12 @@ WORKERS_ONLY: list[tuple[dict[str, Any], str, str, dict[str, Any]]] = [
             "volumeMounts": [{"name": "v", "mountPath": "/usr/lib"}],
         },
         "volumeMounts[0].mountPath",
-        "mounts",
         {"mounts": ["/usr/lib"]},
     ),
     (
         {**volume(configMap={"name": "c"}), "volumeMounts": [{"name": "v", "mountPath": "/mnt/../tmp"}]},
         "volumeMounts[0].mountPath",
-        "mounts",
-        {},
+        {"mounts": []},
     ),
 ]
 
@@ -213,13 +187,13 @@ WORKERS_ONLY: list[tuple[dict[str, Any], str, str, dict[str, Any]]] = [
     surface="`template` of a job or a pool",
     stopped_by="volumes are a list; `jobs.allow` extends it",
 )
-@pytest.mark.parametrize(("template", "field", "value", "allow"), REFUSED, ids=lambda one: str(one)[:60])
+@pytest.mark.parametrize(("template", "field", "allow"), REFUSED, ids=lambda one: str(one)[:60])
 def test_what_is_refused_is_named_with_the_value_that_permits_it(
-    template: dict[str, Any], field: str, value: str, allow: dict[str, Any]
+    template: dict[str, Any], field: str, allow: dict[str, Any]
 ) -> None:
     (said,) = job_violations(job_of(template), settings())
     assert said.startswith(f"{RUN}.{field}: ")
-    assert f"jobs.allow.{value}" in said
+    assert f"jobs.allow.{next(iter(allow))}" in said
     (said,) = pool_violations(pool_of(template), settings())
     assert said.startswith(f"spec.template.{field}: ")
     assert job_violations(job_of(template), settings(**allow)) == ()
@@ -238,15 +212,15 @@ def test_what_is_refused_is_named_with_the_value_that_permits_it(
     surface="`engine.args`, `engine.env`, image of a pool",
     stopped_by="permitted: such a pod holds no token, and is restricted as all pods are",
 )
-@pytest.mark.parametrize(("template", "field", "value", "allow"), WORKERS_ONLY, ids=lambda one: str(one)[:60])
+@pytest.mark.parametrize(("template", "field", "allow"), WORKERS_ONLY, ids=lambda one: str(one)[:60])
 def test_what_would_run_beside_a_workers_token_is_refused(
-    template: dict[str, Any], field: str, value: str, allow: dict[str, Any]
+    template: dict[str, Any], field: str, allow: dict[str, Any]
 ) -> None:
     (said,) = job_violations(job_of(template), settings())
     assert said.startswith(f"{RUN}.{field}: ")
-    assert f"jobs.allow.{value}" in said
+    assert f"jobs.allow.{next(iter(allow))}" in said
     assert pool_violations(pool_of(template), settings()) == (), "a pool's pods hold no token"
-    if allow:
+    if any(allow.values()):
         assert job_violations(job_of(template), settings(**allow)) == ()
 
 

@@ -20,6 +20,7 @@ from rollyard_pipeline.chat import ChatFormat
 from rollyard_pipeline.chat.template import ChatTemplate
 from rollyard_pipeline.chat.tokenizer import ChatTokenizer
 from rollyard_testing.families import FAMILIES, train_tokenizer
+from rollyard_testing.pipeline.installed import install_handler
 from tokenizers import Tokenizer
 
 # This is the shipped tiny policy's own.
@@ -155,11 +156,7 @@ class ScriptedBackend:
         models: list[dict[str, Any]] | None = None,
         states: dict[str, Callable[[], Any]] | None = None,
     ) -> None:
-        self.calls = {
-            "/inference/v1/generate": generate,
-            "/v1/completions": completions,
-            "/generate": sglang,
-        }
+        self.calls = {"/inference/v1/generate": generate, "/v1/completions": completions, "/generate": sglang}
         self.models = [{"id": "tiny", "max_model_len": 64, **MODE}] if models is None else models
         self.states = states or {}
         self.requests: list[tuple[str, dict[str, Any]]] = []
@@ -255,3 +252,9 @@ class ScriptedBackend:
 def backend() -> type[ScriptedBackend]:
     """Return a class of backends whose answers the test decides."""
     return ScriptedBackend
+
+
+@pytest.fixture
+def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Return a function that installs the class `Judge` of a source as the handler `steered`."""
+    return lambda source: install_handler(tmp_path, source, monkeypatch)

@@ -245,10 +245,7 @@ async def test_a_model_that_went_away_is_named(backend: Any) -> None:
 
 
 async def test_an_adapters_context_is_its_base_models(backend: Any) -> None:
-    models = [
-        {"id": "base", "max_model_len": 48},
-        {"id": "tiny", "parent": "base", "max_model_len": None},
-    ]
+    models = [{"id": "base", "max_model_len": 48}, {"id": "tiny", "parent": "base", "max_model_len": None}]
     async with backend(generate=backend.generated, models=models) as server, BackendClient() as client:
         assert await client.max_model_len(server.assignment) == 48
 

@@ -17,7 +17,7 @@ from rollyard_crds.rolloutjob import SamplingSpec
 from rollyard_inference.errors import BackendMismatch, BackendUnavailable, ContextOverflow, WeightsChanged
 from rollyard_inference.sampling.request import Sampling
 from rollyard_pipeline.backends import BackendClient, BackendSession, session
-from rollyard_pipeline.errors import NoBackend
+from rollyard_pipeline.errors import PipelineError
 from rollyard_pipeline.trajectories.recorder import Sample
 from rollyard_testing.pace import patience
 
@@ -232,7 +232,7 @@ async def test_a_cancelled_turn_closes_its_request_at_once(backend: Any) -> None
 
 def _sample(count: int = 2, finish: str = "stop", version: str = "v", first: int = 5) -> Sample:
     ids = tuple(range(first, first + count))
-    return Sample(ids, (-0.5,) * count, (version,) * count, finish)  # type: ignore[arg-type]
+    return Sample(ids, (-0.5,) * count, (version,) * count, finish)
 
 
 def _at(name: str) -> BackendAssignment:
@@ -299,7 +299,7 @@ class Scripted:
 
     def session(self, **options: Any) -> BackendSession:
         options = {"task_id": "t", "sample_index": 1, "budget": 20.0, **options}
-        self.talk = BackendSession(self, _at("a"), self._route, SamplingSpec(), **options)  # type: ignore[arg-type]
+        self.talk = BackendSession(self, _at("a"), self._route, SamplingSpec(), **options)
         self.talk.on_wait = self.waited.append
         return self.talk
 
@@ -477,7 +477,7 @@ async def test_an_outage_is_asked_about_at_each_try(scripted_client: Scripted) -
     scripted_client.always = DOWN
     none = RouteResponse(backend=None, retry_after=2.0, reason="NoBackendReady")
     scripted_client.routes = [none] * 100
-    with pytest.raises(NoBackend, match="no ready backend for 50 s; last: down"):
+    with pytest.raises(PipelineError, match="no ready backend for 50 s; last: down"):
         await talk.turn([1], 8, 0)
     assert scripted_client.slept == [0.25] + [2.0] * 25
     assert talk.waited_seconds == 50.0, "what the pool lacks is not the policy's time"

@@ -59,7 +59,7 @@ async def test_a_long_outage_sends_the_rollout_back_to_its_queue(backend: Any) -
     async with backend(generate=_refuse) as gone, BackendClient() as client:
         talk = gone.session(client, Plane(gone.assignment, outage=10**6), budget=20.0, outage_seconds=0.3)
         async with asyncio.timeout(patience(15)):
-            with pytest.raises(errors.NoBackend, match="no ready backend") as caught:
+            with pytest.raises(errors.PipelineError, match="no ready backend") as caught:
                 await talk.turn([1], 8, 0)
     lease = Lease.model_validate(
         {

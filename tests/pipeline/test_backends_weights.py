@@ -206,8 +206,7 @@ async def test_a_backend_that_answers_nothing_is_paused_if_it_was(
     for last in (True, False):
         states = [not last, last]
         server = backend(
-            generate=backend.generated,
-            states={"/is_paused": lambda states=states: {"is_paused": states[0]}},
+            generate=backend.generated, states={"/is_paused": lambda states=states: {"is_paused": states[0]}}
         )
         silent = backend(generate=backend.generated)
         async with BackendClient() as backends:

@@ -18,7 +18,7 @@ USER = [{"role": "user", "content": "hi"}]
 
 
 def render(source: str, **options: object) -> str:
-    return ChatTemplate(source, {"bos_token": "<s>"}).render(USER, **options)  # type: ignore[arg-type]
+    return ChatTemplate(source, {"bos_token": "<s>"}).render(USER, **options)
 
 
 def test_the_helpers_that_templates_expect() -> None:
@@ -203,7 +203,7 @@ def test_the_template_in_the_tokenizers_config(bpe: Tokenizer, tmp_path: Path) -
     (tmp_path / "additional_chat_templates/tool_use.jinja").write_text("with tools")
     assert load_folder(tmp_path)[1] == "with tools"
     config.write_text("[]")
-    with pytest.raises(TokenizerUnavailable, match=r"tokenizer_config\.json is no JSON object"):
+    with pytest.raises(TokenizerUnavailable, match=r"tokenizer_config\.json is not a JSON object"):
         load_folder(tmp_path)
     config.write_text("{broken")
     with pytest.raises(TokenizerUnavailable, match="cannot be read"):

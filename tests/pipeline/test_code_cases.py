@@ -281,7 +281,6 @@ def test_rows_of_apps_and_taco(
     truth = {"fn_name": "f", "inputs": inputs, "outputs": outputs}
     for written in (truth, json.dumps(truth)):
         tests = task_of(verl(written), "verl").tests
-        assert tests is not None
         assert [(case.arguments(), case.result()) for case in tests.cases] == cases
         assert (tests.entry_point, tests.unwrap, tests.compare) == ("f", unwrap, "numeric")
 
@@ -293,7 +292,6 @@ def test_rows_of_apps_and_taco(
 def test_rows_of_deepcoder(outputs: list[str], results: list[Any]) -> None:
     call = {"testtype": "functional", "metadata": {"func_name": "f"}, "input": "1"}
     tests = task_of(verl([{**call, "output": output} for output in outputs]), "verl").tests
-    assert tests is not None
     assert [case.result() for case in tests.cases] == results
 
 
@@ -358,7 +356,6 @@ def test_rows_of_mbpp(
 ) -> None:
     row = {"text": "?", "code": code, "test_list": tests, "test_setup_code": setup, "test_imports": imports}
     task = task_of(row, "mbpp")
-    assert task.tests is not None
     its = task.tests
     assert (its.entry_point, its.prefix.strip(), its.setup.strip(), its.helpers.strip()) == tuple(
         each.strip() for each in found

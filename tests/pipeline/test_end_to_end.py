@@ -352,12 +352,7 @@ async def engine(yard: Yard, port: int = 0) -> AsyncIterator[tuple[asyncio.subpr
 async def quickstart(yard: Yard, name: str, tasks: int, **spec: Any) -> None:
     """Submit the first tasks of the quickstart, with two samples of each."""
     lines = (ROOT / "examples/quickstart/tasks.jsonl").read_text().splitlines()[:tasks]
-    agent = {
-        "type": "tools",
-        "tools": ["bash", "edit", "submit"],
-        "maxTurns": 8,
-        "maxContextTokens": 1024,
-    }
+    agent = {"type": "tools", "tools": ["bash", "edit", "submit"], "maxTurns": 8, "maxContextTokens": 1024}
     await yard.job(
         name, [json.loads(line) for line in lines], samplesPerTask=2, agent=agent,
         sampling={"maxTokens": 64}, backendRef={"name": "p"}, **spec,

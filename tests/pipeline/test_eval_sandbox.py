@@ -170,7 +170,6 @@ class Rollout:
         return await self.stages.work(held, StageTimes())
 
     def only_runs_sandbox_is_left(self) -> bool:
-        assert self.init.sandbox is not None
         return self.provider.in_use() == self.provider.claimed() == [self.init.sandbox.id]
 
 
@@ -215,7 +214,7 @@ async def rollout(
     extensions = registry.Registry({registry.HANDLERS: {"shell": ShellHandler, "held": handler}})
     try:
         async with BackendClient() as backends:
-            stages = Stages(plane, backends, provider, extensions)  # type: ignore[arg-type]
+            stages = Stages(plane, backends, provider, extensions)
             yield Rollout(provider, stages, plane)
             await stages.close()
         for sandbox in provider.in_use():
@@ -365,7 +364,6 @@ async def test_a_failed_evaluation_leaves_nothing_and_can_be_repeated(
 async def test_runs_sandbox_is_missed_only_where_something_is_to_be_carried(rollout: Rollout) -> None:
     rollout.job({"carry": {"files": ["made"]}})
     await rollout.play("echo 1 > made", "[ ! -e made ]")
-    assert rollout.init.sandbox is not None
     await rollout.provider.release(rollout.init.sandbox)
     with pytest.raises(SandboxLost) as caught:
         await rollout.score()
@@ -412,8 +410,6 @@ async def test_a_fresh_sandbox_whose_server_crashes_costs_one_evaluation(
         await asyncio.wait_for(handler.entered.wait(), patience(30))
         (own,) = set(rollout.provider.in_use()) - set(rollout.provider.claimed())
         record = rollout.provider._folder.load(own)
-        assert record is not None
-        assert record.root is not None
         os.kill(record.root.pid, signal.SIGKILL)
         handler.gate.set()
         if attempt == 0:
@@ -429,7 +425,7 @@ async def test_a_place_that_a_cancelled_wait_or_a_failed_stage_held_is_free_agai
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(sandbox_places, "_LOOK_SECONDS", 600.0)
-    places = SandboxPlaces(Node(), usual=9, limit=3, evals=1)  # type: ignore[arg-type]
+    places = SandboxPlaces(Node(), usual=9, limit=3, evals=1)
 
     async def entered(number: int) -> None:
         async with places.for_eval(held(number)), places.for_init(held(number, "init")):
@@ -506,7 +502,6 @@ async def test_the_sandbox_of_a_dead_workers_eval_is_swept(rollout: Rollout, han
     await asyncio.wait_for(handler.entered.wait(), patience(30))
     (own,) = set(rollout.provider.in_use()) - set(rollout.provider.claimed())
     record = rollout.provider._folder.load(own)
-    assert record is not None
     assert await rollout.provider.sweep() == [], "its worker lives"
     dead = record.worker.__class__(pid=record.worker.pid, started=record.worker.started - 1)
     rollout.provider._folder.save(record.__class__(**{**_fields(record), "worker": dead}))
@@ -551,7 +546,7 @@ async def test_full_of_rollouts_that_wait_for_eval_a_node_goes_on(
     """Init, Run and Eval of many rollouts reach the limit, never exceed it, and all of them end."""
     monkeypatch.setattr(sandbox_places, "_LOOK_SECONDS", 0.01)
     node = Node()
-    places = SandboxPlaces(node, usual=99, limit=limit, evals=evals)  # type: ignore[arg-type]
+    places = SandboxPlaces(node, usual=99, limit=limit, evals=evals)
     most, done = 0, 0
 
     def look() -> None:
@@ -585,11 +580,11 @@ async def test_full_of_rollouts_that_wait_for_eval_a_node_goes_on(
 
 async def test_places_are_kept_only_where_they_are_needed() -> None:
     node = Node()
-    places = SandboxPlaces(node, usual=99, limit=8, evals=4)  # type: ignore[arg-type]
+    places = SandboxPlaces(node, usual=99, limit=8, evals=4)
     assert places.room(1) == 7
     async with places.for_eval(held(1)):
         assert places.room(1) == 5
-    free = SandboxPlaces(node, usual=9, evals=2)  # type: ignore[arg-type]
+    free = SandboxPlaces(node, usual=9, evals=2)
     async with free.for_eval(one := held(1)), free.for_eval(held(2)):
         one.eval_sandbox = SandboxHandle(provider="p", id="e1", node="n", address="unix:/x")
         node.used |= {"e1", "run"}
@@ -598,13 +593,13 @@ async def test_places_are_kept_only_where_they_are_needed() -> None:
             async with asyncio.timeout(0.05), free.for_eval(held(3)):
                 pass
     for limit, evals, left in ((2, 4, 1), (7, 4, 6), (16, 3, 13), (16, 9, 12), (40, 0, 39)):
-        kept = SandboxPlaces(Node(), usual=99, limit=limit, evals=evals)  # type: ignore[arg-type]
+        kept = SandboxPlaces(Node(), usual=99, limit=limit, evals=evals)
         assert (kept.room(0), kept.room(2)) == (limit, limit - 2)
         async with kept.for_init(held(1, "init")):
             assert kept.room(0) == left
         assert kept.room(0) == left, "once it is known that Evals need places, they are kept"
     assert SandboxPlaces(None, usual=7).room(3) == 7
-    lonely = SandboxPlaces(node, usual=1, limit=1)  # type: ignore[arg-type]
+    lonely = SandboxPlaces(node, usual=1, limit=1)
     with pytest.raises(PermanentFailure, match="--max-sandboxes is 1"):
         async with lonely.for_init(held(1, "init")):
             pass
@@ -624,6 +619,4 @@ async def test_waiting_for_the_files_of_other_rollouts_counts_against_no_limit()
         begun = limit.when()
         async with place_within(places, limit):
             end = limit.when()
-    assert begun is not None
-    assert end is not None
     assert end - begun > 0.3

@@ -275,7 +275,6 @@ async def test_whatever_a_handler_starts_has_the_environment_of_eval(sandbox: tu
     shown = 'echo "$HOME $OF_THE_JOB $PYTHONNOUSERSITE [$BASH_ENV]"'
 
     async def score(ctx: StageContext) -> Evaluation:
-        assert ctx.place is not None
         expected = f"{ctx.place.home} 1 1 []\n"
         assert (await ctx.sandbox.run(["bash", "-c", shown])).text() == expected
         assert (await ctx.sandbox.bash(shown)).text() == expected

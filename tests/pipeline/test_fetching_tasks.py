@@ -128,10 +128,6 @@ async def test_tests_fetch_their_tools(lab: StageLab, tool: str, missing: Callab
     network = {"eval": {"timeoutSeconds": 180, "network": "allowlist", "allowedHosts": hosts}}
     for steps, reward in ((None, 1.0), ([[]], 0.0)):
         found = await lab.play(
-            task(tool),
-            steps,
-            stages=network,
-            sandbox={"warm": 0, "resources": RESOURCES},
-            pinnedHosts=pins,
+            task(tool), steps, stages=network, sandbox={"warm": 0, "resources": RESOURCES}, pinnedHosts=pins
         )
         assert (found.reward, found.reward_reason) == (reward, ""), found.reward_output

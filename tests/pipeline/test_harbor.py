@@ -278,10 +278,10 @@ def test_reward_files(as_json: bytes | None, as_text: bytes | None, rewards: dic
 @pytest.mark.parametrize(
     ("as_json", "as_text", "rewards", "note"),
     [
-        (b"", b"1", {"reward": 1.0}, "reward.json is no JSON, so reward.txt counts"),
-        (b"[" * 60_000, b"0.5", {"reward": 0.5}, "reward.json is no JSON, so reward.txt counts"),
-        (b'{"reward": 0,', b"1", {"reward": 1.0}, "reward.json is no JSON, so reward.txt counts"),
-        (b"\xff", b"1", {"reward": 1.0}, "reward.json is no JSON, so reward.txt counts"),
+        (b"", b"1", {"reward": 1.0}, "reward.json is not JSON, so reward.txt counts"),
+        (b"[" * 60_000, b"0.5", {"reward": 0.5}, "reward.json is not JSON, so reward.txt counts"),
+        (b'{"reward": 0,', b"1", {"reward": 1.0}, "reward.json is not JSON, so reward.txt counts"),
+        (b"\xff", b"1", {"reward": 1.0}, "reward.json is not JSON, so reward.txt counts"),
         ("it is a folder", b"1", {"reward": 1.0}, "it is a folder, so reward.txt counts"),
         (b'{"reward": 1, "reward": 0}', b"0", {"reward": 0.0}, "reward.json has a key twice, so reward.txt"),
         (b'{"reward": 1, "a": Infinity}', b"1", {"reward": 1.0}, "reward.json: no components are 'a'"),
@@ -334,10 +334,10 @@ def test_a_job_names_the_key_of_the_reward(
         (None, b"-1000001", "", "reward.txt is not finite"),
         (None, b"inf", "", "reward.txt is not finite"),
         (None, "reward.txt is longer than 65536 bytes", "", "reward.txt is longer than 65536 bytes"),
-        (b"", None, "", "reward.json is no JSON"),
-        (b"", b"no", "", "reward.json is no JSON"),
-        (b"[" * 60_000, None, "", "reward.json is no JSON"),
-        (b'{"reward": 1' + b"0" * 5000 + b"}", None, "", "reward.json is no JSON"),
+        (b"", None, "", "reward.json is not JSON"),
+        (b"", b"no", "", "reward.json is not JSON"),
+        (b"[" * 60_000, None, "", "reward.json is not JSON"),
+        (b'{"reward": 1' + b"0" * 5000 + b"}", None, "", "reward.json is not JSON"),
         ("reward.json cannot be read (NotAFile)", None, "", "reward.json cannot be read"),
         (b"[1]", b"1", "", "reward.json is a list, and must be a number"),
         (b"true", b"1", "", "reward.json is a truth value, and must be a number"),
@@ -383,7 +383,6 @@ def test_tests_without_a_reward_file() -> None:
 def keyed(test: str, **options: str) -> Task:
     """Return a task with what its job says about all task folders."""
     made = folder(test)
-    assert made.harbor is not None
     made.harbor.options = HarborOptions.model_validate(options)
     return made
 
@@ -396,7 +395,7 @@ async def test_the_key_and_the_diagnostics_of_a_reward_file(lab: StageLab) -> No
     assert found.reward_output == "seen\nreward.json: no components are 'ns'"
     broken = "cd /logs/verifier; echo '{' > reward.json; echo 0.5 > reward.txt"
     found = await lab.play(folder(broken), [[]])
-    assert (found.reward, found.reward_output) == (0.5, "reward.json is no JSON, so reward.txt counts")
+    assert (found.reward, found.reward_output) == (0.5, "reward.json is not JSON, so reward.txt counts")
     with pytest.raises(
         RewardUnusable, match=r"has no 'b', which tasks\.harbor\.rewardKey names; it has 'accuracy'"
     ):

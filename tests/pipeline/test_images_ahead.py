@@ -46,7 +46,6 @@ class Caching(Provider):
         self._program = ContainerProgram(str(self.script), "apptainer", "1.4.5", (), True)
 
     async def fetch(self, request: SandboxRequest) -> bool:
-        assert request.image is not None
         return await self.cache.fetch(parse_image(request.image), self._program, unpacked=False)
 
     def built(self) -> set[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,11 @@ from rollyard_pipeline.handlers.base import Handler
 from rollyard_pipeline.handlers.isolated.handler import HandlerProcesses, IsolatedHandler
 from rollyard_pipeline.handlers.unscored import UnscoredHandler
 from rollyard_testing.pace import patience
-from rollyard_testing.pipeline.installed import install_handler, line_of
+from rollyard_testing.pipeline.installed import line_of
 from rollyard_testing.pipeline.workerlab import Outcome, Plane, lease, spec, working
 from rollyard_testing.waiting import eventually
 
+Install = Callable[[str], None]
 SECONDS = round(patience(1))
 """The limit of the stage in which a handler blocks. Its process has been started before."""
 
@@ -69,10 +71,10 @@ class Judge(Handler):
     ids=["loop", "sleep", "regex"],
 )
 async def test_a_handler_that_blocks_fails_at_the_limit_and_holds_up_nobody(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block: str
+    install: Install, tmp_path: Path, block: str
 ) -> None:
     source = BLOCKING.replace("FOLDER", str(tmp_path)).replace("BLOCK", block)
-    install_handler(tmp_path, source, monkeypatch)
+    install(source)
     plane = Plane(spec(eval={"timeoutSeconds": SECONDS}))
     async with working(plane, None, eval_grace=0.0):
         # Both are in Init at once, so that there is a process for each of them.
@@ -102,9 +104,7 @@ async def test_a_handler_that_blocks_fails_at_the_limit_and_holds_up_nobody(
     assert other.carry["at"] != os.getpid()
 
 
-async def test_run_that_blocks_is_no_timeout_of_the_policy(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_run_that_blocks_is_no_timeout_of_the_policy(install: Install) -> None:
     source = """
 class Judge(Handler):
     needs_sandbox = False
@@ -120,7 +120,7 @@ class Judge(Handler):
     async def eval(self, ctx):
         return Evaluation(0.0)
 """
-    install_handler(tmp_path, source, monkeypatch)
+    install(source)
     plane = Plane(spec(run={"timeoutSeconds": SECONDS}))
     async with working(plane, None):
         # One after the other: the process of the first one serves the second one, which ends it.
@@ -133,15 +133,13 @@ class Judge(Handler):
     assert f"judge.py, line {line_of(source, 'time.sleep')}, in run" in blocked.message
     waited, played = outcomes["r2"], outcomes["r3"]
     assert isinstance(waited, StageResult)
-    assert waited.trajectory is not None
     assert waited.trajectory.truncated_reason == "RunTimeout"
     assert isinstance(played, StageResult)
     assert played.carry == {"played": True}
-    assert played.trajectory is not None
     assert not played.trajectory.truncated
 
 
-async def test_a_blocked_init_names_the_handler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_blocked_init_names_the_handler(install: Install) -> None:
     source = """
 class Judge(Handler):
     needs_sandbox = False
@@ -153,7 +151,7 @@ class Judge(Handler):
     async def eval(self, ctx):
         return Evaluation(0.0)
 """
-    install_handler(tmp_path, source, monkeypatch)
+    install(source)
     plane = Plane(spec(init={"timeoutSeconds": SECONDS}))
     async with working(plane, None):
         plane.offer(lease(0))
@@ -196,17 +194,17 @@ class Judge(Handler):
         ("return Evaluation('high')", "EvaluationInvalid", False, "reward is 'high', expected"),
         ("return Evaluation(float('nan'))", "EvaluationInvalid", False, "reward is nan"),
         ("return Evaluation(object())", "EvaluationInvalid", False, "reward is '<object object at"),
-        ("ctx.carry['x'] = {1, 2}", "HandlerStateInvalid", False, "ctx.carry is no JSON: Object of type set"),
-        ("ctx.carry = [1]; return Evaluation(0.0)", "HandlerStateInvalid", False, "carry is no JSON object"),
+        ("ctx.carry['x'] = {1, 2}", "HandlerStateInvalid", False, "carry is not JSON: Object of type set"),
+        ("ctx.carry = [1]; return Evaluation(0.0)", "HandlerStateInvalid", False, "is not a JSON object"),
     ],
 )  # fmt: skip
 async def test_what_ends_a_call_is_what_the_worker_reports(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: str, reason: str, retryable: bool, message: str
+    install: Install, end: str, reason: str, retryable: bool, message: str
 ) -> None:
     if end.startswith("ctx.carry['x']"):
         end = f"{end}; return Evaluation(0.0)"
     source = ENDING.replace("END", end)
-    install_handler(tmp_path, source, monkeypatch)
+    install(source)
     outcomes = await outcomes_of(Plane(spec()), lease(1, "eval"))
     ended = failure(outcomes["r1"])
     assert (ended.reason, ended.retryable) == (reason, retryable)
@@ -214,7 +212,7 @@ async def test_what_ends_a_call_is_what_the_worker_reports(
 
 
 async def test_calls_share_processes_but_nothing_else(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    install: Install, caplog: pytest.LogCaptureFixture
 ) -> None:
     """One process performs a call after the other. Its records are the worker's own."""
     source = """
@@ -239,7 +237,7 @@ class Judge(Handler):
     async def linger(self):
         await asyncio.sleep(3600)
 """
-    install_handler(tmp_path, source, monkeypatch)
+    install(source)
     plane = Plane(spec())
     with caplog.at_level(logging.INFO):
         async with working(plane, None):
@@ -261,7 +259,7 @@ class Judge(Handler):
         os.kill(found[0].carry["pid"], 0)
 
 
-async def test_a_drained_worker_ends_the_calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_drained_worker_ends_the_calls(install: Install, tmp_path: Path) -> None:
     source = """
 class Judge(Handler):
     needs_sandbox = False
@@ -270,7 +268,7 @@ class Judge(Handler):
         Path("FOLDER/pid").write_text(str(os.getpid()))
         time.sleep(3600)
 """
-    install_handler(tmp_path, source.replace("FOLDER", str(tmp_path)), monkeypatch)
+    install(source.replace("FOLDER", str(tmp_path)))
     plane = Plane(spec())
     async with working(plane, None, drain_seconds=0.1) as (worker, task):
         plane.offer(lease(1, "eval"))
@@ -295,12 +293,12 @@ class Judge(Handler):
     ids=["blocks", "needs a package", "has no class", "raises"],
 )  # fmt: skip
 async def test_a_handler_that_cannot_be_loaded_fails_its_own_rollouts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, reason: str, message: str
+    install: Install, monkeypatch: pytest.MonkeyPatch, source: str, reason: str, message: str
 ) -> None:
     """A process of its own tries the import, so that the worker is not blocked by it."""
     if "sleep" in source:
         monkeypatch.setattr("rollyard_pipeline.handlers.isolated.handler._START_SECONDS", 3)
-    install_handler(tmp_path, source, monkeypatch)
+    install(source)
     outcomes = await outcomes_of(Plane(spec()), lease(1), lease(2, "eval"))
     for outcome in outcomes.values():
         assert failure(outcome).reason == reason
@@ -326,12 +324,10 @@ class Judge(Handler):
 
 
 @pytest.mark.parametrize("says", [True, False])
-async def test_a_handler_gets_token_lists_if_it_says_that_it_needs_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, says: bool
-) -> None:
+async def test_a_handler_gets_token_lists_if_it_says_that_it_needs_them(install: Install, says: bool) -> None:
     """A handler that forgets it fails with that advice, and does not take the trajectory for an empty one."""
     needs = "needs_tokens = True" if says else ""
-    install_handler(tmp_path, JUDGES_TOKENS.replace("NEEDS", needs), monkeypatch)
+    install(JUDGES_TOKENS.replace("NEEDS", needs))
     segment = PackedSegment.of([1, 2], [70_000, 4], [1, 0], [-0.5, 0.0], ["v1", ""])
     record = RunRecord(id="r0", job="j", task_id="t", group_id="g", sample_index=0)
     ran = {"trajectory": record.transcript_with([segment.sizes]), "segments": [segment] if says else []}
@@ -350,11 +346,9 @@ async def test_a_handler_gets_token_lists_if_it_says_that_it_needs_them(
         assert "must say needs_tokens = True on its class" in failed.message
 
 
-async def test_token_lists_that_did_not_come_are_no_empty_trajectory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_token_lists_that_did_not_come_are_no_empty_trajectory(install: Install) -> None:
     """Run may have been played by a worker that had an earlier version of the handler."""
-    install_handler(tmp_path, JUDGES_TOKENS.replace("NEEDS", "needs_tokens = True"), monkeypatch)
+    install(JUDGES_TOKENS.replace("NEEDS", "needs_tokens = True"))
     segment = PackedSegment.of([1], [2], [1], [-0.5], ["v1"])
     record = RunRecord(id="r0", job="j", task_id="t", group_id="g", sample_index=0)
     outcomes = await outcomes_of(

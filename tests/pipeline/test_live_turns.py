@@ -45,7 +45,7 @@ def test_a_conversation_is_cut_and_says_how_long_it_is() -> None:
 
 def test_the_turns_belong_to_the_last_messages_of_the_policy() -> None:
     """The task itself may hold messages of an assistant, which nobody has sampled."""
-    before = [Message(role=role, content=role) for role in ("user", "assistant", "user")]  # type: ignore[arg-type]
+    before = [Message(role=role, content=role) for role in ("user", "assistant", "user")]
     talk = Episode(messages=[*before, *episode().messages], turns=episode().turns)
     talk.turns[0].end, talk.turns[1].start, talk.turns[1].end = 7, 9, 12
     for turn, seconds in zip(talk.turns, (1.5, 0.5), strict=True):

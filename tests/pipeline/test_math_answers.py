@@ -271,11 +271,7 @@ class Breaking(ChildProcesses):
     ],
 )  # fmt: skip
 async def test_an_answer_that_ends_its_comparison_scores_0(
-    ends: tuple[type[ChildFailed], ...],
-    reward: float,
-    components: dict[str, float],
-    reason: str,
-    asked: str,
+    ends: tuple[type[ChildFailed], ...], reward: float, components: dict[str, float], reason: str, asked: str
 ) -> None:
     handler, breaking = MathHandler(), Breaking(*ends)
     await handler.close()

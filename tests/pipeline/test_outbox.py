@@ -121,7 +121,7 @@ class Differing(Plane):
     async def complete(self, request: CompleteRequest) -> OutcomeResponse:
         answers: list[OutcomeItem] = []
         for number, result in enumerate(request.results):
-            kind: Answer = ("accepted", "stale", "cancelled")[number % 3]  # type: ignore[assignment]
+            kind: Answer = ("accepted", "stale", "cancelled")[number % 3]
             answers.append(OutcomeItem(rollout=result.rollout, outcome=kind))
         return OutcomeResponse(outcomes=answers[2::-1])
 

@@ -54,7 +54,6 @@ async def test_a_sandbox_is_forked_from_the_prepared_template(
         async with sandbox:
             assert isinstance(provider, NodeProvider)
             record = provider._folder.load(sandbox.handle.id)
-            assert record is not None
             assert record.monitor is None, "a sandbox that is started alone has a monitor"
         assert templates <= children()
         await provider.release(sandbox.handle)

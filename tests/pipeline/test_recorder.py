@@ -33,7 +33,7 @@ def sample_of(ids: list[int], finish: str = "stop") -> Sample:
         tuple(ids),
         tuple(-0.5 - i / 1024 for i in range(len(ids))),
         tuple(f"v{i % 3}" for i in range(len(ids))),
-        finish,  # type: ignore[arg-type]
+        finish,
     )
 
 
@@ -148,7 +148,6 @@ def test_outside_text_has_no_mark_of_an_input_s_beginning(legacy: bool, end: str
     played = play(chat, [asked], [(ids, [asked]), (ids, [])])
     check_invariants(chat, played)
     (segment,) = lists(played.recorder.segments())
-    assert played.prompts[1].outside is not None
     whole = tokenizer.encode(played.prompts[1].rendering.text)
     assert segment.prompt_ids + segment.response_ids == [*whole, *ids]
     assert list(played.prompts[1].outside) == whole[-len(played.prompts[1].outside) :]
@@ -299,7 +298,6 @@ def episode_of(chat: ChatFormat) -> Episode:
 
 
 def sampled_turn(episode: Episode, chat: ChatFormat, text: str) -> None:
-    assert episode.recorder is not None
     episode.recorder.record(episode.recorder.prompt(), sample_of(said(chat, text, "chatml")))
 
 
@@ -347,7 +345,6 @@ def test_an_episode_keeps_each_call_with_its_turn(formats: dict[str, ChatFormat]
         ("assistant", "again", None, 0),
     ]
     # What the messages say from outside is what the policy reads.
-    assert episode.recorder is not None
     read = chat.tokenizer.decode(episode.recorder.prompt().ids)
     assert all(text in read for text in ("a b", "no such file", "malformed tool call", "go on", "again"))
 
@@ -380,7 +377,6 @@ def test_the_first_reason_ends_an_episode_and_the_trajectory_says_it(formats: di
     assert (one.id, one.job, one.namespace, one.task_id, one.group_id) == ("r", "j", "n", "t", "g")
     assert (one.sample_index, one.attempt, one.metadata) == (3, 2, {"k": "v"})
     assert (one.truncated, one.truncated_reason, one.backend) == (True, "MaxTurns", "http://b")
-    assert one.sampling is not None
     assert one.sampling.model_dump() == {
         "temperature": 0.5, "top_p": 0.75, "top_k": 11, "max_tokens": 13, "seed": 17,
         "logprobs_mode": "raw_logprobs",
@@ -453,7 +449,6 @@ async def test_a_turn_has_the_smaller_of_two_contexts_and_what_is_left_of_it(
     more = "This is a longer prompt."
     longer = episode_of(chat)
     longer.add_user(more)
-    assert longer.recorder is not None
     length = len(longer.recorder.prompt().ids)
     for own, models, tokens, most in (
         (1000, None, 100, 100), (1000, 2000, 100, 100), (length + 40, 2000, 100, 40),
@@ -463,7 +458,6 @@ async def test_a_turn_has_the_smaller_of_two_contexts_and_what_is_left_of_it(
         context = agent_context(chat, session, sampling=tokens, max_context_tokens=own)
         context.say(more)
         turn = await context.turn()
-        assert turn is not None
         assert session.asked == [(length, most, 0)]
         cut = "" if most >= 5 else "MaxContext"
         assert (context.episode.truncated_reason, turn.finish_reason) == (cut, "length" if cut else "stop")
@@ -552,18 +546,18 @@ async def test_only_what_the_policy_has_broken_is_shown_to_it(formats: dict[str,
         assert (result.text, result.error, context.finished) == (f"error: {words}", words, False)
     for error in (FileError("no such file", reason="FileNotFound"), SandboxSabotaged("locked")):
         context = agent_context(chat, None)
-        context._tools["echo"].error = error  # type: ignore[attr-defined]
+        context._tools["echo"].error = error
         assert (await context.call(echo)).text == f"error: {error}"
     for error, dead in (
         (ConnectionLost("gone"), False), (SandboxError("busy", reason="SessionBusy"), True),
         (RuntimeError("bug"), True),
     ):  # fmt: skip
         context = agent_context(chat, None, dead=dead)
-        context._tools["echo"].error = error  # type: ignore[attr-defined]
+        context._tools["echo"].error = error
         with pytest.raises(type(error)):
             await context.call(echo)
         assert len(context.episode.messages) == 1
     context = agent_context(chat, None, dead=True)
-    context._tools["echo"].error = ConnectionLost("gone")  # type: ignore[attr-defined]
+    context._tools["echo"].error = ConnectionLost("gone")
     assert (await context.call(echo)).error == "the sandbox ran out of memory or disk, and is gone"
     assert (context.finished, context.episode.truncated_reason) == (True, "SandboxOutOfMemory")

@@ -24,10 +24,7 @@ from rollyard_testing.pipeline.call_suite import (
 )
 
 SCHEMAS = {
-    "bash": {
-        "type": "object",
-        "properties": {"command": {"type": "string"}, "count": {"type": "integer"}},
-    }
+    "bash": {"type": "object", "properties": {"command": {"type": "string"}, "count": {"type": "integer"}}}
 }
 
 
@@ -64,7 +61,6 @@ async def test_a_model_without_a_parser_of_ours_is_read_by_the_library(
     assert found == ParsedTurn("Now.", wanted, "I look.")
     assert await read("No call.[e~[") is None
     unclosed = await read(call.partition("</invoke>")[0])
-    assert unclosed is not None
     assert [one.error for one in unclosed.calls] == ["malformed tool call: its closing mark is missing"]
 
 
@@ -86,7 +82,6 @@ async def test_the_library_knows_a_model_by_its_name(
     used, read = await reader(readers, renderer, tmp_path, model=model)
     assert used.endswith(f":{renderer}")
     found = await read(text)
-    assert found is not None
     assert found.calls == (ParsedCall("bash", {"command": "ls"}),)
 
 

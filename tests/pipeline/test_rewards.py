@@ -199,7 +199,6 @@ async def test_names_are_checked_before_anything_starts(rewards: Rewards, reward
 @pytest.mark.parametrize("name", ["answered", "test_timeout", "polite", "handler"])
 def test_a_function_has_no_component_that_means_something_else(name: str) -> None:
     reward = spec({**function("f"), "format": [{"name": "polite", "pattern": "x"}]}).reward
-    assert reward is not None
     assert component_problems(reward, ["answered"], ["style", "neat"]) == []
     words = f"spec.reward.function: component '{name}' has another meaning"
     assert component_problems(reward, ["answered"], ["style", name]) == [words]
@@ -246,7 +245,6 @@ async def test_patterns_read_the_policys_own_messages(rewards: Rewards) -> None:
     # The task's own messages are no words of the policy, whoever is said to have said them.
     chat = [Message(role="user", content="q"), Message(role="assistant", content="no")]
     primed = replace(given, task=given.task.model_copy(update={"prompt": None, "messages": chat}))
-    assert primed.trajectory is not None
     said = Message(role="assistant", content="done\n")
     primed.trajectory = primed.trajectory.model_copy(update={"messages": [*chat, said]})
     found = await shaped(rewards, primed, Evaluation(1.0))
@@ -386,7 +384,6 @@ async def test_a_child_ends_with_its_parent(tmp_path: Path) -> None:
         sys.executable, "-c", program, stdout=asyncio.subprocess.PIPE,
         env={**os.environ, "PYTHONPATH": str(tmp_path)},
     )  # fmt: skip
-    assert parent.stdout is not None
     held = os.pidfd_open(int(await parent.stdout.readline()))
     parent.kill()
     await parent.wait()
@@ -449,7 +446,6 @@ async def test_the_service_gets_the_episode_and_its_answer_is_checked(rewards: R
 def test_an_episode_says_what_run_and_eval_have_recorded() -> None:
     given = context({}, "first", "last", tokens=3, metadata={"a": [1]})
     given.sample_index, given.carry = 5, {"answer": "handed in"}
-    assert given.trajectory is not None
     update = {"truncated": True, "truncated_reason": "MaxTurns", "namespace": "n"}
     given.trajectory = given.trajectory.model_copy(update=update)
     document = episode_document(given, Evaluation(0.5, {"answered": 1.0}, "TestTimeout"))
@@ -483,7 +479,6 @@ def test_the_latest_messages_and_both_ends_of_a_text_are_kept() -> None:
     (_, message) = episode_document(context({}, whole), Evaluation(0.0))["messages"]
     assert message["content"] == whole
     calls = context({}, *"abcdefghijkl")
-    assert calls.trajectory is not None
     for message, size in zip(calls.trajectory.messages[1:], [*[200_000] * 11, MAX_TEXT], strict=True):
         given = {"function": {"name": "bash", "arguments": {"command": "x" * size}}}
         message.tool_calls = [ToolCall.model_validate(given)]
@@ -512,7 +507,6 @@ def test_a_long_episode_is_shortened_and_never_refused() -> None:
     assert max(sizes) <= MAX_TEXT
     assert sum(sizes) <= MAX_MESSAGES
     assert len(sizes) + document["messages_dropped"] == 13
-    assert given.trajectory is not None
     for message in given.trajectory.messages:
         message.content, message.reasoning_content = "", "x" * (1 << 20)
     thoughts = episode_document(given, Evaluation(0.0))["messages"]

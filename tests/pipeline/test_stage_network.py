@@ -81,7 +81,7 @@ async def rollouts(
     plane = Plane()
     try:
         async with Outside().serving(tmp_path) as world, BackendClient() as backends:
-            stages = Stages(plane, backends, provider, Registry(), egress=world.egress())  # type: ignore[arg-type]
+            stages = Stages(plane, backends, provider, Registry(), egress=world.egress())
             yield Rollouts(stages, plane, world)
             await stages.close()
     finally:

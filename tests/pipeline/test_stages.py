@@ -6,12 +6,13 @@ import asyncio
 import json
 import secrets
 import shutil
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import nullcontext
 from datetime import UTC, datetime
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import AsyncMock
 
 import pytest
 from rollyard_crds.lease import (
@@ -63,11 +64,14 @@ from rollyard_testing.crds.segments import lists
 from rollyard_testing.families import FAMILIES, write_folder
 from rollyard_testing.pace import patience
 from rollyard_testing.pipeline.call_suite import MINIMAX, byte_folder, byte_tokenizer
-from rollyard_testing.pipeline.installed import install_handler
 from rollyard_testing.waiting import eventually
 
 END = "<|im_end|>"
 Answer = Callable[[str], str]
+Install = Callable[[str], None]
+UseModel = Callable[..., None]
+"""Gives the rollout a model: see the fixture `model`."""
+Installed = Callable[..., Awaitable[StageResult]]
 
 
 class Plane:
@@ -78,7 +82,6 @@ class Plane:
         """The backend to which rollouts move."""
 
     async def job_spec(self, namespace: str, name: str, uid: str) -> RolloutJobSpec:
-        assert self.spec is not None
         return self.spec
 
     async def route(self, request: RouteRequest) -> RouteResponse:
@@ -116,6 +119,9 @@ class Rollout:
             backend=self.backend, **{"attempt": 0, **fields},
         )  # fmt: skip
 
+    def change_backend(self, **fields: Any) -> None:
+        self.backend = self.backend.model_copy(update=fields)
+
     async def stage(self, stage: str, **fields: Any) -> StageResult:
         self.times = StageTimes()
         return await self.stages.work(HeldLease(self.lease(stage, **fields)), self.times)
@@ -125,12 +131,9 @@ class Rollout:
         self.init = await self.stage("init")
         self.ran = await self.stage("run", sandbox=self.init.sandbox, carry=self.init.carry)
         transcript = self.ran.transcript
-        assert transcript is not None
         return transcript.with_segments(lists(self.ran.segments))
 
     async def score(self, attempt: int = 0) -> StageResult:
-        assert self.init is not None
-        assert self.ran is not None
         return await self.stage(
             "eval", sandbox=self.init.sandbox, carry=self.ran.carry, trajectory=self.ran.transcript,
             attempt=attempt,
@@ -146,7 +149,7 @@ async def rollout(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Rol
         async with BackendClient(request_timeout=20.0) as backends:
             registry = Registry({AGENTS: {"replaying": ReplayingAgent}, HANDLERS: {"late": Late}})
             egress = Egress()
-            stages = Stages(plane, backends, provider, registry, backend_budget=1.0, egress=egress)  # type: ignore[arg-type]
+            stages = Stages(plane, backends, provider, registry, backend_budget=1.0, egress=egress)
             yield Rollout(provider, stages, plane, egress.infrastructure)
             await stages.close()
     finally:
@@ -158,7 +161,7 @@ async def rollout(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Rol
 @pytest.fixture
 async def model(
     rollout: Rollout, scripted: Callable[[Answer], Any], model_folder: Path
-) -> AsyncIterator[Callable[..., None]]:
+) -> AsyncIterator[UseModel]:
     """Yield a function that gives the rollout a model whose answers depend on the prompt's text."""
     answer: list[Answer] = []
 
@@ -194,7 +197,7 @@ def oracle(*steps: tuple[str, dict[str, Any]]) -> dict[str, Any]:
 
 
 async def test_another_familys_calls_are_read_and_a_malformed_one_is_an_observation(
-    rollout: Rollout, model: Callable[..., None]
+    rollout: Rollout, model: UseModel
 ) -> None:
     steps = [
         f"<tool_call>\n<function=bash>\n<parameter=command>\nls{END}",
@@ -233,7 +236,6 @@ async def test_calls_that_only_the_library_reads_are_run_and_the_record_names_it
     assert [(one.name, one.arguments) for one in turn.tool_calls] == [("submit", {"answer": "7"})]
     said = trajectory.messages[-2]
     assert said.content == "I guess.</think>\n\nSo:"
-    assert turn.thought is not None
     assert said.content[turn.thought.start : turn.thought.end] == "I guess."
 
 
@@ -258,9 +260,7 @@ async def test_a_template_that_fits_no_parser_is_no_try_of_a_rollout(
             assert (await rollout.play()).tool_parser == used
 
 
-async def test_the_policy_sees_what_went_wrong_and_goes_on(
-    rollout: Rollout, model: Callable[..., None]
-) -> None:
+async def test_the_policy_sees_what_went_wrong_and_goes_on(rollout: Rollout, model: UseModel) -> None:
     steps = [
         call("bash", command="echo out; exit_code() { return 3; }; exit_code"),
         f"<tool_call>{{broken</tool_call>{END}",
@@ -300,20 +300,25 @@ async def test_the_policy_sees_what_went_wrong_and_goes_on(
 
 
 @pytest.mark.parametrize(
-    ("agent", "sampling", "reason"),
+    ("agent", "sampling", "context", "reason"),
     [
-        ({"maxTurns": 2}, {}, "MaxTurns"),
-        ({"maxContextTokens": 1500}, {}, "MaxContext"),
-        ({}, {"maxTokens": 4}, "MaxTokens"),
+        ({"maxTurns": 2}, {}, 8192, "MaxTurns"),
+        ({"maxContextTokens": 1500}, {}, 8192, "MaxContext"),
+        ({}, {"maxTokens": 4}, 8192, "MaxTokens"),
+        # The server's context is smaller than it says.
+        ({}, {}, 1500, "MaxContext"),
     ],
 )
 async def test_limits_truncate_and_go_to_eval(
-    rollout: Rollout, model: Callable[..., None], agent: dict[str, Any], sampling: dict[str, Any], reason: str
+    rollout: Rollout, model: UseModel, agent: Any, sampling: Any, context: int, reason: str
 ) -> None:
     model(lambda prompt: call("bash", command="seq 1 30"), agent, sampling=sampling)
+    rollout.model.context = context
     trajectory = await rollout.play()
     assert (trajectory.truncated, trajectory.truncated_reason) == (True, reason)
-    limit = agent.get("maxContextTokens", 8192)
+    assert trajectory.turns
+    assert rollout.plane.routed == []
+    limit = min(agent.get("maxContextTokens", context), context)
     for segment in trajectory.segments:
         assert len(segment.prompt_ids) + len(segment.response_ids) <= limit
         assert segment.loss_mask[-1] == 1  # There is no tool output that was not answered.
@@ -334,7 +339,7 @@ async def test_limits_truncate_and_go_to_eval(
 )
 async def test_a_first_prompt_that_leaves_no_room_fails_before_anything_is_sampled(
     rollout: Rollout,
-    model: Callable[..., None],
+    model: UseModel,
     agent: dict[str, Any],
     card: dict[str, Any],
     context: int,
@@ -349,7 +354,6 @@ async def test_a_first_prompt_that_leaves_no_room_fails_before_anything_is_sampl
     ) as caught:
         await rollout.play()
     assert rollout.model.prompts == []
-    assert rollout.init is not None
     lease = rollout.lease("run", sandbox=rollout.init.sandbox)
     failure = stage_failure(lease, caught.value, StageTimes())
     assert (failure.reason, failure.retryable, failure.counts) == ("PromptTooLong", False, True)
@@ -365,9 +369,7 @@ class ReplayingAgent(Agent):
             await ctx.replay(ParsedCall("bash", {"command": "echo again"}))
 
 
-async def test_replayed_calls_do_not_count_against_max_turns(
-    rollout: Rollout, model: Callable[..., None]
-) -> None:
+async def test_replayed_calls_do_not_count_against_max_turns(rollout: Rollout, model: UseModel) -> None:
     """The model reads them as turns of its own, and none of their tokens is trained on."""
     read: list[str] = []
 
@@ -392,7 +394,7 @@ async def test_replayed_calls_do_not_count_against_max_turns(
     assert (await rollout.score()).reward == 1.0
 
 
-async def test_a_run_timeout_keeps_what_was_sampled(rollout: Rollout, model: Callable[..., None]) -> None:
+async def test_a_run_timeout_keeps_what_was_sampled(rollout: Rollout, model: UseModel) -> None:
     model(
         lambda prompt: call("bash", command="sleep 60" if "<tool_response>" in prompt else "touch worked"),
         task={"test_script": "[ -f worked ]"},
@@ -405,13 +407,11 @@ async def test_a_run_timeout_keeps_what_was_sampled(rollout: Rollout, model: Cal
     assert (await rollout.score()).reward == 1.0
 
 
-async def test_the_record_says_what_the_backend_did(rollout: Rollout, model: Callable[..., None]) -> None:
+async def test_the_record_says_what_the_backend_did(rollout: Rollout, model: UseModel) -> None:
     model(lambda prompt: "done" + END, sampling={"temperature": 0.7, "seed": 11})
     rollout.model.card["logprobs_mode"] = "raw_logprobs"
     trajectory = await rollout.play()
-    assert trajectory.sampling is not None
     assert (trajectory.sampling.temperature, trajectory.sampling.logprobs_mode) == (0.7, "raw_logprobs")
-    assert rollout.ran is not None
     stats = rollout.ran.stats
     assert (stats.sampled_tokens, stats.discarded_tokens) == (trajectory.sampled_tokens, 0)
     assert stats.requests == 1
@@ -420,20 +420,8 @@ async def test_the_record_says_what_the_backend_did(rollout: Rollout, model: Cal
     assert rollout.model.seeds == [request_seed(11, "t", 5, 0)]
 
 
-async def test_a_context_smaller_than_the_backend_says_truncates(
-    rollout: Rollout, model: Callable[..., None]
-) -> None:
-    model(lambda prompt: call("bash", command="seq 1 30"))
-    rollout.model.context = 1500
-    trajectory = await rollout.play()
-    assert (trajectory.truncated, trajectory.truncated_reason) == (True, "MaxContext")
-    assert trajectory.turns
-    assert all(len(one.prompt_ids) + len(one.response_ids) <= 1500 for one in trajectory.segments)
-    assert rollout.plane.routed == []
-
-
 async def test_a_paused_backend_uses_up_no_run_time(
-    rollout: Rollout, model: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+    rollout: Rollout, model: UseModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("rollyard_pipeline.backends.client._PAUSE_POLL", 0.1)
     model(lambda prompt: "done" + END, stages={"run": {"timeoutSeconds": 2}})
@@ -444,33 +432,27 @@ async def test_a_paused_backend_uses_up_no_run_time(
     assert rollout.times.model_seconds < 2.0, "the pause was taken for the backend's speed"
 
 
-async def test_a_backend_that_is_gone_is_no_reward(rollout: Rollout, model: Callable[..., None]) -> None:
+async def test_a_backend_that_is_gone_is_no_reward(rollout: Rollout, model: UseModel) -> None:
     model(lambda prompt: call("bash", command="true"))
-    assert rollout.backend is not None
-    rollout.backend = rollout.backend.model_copy(update={"url": "http://127.0.0.1:9"})
+    rollout.change_backend(url="http://127.0.0.1:9")
     with pytest.raises(BackendUnavailable) as caught:
         await rollout.play()
     assert rollout.plane.routed
     assert rollout.plane.routed[0].failed_url == "http://127.0.0.1:9"
     assert rollout.times.model_seconds >= 0.9, "the times of a stage that fails are reported, too"
     assert rollout.times.own_seconds < rollout.times.active_seconds - 0.9
-    assert rollout.init is not None
-    lease = Lease(
-        rollout="r", token=1, stage="run", job="j", namespace="d", job_uid="u", group_id="g", sample_index=0,
-        attempt=0, queued_seconds=0, lease_seconds=30, task=rollout.task, sandbox=rollout.init.sandbox,
-    )  # fmt: skip
+    lease = rollout.lease("run", sandbox=rollout.init.sandbox)
     failure = stage_failure(lease, caught.value, StageTimes())
     assert (failure.reason, failure.retryable, failure.return_to) == ("BackendUnavailable", True, "init")
 
 
 async def test_no_sandbox_reaches_a_backend_that_a_rollout_uses_or_moves_to(
-    rollout: Rollout, model: Callable[..., None]
+    rollout: Rollout, model: UseModel
 ) -> None:
     model(lambda prompt: "done" + END)
-    assert rollout.backend is not None
     url = rollout.backend.url.replace("127.0.0.1", "localhost")
     rollout.plane.next = rollout.backend.model_copy(update={"url": url})
-    rollout.backend = rollout.backend.model_copy(update={"url": "http://127.0.0.1:9"})
+    rollout.change_backend(url="http://127.0.0.1:9")
     trajectory = await rollout.play()
     assert [one.failed_url for one in rollout.plane.routed] == ["http://127.0.0.1:9"]
     assert (rollout.plane.routed[0].rollout, rollout.plane.routed[0].token) == ("r", 1)
@@ -480,37 +462,29 @@ async def test_no_sandbox_reaches_a_backend_that_a_rollout_uses_or_moves_to(
     assert not await rollout.infrastructure.contains("pkgs.example.org", [])
 
 
-async def test_a_tokenizer_that_is_not_here_says_what_to_set(
-    rollout: Rollout, model: Callable[..., None]
-) -> None:
+async def test_a_tokenizer_that_is_not_here_says_what_to_set(rollout: Rollout, model: UseModel) -> None:
     model(lambda prompt: END)
-    assert rollout.backend is not None
-    rollout.backend = rollout.backend.model_copy(update={"tokenizer": "/no/such/folder"})
+    rollout.change_backend(tokenizer="/no/such/folder")
     with pytest.raises(TokenizerUnavailable, match=r"spec\.tokenizer"):
         await rollout.play()
 
 
 async def test_a_model_without_a_chat_template_fails_once_and_says_what_to_do(
-    rollout: Rollout, model: Callable[..., None], model_folder: Path, tmp_path: Path
+    rollout: Rollout, model: UseModel, model_folder: Path, tmp_path: Path
 ) -> None:
     model(lambda prompt: END)
-    assert rollout.backend is not None
     shutil.copy(model_folder / "tokenizer.json", tmp_path)
-    rollout.backend = rollout.backend.model_copy(update={"tokenizer": str(tmp_path)})
+    rollout.change_backend(tokenizer=str(tmp_path))
     with pytest.raises(TokenizerUnavailable) as caught:
         await rollout.play()
-    lease = Lease(
-        rollout="r", token=1, stage="run", job="j", namespace="default", job_uid="u", group_id="g",
-        sample_index=0, attempt=0, queued_seconds=0.0, lease_seconds=30.0, task=rollout.task,
-    )  # fmt: skip
-    failure = stage_failure(lease, caught.value, StageTimes())
+    failure = stage_failure(rollout.lease("run"), caught.value, StageTimes())
     assert (failure.reason, failure.retryable) == ("TokenizerUnavailable", False)
     assert str(tmp_path) in failure.message
     assert "chat_template.jinja" in failure.message
 
 
 async def test_chat_template_kwargs_reach_the_template(
-    rollout: Rollout, model: Callable[..., None], model_folder: Path, tmp_path: Path
+    rollout: Rollout, model: UseModel, model_folder: Path, tmp_path: Path
 ) -> None:
     shutil.copy(model_folder / "tokenizer.json", tmp_path)
     (tmp_path / "chat_template.jinja").write_text(
@@ -523,20 +497,18 @@ async def test_chat_template_kwargs_reach_the_template(
         return END
 
     model(answer, {"tools": [], "chatTemplateKwargs": {"enable_thinking": False}})
-    assert rollout.backend is not None
-    rollout.backend = rollout.backend.model_copy(update={"tokenizer": str(tmp_path)})
+    rollout.change_backend(tokenizer=str(tmp_path))
     await rollout.play()
     assert seen == ["qno thoughts"]
     model(answer, {"tools": [], "chatTemplateKwargs": {"messages": []}})
-    rollout.backend = rollout.backend.model_copy(update={"tokenizer": str(tmp_path)})
+    rollout.change_backend(tokenizer=str(tmp_path))
     with pytest.raises(TemplateError, match=r"agent\.chatTemplateKwargs cannot set messages"):
         await rollout.play()
 
 
-async def test_math_needs_no_sandbox(rollout: Rollout, model: Callable[..., None]) -> None:
+async def test_math_needs_no_sandbox(rollout: Rollout, model: UseModel) -> None:
     model(lambda prompt: "2 + 2 = \\boxed{4}" + END, {"type": "single_turn"}, {"answer": "4"}, handler="math")
     trajectory = await rollout.play()
-    assert rollout.init is not None
     assert rollout.init.sandbox is None
     assert rollout.provider.claimed() == []
     assert [message.role for message in trajectory.messages] == ["user", "assistant"]
@@ -554,7 +526,7 @@ async def test_math_needs_no_sandbox(rollout: Rollout, model: Callable[..., None
 )
 async def test_what_stands_in_a_thought_is_no_answer(
     rollout: Rollout,
-    model: Callable[..., None],
+    model: UseModel,
     bpe: Any,
     tmp_path: Path,
     family: str,
@@ -566,12 +538,10 @@ async def test_what_stands_in_a_thought_is_no_answer(
     for thoughts, expected in (("separate", reward), ("answer", 1.0)):
         agent = {"type": "single_turn", "thoughts": thoughts}
         model(lambda prompt: said + END, agent, {"answer": "4"}, handler="math")
-        assert rollout.backend is not None
-        rollout.backend = rollout.backend.model_copy(update={"tokenizer": str(folder)})
+        rollout.change_backend(tokenizer=str(folder))
         trajectory = await rollout.play()
         assert trajectory.messages[-1].content == said
         assert (await rollout.score()).reward == expected
-        assert rollout.plane.spec is not None
         rescorer = Rescorer("math", rollout.plane.spec, None, "me")
         record = Trajectory.model_validate_json(trajectory.line())
         (again,) = await rescorer.rescored([(record, rollout.task)], datetime.now(UTC))
@@ -580,7 +550,7 @@ async def test_what_stands_in_a_thought_is_no_answer(
 
 
 async def test_a_jobs_reward_is_made_of_components(
-    rollout: Rollout, model: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+    rollout: Rollout, model: UseModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reward = {
         "weights": {"handler": 1.0, "boxed": 0.5, "service": 0.25},
@@ -717,8 +687,7 @@ def leased(stage: str, **fields: Any) -> Lease:
 
 
 @pytest.mark.parametrize(
-    ("stage", "carry"),
-    [("init", {}), ("run", {"kept": 1}), ("eval", {"answer": "7", "kept": 1})],
+    ("stage", "carry"), [("init", {}), ("run", {"kept": 1}), ("eval", {"answer": "7", "kept": 1})]
 )
 def test_a_stage_has_what_the_stages_before_it_left(stage: str, carry: dict[str, Any]) -> None:
     sandbox: Any = {"env": {"A": "task", "B": "task"}}
@@ -742,7 +711,7 @@ def test_a_carry_is_json_of_at_most_a_mebibyte() -> None:
     with pytest.raises(PermanentFailure, match="1048577 bytes"):
         checked_carry(context)
     context.carry["a"] = object()
-    with pytest.raises(PermanentFailure, match="no JSON"):
+    with pytest.raises(PermanentFailure, match="not JSON"):
         checked_carry(context)
 
 
@@ -832,7 +801,6 @@ async def test_a_failed_setup_ends_init(rollout: Rollout) -> None:
 async def test_a_lost_sandbox_goes_back_to_init(rollout: Rollout) -> None:
     rollout.configure(oracle(("bash", {"command": "true"})))
     rollout.init = await rollout.stage("init")
-    assert rollout.init.sandbox is not None
     await rollout.provider.release(rollout.init.sandbox)
     for stage in ("run", "eval"):
         with pytest.raises(SandboxLost) as caught:
@@ -852,17 +820,12 @@ OUT_OF_MEMORY = pytest.mark.attack(
 async def test_a_sandbox_that_ended_for_its_own_memory_is_scored(
     rollout: Rollout, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def oom_killed(handle: object) -> bool:
-        return True
-
     rollout.configure(oracle(("bash", {"command": "true"})))
     await rollout.play()
-    assert rollout.init is not None
-    assert rollout.init.sandbox is not None
     await rollout.provider.release(rollout.init.sandbox)
     with pytest.raises(SandboxLost):
         await rollout.score()
-    monkeypatch.setattr(rollout.provider, "oom_killed", oom_killed)
+    monkeypatch.setattr(rollout.provider, "oom_killed", AsyncMock(return_value=True))
     result = await rollout.score()
     assert (result.reward, result.reward_reason) == (0.0, "SandboxOutOfMemory")
     # This worker's sandboxes say nothing of one that a worker of another kind has lost.
@@ -876,18 +839,13 @@ async def test_an_evaluation_that_waits_for_the_sandboxs_memory_is_scored(
 ) -> None:
     """The exec server is there, and does not answer before the limit."""
 
-    async def evaluated(*arguments: object, **options: object) -> None:
-        raise EvalTimeout("Eval took longer than 1 s")
-
-    async def oom_killed(handle: object) -> bool:
-        return True
-
     rollout.configure(oracle(("bash", {"command": "true"})))
     await rollout.play()
-    monkeypatch.setattr("rollyard_pipeline.stages.stages.evaluate", evaluated)
+    late = AsyncMock(side_effect=EvalTimeout("Eval took longer than 1 s"))
+    monkeypatch.setattr("rollyard_pipeline.stages.stages.evaluate", late)
     with pytest.raises(EvalTimeout):
         await rollout.score()
-    monkeypatch.setattr(rollout.provider, "oom_killed", oom_killed)
+    monkeypatch.setattr(rollout.provider, "oom_killed", AsyncMock(return_value=True))
     result = await rollout.score()
     assert (result.reward, result.reward_reason) == (0.0, "SandboxOutOfMemory")
 
@@ -896,10 +854,7 @@ async def test_an_evaluation_that_waits_for_the_sandboxs_memory_is_scored(
 async def test_a_sandbox_that_a_call_of_run_ends_for_memory_goes_to_eval(
     rollout: Rollout, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def oom_killed(handle: object) -> bool:
-        return True
-
-    monkeypatch.setattr(rollout.provider, "oom_killed", oom_killed)
+    monkeypatch.setattr(rollout.provider, "oom_killed", AsyncMock(return_value=True))
     rollout.configure(oracle(("bash", {"command": "kill -9 $PPID; sleep 30"})))
     trajectory = await rollout.play()
     assert (trajectory.truncated, trajectory.truncated_reason) == (True, "SandboxOutOfMemory")
@@ -946,27 +901,23 @@ class Judge(Handler):
 """
 
 
-async def installed(
-    rollout: Rollout,
-    model: Callable[..., None],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    end: str,
-    **spec: Any,
-) -> StageResult:
-    """Return the Eval of a handler of an installed package, which ends with `end`."""
-    install_handler(tmp_path, INSTALLED.replace("END", end), monkeypatch)
-    model(lambda prompt: f"Turn {prompt.count('<|im_start|>assistant')}.{END}", handler="steered", **spec)
-    await rollout.play()
-    return await rollout.score()
+@pytest.fixture
+def installed(rollout: Rollout, model: UseModel, install: Install) -> Installed:
+    """Return a function for the Eval of a handler of an installed package, which ends with `end`."""
+
+    async def evaluated(end: str, **spec: Any) -> StageResult:
+        install(INSTALLED.replace("END", end))
+        model(lambda prompt: f"Turn {prompt.count('<|im_start|>assistant')}.{END}", handler="steered", **spec)
+        await rollout.play()
+        return await rollout.score()
+
+    return evaluated
 
 
 async def test_an_installed_handler_uses_its_context_from_its_own_process(
-    rollout: Rollout, model: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    rollout: Rollout, installed: Installed
 ) -> None:
-    result = await installed(rollout, model, tmp_path, monkeypatch, "pass")
-    assert rollout.ran is not None
-    assert rollout.ran.trajectory is not None
+    result = await installed("pass")
     said = [(message.role, message.content) for message in rollout.ran.trajectory.messages]
     assert said == [
         ("user", "q"), ("assistant", "Turn 1."), ("user", "Once more."), ("assistant", "Turn 2."),
@@ -984,16 +935,10 @@ async def test_an_installed_handler_uses_its_context_from_its_own_process(
     ids=["a missing file", "a test that hangs"],
 )
 async def test_what_the_policy_broke_is_scored_where_the_handler_has_its_own_process(
-    rollout: Rollout,
-    model: Callable[..., None],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    end: str,
-    reason: str,
+    rollout: Rollout, installed: Installed, end: str, reason: str
 ) -> None:
     rollout.stages._eval_grace = 0.0
-    limits = {"eval": {"timeoutSeconds": round(patience(3))}}
-    result = await installed(rollout, model, tmp_path, monkeypatch, end, stages=limits)
+    result = await installed(end, stages={"eval": {"timeoutSeconds": round(patience(3))}})
     assert (result.reward, result.reward_reason) == (0.0, reason)
 
 
@@ -1006,24 +951,23 @@ async def test_what_the_policy_broke_is_scored_where_the_handler_has_its_own_pro
     "has ended is refused. It runs **as the worker's user** all the same",
 )
 async def test_a_sandbox_is_out_of_reach_when_its_call_has_ended(
-    rollout: Rollout, model: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    rollout: Rollout, installed: Installed
 ) -> None:
     """A handler that keeps the context of a rollout does not reach the sandbox of the next one by it."""
     kept = "if box is not globals().setdefault('kept', box): await kept.run(['true'])"
-    await installed(rollout, model, tmp_path, monkeypatch, kept)
+    await installed(kept)
     await rollout.play()
     with pytest.raises(SandboxError, match="the call of this request has ended"):
         await rollout.score()
 
 
 async def test_a_failing_backend_is_reported_through_an_installed_handler(
-    rollout: Rollout, model: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    rollout: Rollout, model: UseModel, install: Install
 ) -> None:
     """The exception of the agent is the worker's own, whatever the handler did with it."""
-    install_handler(tmp_path, INSTALLED, monkeypatch)
+    install(INSTALLED)
     model(lambda prompt: END, handler="steered")
-    assert rollout.backend is not None
-    rollout.backend = rollout.backend.model_copy(update={"url": "http://127.0.0.1:9"})
+    rollout.change_backend(url="http://127.0.0.1:9")
     with pytest.raises(BackendUnavailable):
         await rollout.play()
 
@@ -1073,8 +1017,6 @@ async def test_a_crash_in_a_call_of_the_handlers_own_is_one_of_run(rollout: Roll
 async def test_a_crash_after_run_is_a_failure_once(rollout: Rollout) -> None:
     rollout.configure(oracle(("bash", {"command": "(sleep 0.1; kill -9 $PPID) & disown"})))
     await rollout.play()
-    assert rollout.init is not None
-    assert rollout.init.sandbox is not None
     await eventually(lambda: not rollout.provider.claimed(), patience(20))
     for swept in ([], [rollout.init.sandbox.id]):
         with pytest.raises(PipelineError) as caught:
@@ -1107,7 +1049,6 @@ async def test_cancelling_run_stops_its_command(rollout: Rollout, tmp_path: Path
 async def files(rollout: Rollout) -> AsyncIterator[ExecClient]:
     rollout.configure()
     rollout.init = await rollout.stage("init")
-    assert rollout.init.sandbox is not None
     async with await rollout.provider.attach(rollout.init.sandbox) as sandbox:
         yield sandbox.client
 

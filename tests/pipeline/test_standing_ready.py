@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from rollyard_crds.workers import Assignment, AssignmentRequest
 from rollyard_pipeline.control_plane.calls import ControlPlaneUnavailable
-from rollyard_pipeline.errors import ControlPlaneRefused, OptionError
+from rollyard_pipeline.errors import ControlPlaneRefused, PipelineError
 from rollyard_pipeline.program import NODE_UNUSABLE, StopSignals, assigned_options, assignment_of, parse
 from rollyard_testing.pace import patience
 
@@ -96,8 +96,9 @@ def test_the_arguments_make_it_a_worker_of_the_job() -> None:
     ],
 )
 def test_an_assignment_with_other_arguments_is_refused(arguments: list[str], says: str) -> None:
-    with pytest.raises(OptionError, match=says):
+    with pytest.raises(PipelineError, match=says) as refused:
         assigned_options(parse(READY), assignment(*ARGUMENTS, *arguments))
+    assert refused.value.reason == "OptionInvalid"
 
 
 @pytest.fixture

@@ -407,8 +407,6 @@ async def test_tasks_that_cannot_be_scored(task: dict[str, Any], problem: str) -
 )  # fmt: skip
 def test_published_sizes_of_units(name: str, size: float, base: str) -> None:
     given, wanted = unit(name), unit(base)
-    assert given is not None
-    assert wanted is not None
     assert given.convert(1.0, wanted) == pytest.approx(size, rel=1e-6)
 
 

@@ -132,7 +132,6 @@ async def test_where_the_repository_comes_from(lab: SweLab) -> None:
     # Run does not see the hidden file, and what the policy makes in its place is not carried.
     repository = {"path": "r", "archive": archive, "hidden": ["extra/secret"]}
     seen = swe_task(["[ ! -e r/extra/secret ] && cp r/extra/other r/new"], **plain, repository=repository)
-    assert seen.swe is not None
     seen.swe.script = "[ -e new ] && " + seen.swe.script
     assert outcome(await lab.rollout(seen)) == (1.0, "")
     with pytest.raises(SetupFailed, match=r"swe.repository.path: the command ended with 1"):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from datetime import UTC, datetime
 from functools import cache, partial
 from pathlib import Path
@@ -28,7 +28,6 @@ from rollyard_pipeline.sandboxes.interface import SandboxRequest
 from rollyard_pipeline.stages.evaluation import evaluate
 from rollyard_pipeline.stages.rescoring import Rescorer
 from rollyard_testing.families import FAMILIES
-from rollyard_testing.pipeline.installed import install_handler
 from rollyard_testing.pipeline.swelab import FIX_DIFF, SMALL, swe_task
 from rollyard_testing.pipeline.thinking import TASK, judged, kept, played, said_by_hand, thinking_chat
 
@@ -262,10 +261,8 @@ class Judge(Handler):
 """
 
 
-async def test_a_handler_in_a_process_of_its_own_gets_both(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    install_handler(tmp_path, APART, monkeypatch)
+async def test_a_handler_in_a_process_of_its_own_gets_both(install: Callable[[str], None]) -> None:
+    install(APART)
     handler = loaded_handler(Registry(), "steered")
     try:
         for text, reward in (("I count.</think>7", 1.0), ("I count. 7", 0.0)):

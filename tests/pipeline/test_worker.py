@@ -23,15 +23,7 @@ from rollyard_pipeline.stages.stages import Stages
 from rollyard_pipeline.worker.worker import PACE_SECONDS
 from rollyard_process.backoff import Backoff
 from rollyard_testing.pace import patience
-from rollyard_testing.pipeline.workerlab import (
-    Answer,
-    Plane,
-    Provider,
-    Steered,
-    lease,
-    spec,
-    working,
-)
+from rollyard_testing.pipeline.workerlab import Answer, Plane, Provider, Steered, lease, spec, working
 from rollyard_testing.waiting import eventually
 
 
@@ -56,7 +48,6 @@ async def test_three_stages_are_reported_with_times(handler: type[Steered]) -> N
     assert isinstance(init, StageResult)
     assert init.carry == {"seen": 1}
     assert isinstance(run, StageResult)
-    assert run.trajectory is not None
     assert run.trajectory.id == "r2"
     assert run.trajectory.truncated is False
     assert isinstance(evaluated, StageResult)
@@ -563,7 +554,6 @@ async def test_stage_limits(handler: type[Steered]) -> None:
     assert isinstance(evaluated, StageFailure)
     assert evaluated.reason == "EvalTimeout"
     assert isinstance(run, StageResult)
-    assert run.trajectory is not None
     assert (run.trajectory.truncated, run.trajectory.truncated_reason) == (True, "RunTimeout")
 
 

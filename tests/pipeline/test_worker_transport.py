@@ -116,7 +116,7 @@ async def test_what_is_no_success_is_an_error_of_the_same_kind(
         writer.close()
         await task
 
-    server.serve = once  # type: ignore[method-assign]
+    server.serve = once
     async with listening(server) as url, RestControlPlane(url, "t") as control:
         with pytest.raises(kind) as caught:
             await control.heartbeat(BEAT)

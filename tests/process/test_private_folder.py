@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from rollyard_process.private_folder import NotPrivateError, make_private_folder, open_private_folder
+from rollyard_process.private_folder import make_private_folder, open_private_folder
 
 OTHER = 54_321
 
@@ -53,7 +53,7 @@ def test_a_folder_on_the_way_that_others_may_write_to_is_refused(public: Path, m
     os.chown(shared, -1, OTHER) if os.geteuid() == 0 else None
     if os.geteuid() != 0 and mode == 0o775:
         pytest.skip("the group may be this user's own")
-    with pytest.raises(NotPrivateError, match="can be written by others"):
+    with pytest.raises(PermissionError, match="can be written by others"):
         make_private_folder(shared / "mine")
     assert not (shared / "mine").exists()
 
@@ -62,9 +62,9 @@ def test_a_folder_on_the_way_that_others_may_write_to_is_refused(public: Path, m
 def test_a_folder_that_another_user_made_first_is_refused(public: Path) -> None:
     victim = public / "ry-0-abcd"
     as_other(victim.mkdir, victim)
-    with pytest.raises(NotPrivateError, match=f"belongs to user {OTHER}"):
+    with pytest.raises(PermissionError, match=f"belongs to user {OTHER}"):
         make_private_folder(victim)
-    with pytest.raises(NotPrivateError, match=f"belongs to user {OTHER}"):
+    with pytest.raises(PermissionError, match=f"belongs to user {OTHER}"):
         make_private_folder(victim / "node")
     assert list(victim.iterdir()) == []
 
@@ -76,7 +76,7 @@ def test_a_link_of_another_user_is_not_followed(public: Path, tmp_path: Path, be
     secret.mkdir(mode=0o700)
     link = public / "ry-0-abcd"
     as_other(lambda: link.symlink_to(secret), link)
-    with pytest.raises(NotPrivateError, match="symbolic link"):
+    with pytest.raises(PermissionError, match="symbolic link"):
         make_private_folder(link / below)
     assert list(secret.iterdir()) == []
 
@@ -96,7 +96,7 @@ def test_a_link_of_another_user_behind_a_link_of_this_one_is_not_followed(
     evil = public / "evil"
     as_other(lambda: evil.symlink_to(secret), evil)
     (tmp_path / "scratch").symlink_to(evil)
-    with pytest.raises(NotPrivateError, match="symbolic link"):
+    with pytest.raises(PermissionError, match="symbolic link"):
         make_private_folder(tmp_path / "scratch" / "mine")
     assert list(secret.iterdir()) == []
 
@@ -108,14 +108,14 @@ def test_links_of_this_user_on_the_way_are_followed(public: Path, tmp_path: Path
     make_private_folder(public / "relative" / "mine")
     assert (tmp_path / "real" / "mine").is_dir()
     (public / "last").symlink_to(tmp_path / "real")
-    with pytest.raises(NotPrivateError, match="symbolic link"):
+    with pytest.raises(PermissionError, match="symbolic link"):
         make_private_folder(public / "last")
 
 
 def test_links_in_a_circle_end(public: Path) -> None:
     (public / "a").symlink_to("b")
     (public / "b").symlink_to("a")
-    with pytest.raises(NotPrivateError, match="symbolic link"):
+    with pytest.raises(PermissionError, match="symbolic link"):
         make_private_folder(public / "a" / "mine")
 
 

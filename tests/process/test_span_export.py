@@ -9,10 +9,11 @@ import time
 
 import pytest
 from rollyard_process.telemetry import export as exports
-from rollyard_process.telemetry.export import SpanExport, TraceLibrariesMissing, exporting, text
+from rollyard_process.telemetry.export import SpanExport, exporting, text
 from rollyard_process.telemetry.identity import root_span_id, span_id, trace_id
 from rollyard_process.telemetry.options import TraceOptions
 from rollyard_process.telemetry.spans import TraceSpan, Value
+from rollyard_process.telemetry.variables import TraceOptionError
 from rollyard_testing.pace import patience
 from rollyard_testing.traces.receiver import receiving
 
@@ -102,10 +103,11 @@ def test_missing_libraries_are_an_error_only_if_a_flag_asks(
 ) -> None:
     monkeypatch.setattr(exports, "are_installed", lambda: False)
     with (
-        pytest.raises(TraceLibrariesMissing, match=r"pip install 'rollyard\[traces\]'"),
+        pytest.raises(TraceOptionError, match=r"pip install 'rollyard\[traces\]'") as missing,
         exporting(options("http://127.0.0.1:1"), "s", "i", required=True),
     ):
         pass
+    assert missing.value.reason == "TraceLibrariesMissing"
     with exporting(options("http://127.0.0.1:1"), "s", "i", required=False) as nothing:
         assert nothing is None
     assert "no traces are sent" in caplog.text

@@ -335,7 +335,7 @@ async def test_closing_a_session_ends_its_processes(client: ExecClient) -> None:
 
 async def test_the_number_of_sessions_is_bounded(start_server: Callable[..., object]) -> None:
     server = start_server("--max-sessions", "2")
-    async with await server.connect() as client:  # type: ignore[attr-defined]
+    async with await server.connect() as client:
         await client.bash("true", session="a")
         await client.bash("true", session="b")
         with refused("TooManySessions"):

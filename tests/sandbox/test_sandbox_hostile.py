@@ -216,7 +216,7 @@ async def test_a_cancelled_call_interrupts_its_command(client: ExecClient) -> No
 
 
 async def test_a_lost_client_interrupts_its_commands(client: ExecClient, server: object) -> None:
-    other = await server.connect()  # type: ignore[attr-defined]
+    other = await server.connect()
     running = asyncio.create_task(
         other.bash("echo $BASHPID > pid; exec sleep 300", timeout=patience(100), session="o")
     )

@@ -82,7 +82,6 @@ def test_frames_too_large_are_refused_before_they_are_stored() -> None:
 @given(st.binary(min_size=1, max_size=200).filter(lambda data: b"\0" not in data))
 def test_typed_lines_say_exactly_the_command(data: bytes) -> None:
     line = typed_line(data)
-    assert line is not None
     assert line.endswith(b"\n")
     assert all(0x20 <= byte < 0x7F for byte in line[:-1])
     word = line.removeprefix(b"\\builtin eval -- ")
@@ -110,10 +109,8 @@ def test_messages_that_are_no_reports(message: bytes) -> None:
 
 def test_reports() -> None:
     report = parse_report(b"x3 00000007 /a b")
-    assert report is not None
     assert (report.status, report.number, report.leaving, report.cwd) == (3, "00000007", True, "/a b")
     report = parse_report(b"0 ")
-    assert report is not None
     assert (report.status, report.number, report.leaving) == (0, "", False)
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from rollyard_pipeline.sandboxes import open_provider
 from rollyard_pipeline.sandboxes.apptainer.program import find_program
-from rollyard_pipeline.sandboxes.apptainer.starter import ApptainerOptions, instances
+from rollyard_pipeline.sandboxes.apptainer.starter import ApptainerOptions, instance_name, search
 from rollyard_pipeline.sandboxes.errors import SandboxLost
 from rollyard_pipeline.sandboxes.host.records import SandboxFolder
 from rollyard_pipeline.sandboxes.provider import NodeProvider
@@ -40,7 +40,6 @@ def listed(run_dir: Path) -> list[str]:
 def alive(run_dir: Path, sandbox_id: str) -> list[int]:
     """Return the processes of a sandbox that its record names and that run."""
     record = SandboxFolder(run_dir).load(sandbox_id)
-    assert record is not None
     known = [record.root, record.monitor, *record.helpers]
     return [process.pid for process in known if process is not None and process.alive()]
 
@@ -60,10 +59,9 @@ def orphaned_helpers() -> set[int]:
 
 async def test_it_is_an_instance(kit: Any, apptainer: NodeProvider, run_dir: Path) -> None:
     async with await kit.acquire(apptainer) as sandbox:
-        name = instances.instance_name(sandbox.handle.id)
+        name = instance_name(sandbox.handle.id)
         assert listed(run_dir) == [name]
         record = SandboxFolder(run_dir).load(sandbox.handle.id)
-        assert record is not None
         # Helpers outside mount a SIF; the record names them, so that they can be ended.
         assert any("squashfuse" in Path(f"/proc/{h.pid}/cmdline").read_text() for h in record.helpers)
     await apptainer.release(sandbox.handle)
@@ -120,10 +118,7 @@ async def test_changes_stay_in_a_layer_of_their_own(
         # The folder is this user's: inside, its files may be changed.
         assert await kit.sh(
             first, "echo changed > /etc/image-name; rm /usr/bin/seq; touch /usr/new; echo ok"
-        ) == (
-            0,
-            "ok",
-        )
+        ) == (0, "ok")
         assert (await kit.sh(first, "cat /etc/image-name"))[1] == "changed"
         assert await kit.sh(second, "cat /etc/image-name; ls /usr; seq 1") == (0, "made-by-test\nbin\n1")
     assert (root_folder / "etc/image-name").read_text() == "made-by-test\n"
@@ -166,7 +161,7 @@ async def test_stopped_by_an_administrator(kit: Any, apptainer: NodeProvider, ru
         handle = sandbox.handle
         done = await asyncio.to_thread(
             subprocess.run,
-            [PROGRAM, "instance", "stop", instances.instance_name(handle.id)],
+            [PROGRAM, "instance", "stop", instance_name(handle.id)],
             env={**os.environ, "APPTAINER_CONFIGDIR": str(run_dir / "apptainer")},
             capture_output=True, text=True, timeout=patience(30),
         )  # fmt: skip
@@ -184,7 +179,6 @@ async def test_killed_from_outside_leaves_nothing(
 ) -> None:
     async with await kit.acquire(apptainer) as sandbox:
         record = SandboxFolder(run_dir).load(sandbox.handle.id)
-        assert record is not None
         assert record.root is not None
         assert record.monitor is not None
         every = {
@@ -200,7 +194,7 @@ async def test_killed_from_outside_leaves_nothing(
     await apptainer.release(sandbox.handle)
     everybody = [record.monitor, record.root, *record.helpers]
     assert [process.pid for process in everybody if process.alive()] == []
-    assert instances.search(instances.instance_name(sandbox.handle.id)) == []
+    assert search(instance_name(sandbox.handle.id)) == []
     assert listed(run_dir) == []
     assert kit.left_behind(run_dir) == {"folders": [], "mounts": [], "sockets": []}
 
@@ -227,12 +221,12 @@ async def test_sweep_ends_a_start_whose_worker_died(kit: Any, sif: Path, run_dir
     done = await asyncio.to_thread(subprocess.run, command, timeout=patience(50))
     assert done.returncode == -signal.SIGKILL
     (sandbox_id,) = SandboxFolder(run_dir).ids()
-    name = instances.instance_name(sandbox_id)
-    assert instances.search(name)
+    name = instance_name(sandbox_id)
+    assert search(name)
     provider = kit.open("apptainer", run_dir, str(sif))
     await provider.start()
     try:
-        assert instances.search(name) == []
+        assert search(name) == []
         assert kit.processes_naming(name) == []
         assert listed(run_dir) == []
         assert kit.left_behind(run_dir) == {"folders": [], "mounts": [], "sockets": []}
@@ -263,7 +257,7 @@ async def test_start_cancelled_at_any_moment_leaves_nothing(
         # Helpers bear no name of the sandbox. Those of other instances on this machine have a parent.
         await kit.until(lambda: orphaned_helpers() <= before)
         assert listed(run_dir) == []
-        assert [instances.search(instances.instance_name(made)) for made in ids] == [[]] * len(ids)
+        assert [search(instance_name(made)) for made in ids] == [[]] * len(ids)
     assert len(ids) > 10
 
 
@@ -271,7 +265,7 @@ async def test_instances_without_a_folder_are_ended(kit: Any, sif: Path, run_dir
     first = kit.open("apptainer", run_dir, str(sif))
     await first.start()
     async with await kit.acquire(first) as sandbox:
-        name = instances.instance_name(sandbox.handle.id)
+        name = instance_name(sandbox.handle.id)
         record = SandboxFolder(run_dir).load(sandbox.handle.id)
     assert record is not None
     shutil.rmtree(run_dir / "sandboxes" / sandbox.handle.id)

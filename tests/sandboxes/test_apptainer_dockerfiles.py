@@ -47,11 +47,7 @@ RUN echo "$DURING $GREETING" >> /order; (setsid sleep 4711 > /dev/null 2>&1 &)
 RUN cat /proc/1/environ /proc/self/environ | tr '\\0' '\\n' > /environment
 CMD ["ignored"]
 """
-FILES = {
-    "tool.sh": (b"#!/bin/sh\necho tool\n", True),
-    "data/one": (b"1", False),
-    "data/.two": (b"2", False),
-}
+FILES = {"tool.sh": (b"#!/bin/sh\necho tool\n", True), "data/one": (b"1", False), "data/.two": (b"2", False)}
 
 
 @pytest.fixture(scope="module")

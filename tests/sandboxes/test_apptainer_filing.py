@@ -38,7 +38,6 @@ class Waiting:
 
     def end(self) -> None:
         """End the process, and wait until it has ended."""
-        assert self.process.stdin is not None
         self.process.stdin.close()
         self.process.wait(timeout=patience(10))
 

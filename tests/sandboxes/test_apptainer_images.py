@@ -120,12 +120,12 @@ def test_what_is_understood(tmp_path: Path) -> None:
 def test_broken_files_are_named(tmp_path: Path) -> None:
     other = tmp_path / "x.sif"
     other.write_bytes(b"#!/bin/sh\necho no image\n" * 100)
-    with pytest.raises(ImageNotUsable, match=r"is no SIF file"):
+    with pytest.raises(ImageNotUsable, match=r"is not a SIF file"):
         parse_image(str(other))
     other.write_bytes(b"")
-    with pytest.raises(ImageNotUsable, match=r"is no SIF file"):
+    with pytest.raises(ImageNotUsable, match=r"is not a SIF file"):
         parse_image(str(other))
-    with pytest.raises(ImageNotUsable, match=r"is no image archive"):
+    with pytest.raises(ImageNotUsable, match=r"is not an image archive"):
         parse_image(f"docker-archive:{other}").key()
     with tarfile.open(other, "w") as archive:
         add(archive, "some/file", b"x")
@@ -198,7 +198,6 @@ def a_registry(archive: Path) -> Iterator[tuple[str, str, list[str]]]:
             if file is not None and name.startswith("blobs/")
         }
         index = files["index.json"]
-        assert index is not None
         (entry,) = json.loads(index.read())["manifests"]
     asked: list[str] = []
 

@@ -103,7 +103,7 @@ REFUSED: dict[str, tuple[str, int, str, str | None]] = {
     "missing file": ("FROM a:1\nCOPY none /x", 2, "none: no such file beside the Dockerfile", "none /x"),
     "hidden target": ("FROM a:1\nCOPY a.txt /work/x", 2, "/work of a sandbox is its own", "a.txt /work/x"),
     "above": ("FROM a:1\nCOPY ../a.txt /x", 2, "leads out of the folder", "../a.txt /x"),
-    "unknown": ("FROM a:1\nRNU ls", 2, "RNU: is no instruction", "%post\nRNU ls"),
+    "unknown": ("FROM a:1\nRNU ls", 2, "RNU: is not an instruction", "%post\nRNU ls"),
     "no FROM": ("RUN ls", 1, "stands before FROM", None),
     "open quote": ("FROM a:1\nENV A=\"b", 2, "a quote \" is not closed", None),
     "same line": ("FROM a:1\nENV PATH=/x:$PATH A=$PATH", 2, "$PATH is set on the same line", None),
@@ -145,7 +145,7 @@ def test_what_has_no_effect_is_noted() -> None:
         "COPY a.txt /tmp/a\n"
     )
     notes = recipe(text).notes
-    assert [re.match(r"Dockerfile line (\d+): (\w+)", note).groups() for note in notes] == [  # type: ignore[union-attr]
+    assert [re.match(r"Dockerfile line (\d+): (\w+)", note).groups() for note in notes] == [
         ("3", "LABEL"), ("4", "EXPOSE"), ("5", "VOLUME"), ("7", "HEALTHCHECK"), ("8", "CMD"), ("9", "COPY"),
     ]  # fmt: skip
     assert "/tmp of a sandbox is empty" in notes[-1]

@@ -14,12 +14,7 @@ import pytest
 from rollyard_crds.fields.allowed_hosts import HostRule, host_name, installers_rule
 from rollyard_crds.lease import SandboxHandle
 from rollyard_crds.rolloutjob import SandboxSpec
-from rollyard_pipeline.sandboxes.egress.destinations import (
-    Destinations,
-    Infrastructure,
-    is_own,
-    why_refused,
-)
+from rollyard_pipeline.sandboxes.egress.destinations import Destinations, Infrastructure, is_own, why_refused
 from rollyard_pipeline.sandboxes.egress.egress import proxy_variables
 from rollyard_pipeline.sandboxes.egress.limits import (
     MAX_NOTES,
@@ -42,25 +37,11 @@ def refusal(reason: str, match: str | None = None) -> pytest.RaisesExc[EgressRef
 
 
 PUBLIC = (
-    "1.1.1.1",
-    "8.8.8.8",
-    "151.101.0.223",
-    "2606:4700:4700::1111",
-    "2a04:4e42::223",
-    "2001:4860:4860::8888",
+    "1.1.1.1", "8.8.8.8", "151.101.0.223", "2606:4700:4700::1111", "2a04:4e42::223", "2001:4860:4860::8888",
     # The neighbours of what is special.
-    "9.255.255.255",
-    "11.0.0.0",
-    "100.63.255.255",
-    "100.128.0.0",
-    "172.15.255.255",
-    "172.32.0.0",
-    "192.167.255.255",
-    "192.169.0.0",
-    "198.20.0.0",
-    "223.255.255.255",
-    "2001:200::1",
-)
+    "9.255.255.255", "11.0.0.0", "100.63.255.255", "100.128.0.0", "172.15.255.255", "172.32.0.0",
+    "192.167.255.255", "192.169.0.0", "198.20.0.0", "223.255.255.255", "2001:200::1",
+)  # fmt: skip
 SPECIAL = (
     "0.0.0.0", "10.1.2.3", "100.64.0.1", "100.100.100.200", "127.0.0.1", "127.8.8.8", "168.63.129.16",
     "169.254.169.254", "169.254.170.2", "172.16.0.1", "172.31.255.255", "192.0.0.170", "192.168.1.1",
@@ -494,7 +475,7 @@ Talk = Callable[..., Awaitable[bytes]]
 @asynccontextmanager
 async def proxied(world: Outside, *hosts: str, **limits: float) -> AsyncIterator[Talk]:
     """Yield a function that sends bytes to a proxy as a program does, and returns all that comes back."""
-    egress = world.egress(limits=EgressLimits(**limits))  # type: ignore[arg-type]
+    egress = world.egress(limits=EgressLimits(**limits))
     proxy = egress.proxy(world.spec(*hosts).host_rules, "r-1", world.resolve)
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -536,10 +517,7 @@ async def test_every_address_of_a_host_is_tried_in_turn(world: Outside) -> None:
 
 @pytest.mark.parametrize(
     "limits",
-    [
-        {"idle_seconds": 0.05, "connection_seconds": 1e4},
-        {"connection_seconds": 0.2, "idle_seconds": 1e4},
-    ],
+    [{"idle_seconds": 0.05, "connection_seconds": 1e4}, {"connection_seconds": 0.2, "idle_seconds": 1e4}],
 )
 async def test_a_connection_on_which_nothing_comes_ends(world: Outside, limits: dict[str, float]) -> None:
     world.pause = 1e4
@@ -611,7 +589,7 @@ async def test_each_connection_gives_its_place_back_however_it_ends(
 ) -> None:
     one = LentTo()
     egress = world.egress(limits=EgressLimits(connections=1, waiting=1, reserved=0, worker_connections=1))
-    async with egress.lent(one, world.spec(), "r-1", {}):  # type: ignore[arg-type]
+    async with egress.lent(one, world.spec(), "r-1", {}):
         for _ in range(2):
             assert (await one.talk(getting(world))).endswith(b"reached")
         with monkeypatch.context() as broken:
@@ -639,13 +617,13 @@ async def test_a_lending_survives_what_passes_and_ends_where_a_server_takes_no_m
     monkeypatch.setattr("rollyard_pipeline.sandboxes.egress.egress._PAUSE", 0.0)
     one = LentTo()
     egress = world.egress(limits=EgressLimits(connections=1, waiting=1))
-    async with egress.lent(one, world.spec(), "r-1", {}):  # type: ignore[arg-type]
+    async with egress.lent(one, world.spec(), "r-1", {}):
         for refusals in (["TooManyTunnels"] * 9, ["SandboxError"] * 4, ["SandboxError"] * 4):
             one.answers = refusals
             assert (await one.talk(getting(world))).endswith(b"reached")
     for last in (["SandboxError"] * 5, ["TooManyTunnels", "TurnedAway", "TunnelRefused"]):
         one = LentTo()
-        async with egress.lent(one, world.spec(), "r-1", {}):  # type: ignore[arg-type]
+        async with egress.lent(one, world.spec(), "r-1", {}):
             (lending,) = (task for task in asyncio.all_tasks() if task.get_name() == "sandbox-network")
             one.answers = [*last, "SandboxError"]
             assert (await one.talk(getting(world))).endswith(b"reached")

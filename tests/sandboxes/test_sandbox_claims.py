@@ -380,11 +380,10 @@ async def test_init_files_its_claim_with_its_own_fencing_token(
         sample_index=0, attempt=0, queued_seconds=0.0, lease_seconds=30.0,
         task=Task.model_validate({"id": "t", "prompt": "q", "test_script": "true", "sandbox": GIVEN}),
     )  # fmt: skip
-    stages = Stages(Plane(), None, provider, Registry())  # type: ignore[arg-type]
+    stages = Stages(Plane(), None, provider, Registry())
     result = await stages.work(HeldLease(lease), StageTimes())
     await stages.close()
     assert [(filed.rollout, filed.token) for filed in cluster.filed] == [("r-9", 17)]
-    assert result.sandbox is not None
     async with await provider.attach(result.sandbox) as sandbox:
         assert (await sandbox.client.read_file("up")).data == b"set\n"
 

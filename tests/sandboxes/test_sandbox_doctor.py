@@ -181,7 +181,7 @@ def test_no_place_where_nothing_is_handed_on(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("version", [1, 2])
 def test_settings_of_both_versions(tmp_path: Path, version: int) -> None:
-    place = CgroupPlace(version, tmp_path, frozenset({"memory", "pids", "cpu"}))  # type: ignore[arg-type]
+    place = CgroupPlace(version, tmp_path, frozenset({"memory", "pids", "cpu"}))
     (group,) = cgroups.create([place], "abc", CgroupLimits(cpu=0.5, memory_bytes=1000, processes=7))
     written = {file.name: file.read_text() for file in group.iterdir()}
     if version == 1:
@@ -196,10 +196,7 @@ def test_settings_of_both_versions(tmp_path: Path, version: int) -> None:
 
 
 def test_oom_kills_of_both_versions(tmp_path: Path) -> None:
-    for name, file, text in (
-        ("1", "memory.oom_control", "oom_kill 2\n"),
-        ("2", "memory.events", EVENTS_V2),
-    ):
+    for name, file, text in (("1", "memory.oom_control", "oom_kill 2\n"), ("2", "memory.events", EVENTS_V2)):
         (tmp_path / name).mkdir()
         (tmp_path / name / file).write_text(text)
     assert cgroups.oom_kills([tmp_path / "1", tmp_path / "2", tmp_path / "gone"]) == 5

@@ -71,7 +71,6 @@ async def test_outlives_its_killed_worker(
     )
     with worker:
         try:
-            assert worker.stdout is not None
             line = await asyncio.to_thread(worker.stdout.readline)
             handle = SandboxHandle.model_validate(json.loads(line))
             # After Ctrl-C in the worker's terminal comes kill -9: neither reaches the sandbox.
@@ -124,8 +123,6 @@ async def test_an_exec_server_that_ends_by_itself_is_told_from_one_that_is_ended
     assert await provider.own_end("0" * 12) == ""
     await provider.release(released.handle)
     record = SandboxFolder(run_dir).load(crashed.handle.id)
-    assert record is not None
-    assert record.root is not None
     os.kill(record.root.pid, signal.SIGKILL)
     # A worker that has not renewed the lease does not know whether it has ended.
     other = open_provider(provider.name, run_dir=run_dir, node=crashed.handle.node)
@@ -256,8 +253,6 @@ async def test_a_warm_sandbox_that_has_died_is_gone_when_its_worker_ends(
     await kit.until(lambda: second._warm.ready(request.key) == 1)
     (dead,) = SandboxFolder(run_dir).ids()
     record = SandboxFolder(run_dir).load(dead)
-    assert record is not None
-    assert record.root is not None
     os.kill(record.root.pid, signal.SIGKILL)
     await kit.until(lambda: not record.alive())
     async with await kit.acquire(second) as sandbox:

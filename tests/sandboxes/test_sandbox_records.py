@@ -39,7 +39,7 @@ def record(folder: SandboxFolder, **changes: object) -> SandboxRecord:
         "created": time.time(),
         "secret": folder.new_secret(),
     }
-    return SandboxRecord(**{**values, **changes})  # type: ignore[arg-type]
+    return SandboxRecord(**{**values, **changes})
 
 
 @pytest.fixture
@@ -187,7 +187,6 @@ def test_unknown_provider_is_named() -> None:
 def test_identity_is_pid_and_start_time() -> None:
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(100)"])
     ref = process_ref(child.pid)
-    assert ref is not None
     assert ref.alive()
     other = ProcessRef(ref.pid, ref.started - 1)
     assert not other.alive()
@@ -205,12 +204,10 @@ def test_kill_tree_reaches_sessions_of_their_own() -> None:
     code += "stdout=-1); "
     code += "p.stdout.readline(); print(flush=True); p.wait()"
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as child:
-        assert child.stdout is not None
         child.stdout.readline()
         below = descendants(child.pid)
         assert len(below) == 3
         root = process_ref(child.pid)
-        assert root is not None
         assert kill_tree(root, 10)
         assert not any(ref.alive() for ref in below)
 

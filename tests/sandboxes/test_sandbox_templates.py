@@ -65,8 +65,6 @@ async def works(sandbox: Sandbox) -> bool:
 def parent(run_dir: Path, sandbox: Sandbox) -> ProcessRef:
     """Return the process that has started the exec server, which is a template or bwrap."""
     record = SandboxFolder(run_dir).load(sandbox.handle.id)
-    assert record is not None
-    assert record.root is not None
     line = Path(f"/proc/{record.root.pid}/stat").read_text()
     found = process_ref(int(line[line.rindex(")") + 2 :].split()[1]))
     assert found is not None
@@ -154,7 +152,6 @@ async def test_without_templates_bwrap_stays_as_the_monitor(
         async with await acquire(provider) as sandbox:
             assert await works(sandbox)
             record = SandboxFolder(run_dir).load(sandbox.handle.id)
-            assert record is not None
             assert record.monitor is not None
             assert record.monitor == parent(run_dir, sandbox)
     finally:

@@ -112,11 +112,3 @@ def test_a_bridge_outlives_its_slurmrestd(slurm: Any, shared: Path, restd: Restd
     assert "submit 1" in said, "one job, by slurmrestd"
     assert not any(name in said for name in ("sbatch", "squeue", "scancel"))
     assert not [path for path in (bridge.home / "signals").iterdir() if path.name != str(number)]
-
-
-def test_a_slurmrestd_that_is_not_there_is_named(slurm: Any, shared: Path) -> None:
-    bridge = Bridge(slurm, shared / "h")
-    command = bridge.command("up", "--rest-url", f"unix:{shared}/nothing")
-    done = slurm.run_as_user(command, check=False, timeout=patience(240))
-    assert done.returncode == 1
-    assert "rest.url: there is no socket" in done.stderr

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
@@ -13,7 +12,6 @@ from typing import Any
 import httpx
 import pytest
 from rollyard_crds import BackendPoolStatus
-from rollyard_drivers.health import BackendHealth
 from rollyard_drivers.reconcile.plan import Launch, Owner, Plan, Stop, Workload
 from rollyard_slurm.bridge import prune_logs
 from rollyard_slurm.errors import SlurmError, SlurmUnavailable, SubmitRefused
@@ -63,9 +61,7 @@ async def test_nothing_is_done_before_slurm_has_answered_once(bench: Bench) -> N
 
 
 async def test_a_new_bridge_goes_on_with_the_same_jobs(bench: Bench) -> None:
-    await bench.turns()
-    bench.slurm.run(101)
-    await bench.turns()
+    await bench.until_running()
     bench.begin()
     await bench.turns()
     assert bench.slurm.submissions == 1
@@ -77,9 +73,7 @@ async def test_a_new_bridge_goes_on_with_the_same_jobs(bench: Bench) -> None:
 
 
 async def test_a_new_bridge_says_nothing_of_its_jobs_before_slurm_has(bench: Bench) -> None:
-    await bench.turns()
-    bench.slurm.run(101)
-    await bench.turns()
+    await bench.until_running()
     bench.begin()
     bench.slurm.away = "squeue did not answer within 20 s"
     await bench.turns()
@@ -155,9 +149,7 @@ async def test_a_pending_reason_that_time_does_not_mend(bench: Bench) -> None:
 
 
 async def test_while_slurm_is_away_everything_counts_as_last_seen(bench: Bench) -> None:
-    await bench.turns()
-    bench.slurm.run(101)
-    await bench.turns()
+    await bench.until_running()
     bench.slurm.away = "squeue: Unable to contact slurm controller (connect failure)"
     bench.slurm.queued.clear()
     await bench.turns(30)
@@ -182,9 +174,7 @@ async def test_a_failure_is_restarted_with_growing_pauses(bench: Bench) -> None:
 
 @pytest.mark.parametrize("state", ["TIMEOUT", "PREEMPTED"])
 async def test_a_time_limit_is_no_failure(bench: Bench, state: str) -> None:
-    await bench.turns()
-    bench.slurm.run(101)
-    await bench.turns()
+    await bench.until_running()
     bench.slurm.end(101, state, signal=15)
     await bench.turns(2)
     assert list(bench.slurm.queued) == [102], "at once"
@@ -193,9 +183,7 @@ async def test_a_time_limit_is_no_failure(bench: Bench, state: str) -> None:
 
 
 async def test_scancel_counts_as_an_exit(bench: Bench) -> None:
-    await bench.turns()
-    bench.slurm.run(101)
-    await bench.turns()
+    await bench.until_running()
     bench.slurm.end(101, "CANCELLED", signal=15)
     await bench.turns(1)
     assert "was cancelled" in bench.said_of("Degraded")
@@ -205,9 +193,7 @@ async def test_scancel_counts_as_an_exit(bench: Bench) -> None:
 
 
 async def test_one_that_is_stopped_to_be_replaced_is_counted_as_restarted(bench: Bench) -> None:
-    await bench.turns()
-    bench.slurm.run(101)
-    await bench.turns()
+    await bench.until_running()
     (owner,) = bench.fleet.owners()
     (seen,) = bench.fleet.observed(owner)
     workload = bench.fleet.jobs[0].workload
@@ -220,9 +206,7 @@ async def test_one_that_is_stopped_to_be_replaced_is_counted_as_restarted(bench:
 
 
 async def test_how_the_one_before_ended_is_told_after_a_restart_of_the_bridge_too(bench: Bench) -> None:
-    await bench.turns()
-    bench.slurm.run(101)
-    await bench.turns()
+    await bench.until_running()
     bench.slurm.end(101, "OUT_OF_MEMORY", signal=9)
     await bench.turns(6)
     bench.slurm.run(102)
@@ -240,9 +224,7 @@ async def test_how_the_one_before_ended_is_told_after_a_restart_of_the_bridge_to
 
 
 async def test_what_a_worker_that_runs_says_of_its_node(bench: Bench) -> None:
-    await bench.turns()
-    bench.slurm.run(101)
-    await bench.turns()
+    await bench.until_running()
     (worker,) = {one.workload.name for one in bench.fleet.jobs}
     bench.site.troubles.mkdir()
     (bench.site.troubles / f"{worker}-101").write_text(
@@ -298,9 +280,7 @@ async def test_a_node_is_tried_again_later(bench: Bench) -> None:
 
 
 async def test_a_job_that_slurm_forgot_is_started_again(bench: Bench) -> None:
-    await bench.turns()
-    bench.slurm.run(101)
-    await bench.turns()
+    await bench.until_running()
     del bench.slurm.queued[101]
     await bench.turns(1)
     assert "Slurm no longer knows how it ended" in bench.said_of("Degraded")
@@ -309,9 +289,7 @@ async def test_a_job_that_slurm_forgot_is_started_again(bench: Bench) -> None:
 
 
 async def test_a_requeue_is_slurms_own_matter(bench: Bench) -> None:
-    await bench.turns()
-    bench.slurm.run(101)
-    await bench.turns()
+    await bench.until_running()
     bench.slurm.change(101, state="PENDING", reason="BeginTime")
     await bench.turns(10)
     assert bench.slurm.submissions == 1
@@ -321,9 +299,7 @@ async def test_a_requeue_is_slurms_own_matter(bench: Bench) -> None:
 
 async def replaced(bench: Bench) -> None:
     """Let job 101 run until it is near its time limit, so that job 102, its successor, is queued."""
-    await bench.turns()
-    bench.slurm.run(101)
-    await bench.turns()
+    await bench.until_running()
     bench.slurm.run(101, left=500.0)
     await bench.turns(2)
 
@@ -384,9 +360,7 @@ async def test_other_jobs_of_the_user_are_left_alone(bench: Bench) -> None:
 
 
 async def test_a_changed_site_replaces_what_runs(bench: Bench) -> None:
-    await bench.turns()
-    bench.slurm.run(101)
-    await bench.turns()
+    await bench.until_running()
     bench.site = Site(
         bench.site.home, "abcd1234", "http://other:2", bench.site.profile, python=bench.site.python
     )
@@ -396,38 +370,6 @@ async def test_a_changed_site_replaces_what_runs(bench: Bench) -> None:
     bench.slurm.end(101, "COMPLETED")
     await bench.turns(4)
     assert "--url http://other:2" in bench.slurm.scripts[102]
-
-
-def test_health_survives_in_the_record(tmp_path: Path) -> None:
-    from rollyard_slurm.submissions.home_submissions import load_records, save_record
-    from rollyard_slurm.submissions.submission import Submission
-
-    folder = tmp_path / "r"
-    one = Submission("aa", BACKEND, 2, datetime.now(UTC))
-    one.job, one.url = 5, "http://n:1"
-    one.health = BackendHealth(url="http://n:1", ready=True, warmed_up=True, message="")
-    folder.mkdir()
-    save_record(folder, one)
-    (folder / "bb.json").write_text("{}")
-    (again,) = load_records(folder)
-    assert again.workload == BACKEND
-    assert (again.job, again.restarts, again.url, again.health.ready) == (5, 2, "http://n:1", True)
-    assert (folder / "bb.unreadable").exists()
-
-
-def test_a_record_of_an_earlier_version_may_name_a_sandbox(tmp_path: Path) -> None:
-    from rollyard_slurm.submissions.home_submissions import load_records, save_record
-    from rollyard_slurm.submissions.submission import Submission
-
-    folder = tmp_path / "r"
-    folder.mkdir()
-    workload = Workload("w-0", "stage-worker", Owner("RolloutJob", "default", "j", "u"))
-    save_record(folder, Submission("aa", workload, 0, datetime.now(UTC)))
-    assert [one.workload for one in load_records(folder)] == [workload]
-    document = json.loads((folder / "aa.json").read_text())
-    document["workload"]["sandbox"] = '{"cpu":1}'
-    (folder / "aa.json").write_text(json.dumps(document))
-    assert [one.workload for one in load_records(folder)] == [workload]
 
 
 async def test_the_token_of_a_job_stays_while_one_of_its_workers_does(
@@ -451,9 +393,7 @@ async def test_the_token_of_a_job_stays_while_one_of_its_workers_does(
 
 
 async def test_a_stop_is_remembered_by_the_next_bridge(bench: Bench) -> None:
-    await bench.turns()
-    bench.slurm.run(101)
-    await bench.turns()
+    await bench.until_running()
     (owner,) = bench.fleet.owners()
     (seen,) = bench.fleet.observed(owner)
     bench.fleet.stop(Stop(seen.name, 60.0))

@@ -12,7 +12,7 @@ from rollyard_crds import RolloutJob
 from rollyard_drivers.host.home import Home
 from rollyard_slurm import bridge
 from rollyard_slurm.bridge import batches
-from rollyard_slurm.errors import ProfileInvalid
+from rollyard_slurm.errors import BridgeError
 from rollyard_slurm.options import BridgeOptions, reconcile_profile
 from rollyard_slurm.profile import SiteProfile, load
 from rollyard_slurm.readers.job_identity import SlurmJobIdentity
@@ -400,5 +400,5 @@ def test_their_number_replaces_no_worker_that_runs(tmp_path: Path) -> None:
 
 
 def test_a_wrong_number_is_refused_by_its_name() -> None:
-    with pytest.raises(ProfileInvalid, match=r"workers\.ready"):
+    with pytest.raises(BridgeError, match=r"workers\.ready"):
         load(None, {"workers": {"ready": -1}})

@@ -17,7 +17,7 @@ import pytest
 from rollyard_slurm.bridge import rest_of, sample_job, scripts
 from rollyard_slurm.calls.command_line import environment
 from rollyard_slurm.calls.rest import RestCalls
-from rollyard_slurm.errors import ProfileInvalid, SlurmError, SlurmUnavailable, SubmitRefused
+from rollyard_slurm.errors import BridgeError, SlurmError, SlurmUnavailable, SubmitRefused
 from rollyard_slurm.options import BridgeOptions
 from rollyard_slurm.profile import RestProfile, SiteProfile, load
 from rollyard_slurm.readers import job_json
@@ -187,7 +187,7 @@ def test_fields_of_later_versions_have_types() -> None:
 def test_a_profile_that_cannot_be(tmp_path: Path, text: str, words: str) -> None:
     path = tmp_path / "p.yaml"
     path.write_text(text)
-    with pytest.raises(ProfileInvalid, match=words):
+    with pytest.raises(BridgeError, match=words):
         load(path)
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 from rollyard_drivers.reconcile.plan import Owner, Workload
-from rollyard_slurm.errors import ProfileInvalid
+from rollyard_slurm.errors import BridgeError
 from rollyard_slurm.node import command_for
 from rollyard_slurm.profile import SiteProfile, load
 from rollyard_slurm.readers.job_identity import SlurmJobIdentity
@@ -166,7 +166,7 @@ def test_the_comment_says_whose_it_is() -> None:
         ("workers: {memory: lots}", "workers.memory: "),
         ("timeLimit: soon", "timeLimit: must be MINUTES, HOURS:MINUTES:SECONDS or"),
         ("sbatch: [--comment=x]", "sbatch: --comment is set by the bridge"),
-        ("sbatch: [gpu]", "sbatch: 'gpu' is no option"),
+        ("sbatch: [gpu]", "sbatch: 'gpu' is not an option"),
         ("workers: {runDir: relative}", "workers.runDir: "),
         (
             "workers: {drainSeconds: 120}",
@@ -181,12 +181,12 @@ def test_the_comment_says_whose_it_is() -> None:
 def test_a_wrong_profile_names_the_field(tmp_path: Path, text: str, message: str) -> None:
     path = tmp_path / "profile.yaml"
     path.write_text(text)
-    with pytest.raises(ProfileInvalid, match=message):
+    with pytest.raises(BridgeError, match=message):
         load(path)
 
 
 def test_a_profile_that_is_not_there(tmp_path: Path) -> None:
-    with pytest.raises(ProfileInvalid, match="cannot be read: No such file"):
+    with pytest.raises(BridgeError, match="cannot be read: No such file"):
         load(tmp_path / "none.yaml")
 
 

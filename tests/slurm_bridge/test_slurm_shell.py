@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 from rollyard_drivers.reconcile.plan import Owner, Workload
-from rollyard_slurm.errors import ProfileInvalid, ScriptInvalid
+from rollyard_slurm.errors import BridgeError, SlurmError
 from rollyard_slurm.profile import SiteProfile, load
 from rollyard_slurm.readers.job_identity import SlurmJobIdentity
 from rollyard_slurm.scripts.batch import batch_script
@@ -80,7 +80,7 @@ def test_each_word_arrives_as_it_is(tmp_path: Path, words: list[str], comment: s
                 Code('"${program[@]}"'),
             ]
         )
-    except ScriptInvalid:
+    except SlurmError:
         assert any("\0" in word or word.encode(errors="ignore").decode() != word for word in words)
         return
     done = bash(tmp_path, lines)
@@ -98,7 +98,7 @@ def test_a_variable_is_set_or_refused(tmp_path: Path, name: str, value: str) -> 
     plain = name.isascii() and name.isidentifier()
     try:
         lines = render([Export(name, value), Code(shlex.join([sys.executable, "-c", SHOW]))])
-    except ScriptInvalid:
+    except SlurmError:
         assert not plain or "\0" in value or value.encode(errors="ignore").decode() != value
         return
     assert plain
@@ -116,7 +116,7 @@ def test_a_variable_is_set_or_refused(tmp_path: Path, name: str, value: str) -> 
 def test_an_option_is_one_option_or_refused(value: str) -> None:
     try:
         (line,) = render([Directive("constraint", value)])
-    except ScriptInvalid:
+    except SlurmError:
         assert not value.isprintable()
         return
     assert asked_of_sbatch(f"#!/bin/bash\n{line}\n") == [f"--constraint={value}"]
@@ -124,7 +124,7 @@ def test_an_option_is_one_option_or_refused(value: str) -> None:
 
 @pytest.mark.parametrize("name", ["--wrap", "a b", "x=y", "", "A"])
 def test_an_options_name_is_a_name(name: str) -> None:
-    with pytest.raises(ScriptInvalid, match="option"):
+    with pytest.raises(SlurmError, match="option"):
         render([Directive(name, "x")])
 
 
@@ -253,7 +253,7 @@ def test_whole_scripts(
     try:
         identity = SlurmJobIdentity.of(one, of.instance, "ffff", 0)
         made = batch_script(one, of, identity, nodes).text()
-    except ScriptInvalid:
+    except SlurmError:
         return
     assert all(character.isalnum() or character in "._/-" for character in called[1])
     assert SlurmJobIdentity.parse(identity.comment) == identity
@@ -325,7 +325,7 @@ def test_a_profiles_text_is_kept_or_refused_by_the_name_of_its_field(
     refused, found = "", None
     try:
         found = load(path).model_dump(by_alias=True)
-    except ProfileInvalid as error:
+    except BridgeError as error:
         refused = str(error).removeprefix(f"--profile {path}: ")
     if refused:
         assert refused.startswith(field.split(".")[0])
@@ -359,7 +359,7 @@ def test_a_profiles_variable_has_a_plain_name(name: str) -> None:
 def test_a_pools_variable_of_another_name_is_refused_by_name(name: str) -> None:
     one = workload("backend", "m", ((name, "x"),))
     of = Site(home=Path("/h"), instance="a", url="u", profile=SiteProfile())
-    with pytest.raises(ScriptInvalid, match="environment variable"):
+    with pytest.raises(SlurmError, match="environment variable"):
         batch_script(one, of, SlurmJobIdentity.of(one, "a", "f", 0))
 
 
@@ -392,5 +392,5 @@ def test_an_identity_that_a_comment_cannot_carry_is_refused() -> None:
     one = workload("backend", "m", ())
     for uid in ("a,instance=other", "a b", 'a"', "a\n"):
         wrong = replace(one, owner=Owner("BackendPool", "default", "p", uid))
-        with pytest.raises(ScriptInvalid, match="uid"):
+        with pytest.raises(SlurmError, match="uid"):
             SlurmJobIdentity.of(wrong, "a", "f", 0)

@@ -22,9 +22,10 @@ from rollyard_crds.task import Task, TaskSandbox
 from rollyard_tasks.file_rows import json_row, line_rows
 from rollyard_tasks.formats.harbor import HarborFormat, folder_rows
 from rollyard_tasks.formats.interface import Row, RowRefused
-from rollyard_tasks.harbor.archive import FolderRefused, pack, read_folder, unpack
+from rollyard_tasks.harbor.archive import pack, read_folder, unpack
 from rollyard_tasks.harbor.plan import HarborPlan, harbor_plan
 from rollyard_tasks.harbor.table import HarborRefused
+from rollyard_tasks.row_texts import FileRefused
 from rollyard_tasks.task_list import TaskLines, TaskListError
 
 FILES = {"task.toml": "", "instruction.md": "Do it.", "tests/test.sh": "true"}
@@ -475,7 +476,7 @@ def test_a_link_to_a_task_folder_is_not_followed(tmp_path: Path) -> None:
     (tmp_path / "set").mkdir()
     (tmp_path / "set/link").symlink_to(tmp_path / "outside")
     assert list(folder_rows(tmp_path / "set")) == []
-    with pytest.raises(FolderRefused):
+    with pytest.raises(FileRefused):
         read_folder(tmp_path / "set/link")
 
 
@@ -501,7 +502,7 @@ BOMB = base64.b64encode(gzip.compress(bytes(16 << 20), 1)).decode()
     ],
 )
 def test_hostile_archives(text: str, words: str) -> None:
-    with pytest.raises(FolderRefused, match=words):
+    with pytest.raises(FileRefused, match=words):
         unpack(text)
 
 

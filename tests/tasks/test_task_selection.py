@@ -83,11 +83,6 @@ def test_ids_that_have_no_room_for_an_epoch(name: str, problem: str) -> None:
         parse_lines([line], TaskSource(url="x", epochs=2))
 
 
-def test_epochs_of_a_long_list() -> None:
-    with pytest.raises(TaskListError, match="more than 1000000 tasks"):
-        ids(1001, epochs=1000)
-
-
 @pytest.mark.parametrize(
     "source",
     [{"stream": True, "limit": 3}, {"stream": True, "format": "verl"},

@@ -39,10 +39,7 @@ def traced_vllm(
         vllm_model,
         0,
         arguments=("--otlp-traces-endpoint", f"{receiver.url}/v1/traces"),
-        environment={
-            "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/protobuf",
-            "OTEL_BSP_SCHEDULE_DELAY": "200",
-        },
+        environment={"OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/protobuf", "OTEL_BSP_SCHEDULE_DELAY": "200"},
     )
     yield server
     server.stop()

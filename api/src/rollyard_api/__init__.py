@@ -1,1 +1,1 @@
-"""The control plane consists of the REST server, store, stage queues with leases, and backend router."""
+"""The control plane: REST server, store, stage queues with leases, and backend router."""

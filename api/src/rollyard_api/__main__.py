@@ -5,15 +5,15 @@ from __future__ import annotations
 import gc
 import sys
 
-# The imports make many objects and hardly any garbage, and the searches for it take a seventh of their time.
-# A process that stands ready has switched them off for longer.
+# The imports make many objects and hardly any garbage, and searching for it takes a seventh of their time. A
+# ready process has switched the searches off for longer.
 _collecting = gc.isenabled()
 gc.disable()
 try:
     from rollyard_api.command import main
-    from rollyard_api.program import run  # A process that stands ready has imported all of it.
+    from rollyard_api.program import run  # A ready process has imported all of it.
 finally:
-    # What they made stays until the end, so no collection needs to look at it, not even the first one.
+    # What the imports made stays until the end, so no collection needs to look at it.
     gc.freeze()
     if _collecting:
         gc.enable()

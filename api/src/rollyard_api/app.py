@@ -1,4 +1,4 @@
-"""The ASGI application puts a gate for tokens, limits and problems around the routes."""
+"""The ASGI application: a gate for tokens, limits and problems around the routes."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ from rollyard_api.settings import Settings
 class Gate:
     """The outermost layer checks the token and the size of the body, and measures the latency of each call.
 
-    It calls the routes of workers by itself. All others are called by FastAPI, whose layers take longer than
+    It calls the routes of workers itself. All others are called by FastAPI, whose layers take longer than
     many answers.
     """
 
@@ -89,7 +89,7 @@ class Gate:
                 raise TooLarge(f"the body of {scope['method']} {scope['path']} may have {most} bytes")
             body.most = most
             direct = _DIRECT.get((scope["method"], scope["path"]))
-            if direct is None or scope["query_string"]:  # These routes have no query, and do not check one.
+            if direct is None or scope["query_string"]:  # These routes have no query, and check none.
                 await self.app(scope, body, answering)
                 return
             scope["route"] = direct
@@ -225,7 +225,7 @@ async def metrics(plane: Plane) -> Response:
     return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
-# In this order the OpenAPI document lists them.
+# The OpenAPI document lists them in this order.
 _ROUTERS: Final = [
     stage_workers.router,
     stage_workers.of_claims,
@@ -248,8 +248,8 @@ _DIRECT: Final = {
     if isinstance(route, APIRoute) and list(signature(route.endpoint).parameters) == ["request"]
     for method in sorted(route.methods or ())
 }
-"""The routes that workers call for each rollout. They read requests and refuse them by themselves, so nothing
-between here and them has anything to do, and finding them otherwise takes longer than many answers."""
+"""The routes that workers call for each rollout. They read and refuse requests themselves, so nothing in
+between has anything to do, and finding them otherwise takes longer than many answers."""
 
 
 def build(settings: Settings, *, prorl: ProrlListener | None = None) -> FastAPI:
@@ -275,7 +275,7 @@ def build(settings: Settings, *, prorl: ProrlListener | None = None) -> FastAPI:
             yield
 
     app = Application(
-        # Newer releases of FastAPI can send spans, measurements and errors of requests by themselves, with
+        # Newer releases of FastAPI can send spans, measurements and errors of requests on their own, with
         # what was wrong in a body. The variables that choose Rollyard's receiver would turn that on.
         telemetry={
             "tracing": False,

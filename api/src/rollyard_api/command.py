@@ -24,8 +24,8 @@ EXIT_USAGE: Final = 2
 def command(config: Path | None, **arguments: Any) -> int:
     """Run a control plane of your own, without workers and backends.
 
-    Each option is also a variable, as ROLLYARD_CONTROL_PLANE_LEASE_SECONDS, and a line of the file
-    of --config.
+    Each option is also a variable, such as ROLLYARD_CONTROL_PLANE_LEASE_SECONDS, and a line of the file of
+    --config.
     """
     try:
         options = load(ControlPlaneOptions, on_command_line(arguments), config, NAME)

@@ -1,4 +1,4 @@
-"""Prometheus counters are fed after each commit, and gauges are read from the database at each scrape."""
+"""Prometheus counters, which are fed after each commit, and gauges, which are read at each scrape."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _HISTOGRAMS: dict[str, tuple[str, tuple[str, ...], tuple[float, ...]]] = {
     "reward": ("Rewards", ("namespace", "job"), _REWARDS),
     "http_request_seconds": ("HTTP latency, long polls included", ("method", "route", "status"), _LATENCY),
 }
-"""The same of each histogram, with the bounds of its buckets."""
+"""The same for each histogram, with the bounds of its buckets."""
 
 
 class _Collector:
@@ -98,7 +98,7 @@ class Metrics:
                 (histogram.labels(*labels) if labels else histogram).observe(value)
 
     def render(self, conn: Connection) -> bytes:
-        """Return the exposition text. This blocks and is therefore to be called in a reader."""
+        """Return the exposition text. This blocks, so call it in a reader."""
         scrape = CollectorRegistry()
         scrape.register(_Collector(partial(_gauges, conn)))
         return generate_latest(self.registry) + generate_latest(scrape)

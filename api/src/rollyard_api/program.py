@@ -1,4 +1,4 @@
-"""The process of the control plane: what its options become, its server and how it ends."""
+"""The process of the control plane: from its options to its server, and how it ends."""
 
 from __future__ import annotations
 
@@ -76,11 +76,11 @@ class ControlPlaneServer(uvicorn.Server):
 
 
 GARBAGE_THRESHOLD: Final = 10_000
-"""The number of new objects after which the young ones are searched for cycles."""
+"""The number of new objects after which the youngest are searched for cycles."""
 
 
 def open_many_files() -> None:
-    """Raise the limit of open files to the permitted maximum, because each long poll is a connection."""
+    """Raise the limit on open files to the permitted maximum, because each long poll is a connection."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
@@ -91,7 +91,7 @@ def return_large_blocks() -> None:
     By default, it keeps tens of megabytes of them for each thread once the first has been freed. Rows of task
     files, for example, may be this large.
     """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # Only the GNU C library has it.
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # Only the GNU C library has this call.
     if mallopt is not None:
         mallopt(_M_MMAP_THRESHOLD, LARGE_BLOCK_BYTES)
 
@@ -139,7 +139,7 @@ def _refused(problem: Exception | str) -> int:
 
 
 def tls_problem(certificate: Path | None, key: Path | None) -> str | None:
-    """Return why HTTPS cannot be served with this certificate and key, or None if it can, or if both lack."""
+    """Return why HTTPS cannot be served with these files, or None if it can or neither is given."""
     if certificate is None or key is None:
         alone = certificate is not None or key is not None
         return "--tls-cert and --tls-key belong together: give both or none" if alone else None
@@ -187,7 +187,7 @@ def serve(settings: Settings, sock: socket.socket, prorl: ProrlListener | None) 
     # would wait that long for each return while requests are being parsed.
     sys.setswitchinterval(0.0005)
     return_large_blocks()
-    # Requests make few cycles. To look for them at the default threshold of 700 took a tenth of the time.
+    # Requests make few cycles. Looking for them at the default threshold of 700 took a tenth of the time.
     gc.set_threshold(GARBAGE_THRESHOLD)
     server = ControlPlaneServer(app, config, settings.port_file, sock)
     # uvicorn itself exits if the start fails. The reason is printed below.

@@ -1,4 +1,4 @@
-"""The control plane is one object with database, bus, events, metrics, archive and background work."""
+"""The control plane: one object with database, bus, events, metrics, archive and background work."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ from rollyard_api.weights import checkpoints
 from rollyard_api.weights.coordinator import Coordinator
 
 HEARD_SECONDS: Final = 5.0
-"""The time between two writes that a worker is still heard, in seconds."""
+"""The time between two records that a worker is still heard from, in seconds."""
 NODE_SECONDS: Final = 60.0
 """The time in seconds without a request of any worker of a node after which the node's sandboxes have ended
 by themselves."""
@@ -62,12 +62,12 @@ _ENDS: Final = frozenset(state.status for state in ENDED)
 
 
 class ViewObjects:
-    """What is kept in memory for those who look.
+    """What is kept in memory for people who watch.
 
     Args:
         database: The database.
         disk: The threads in which folders of models are read.
-        fleet_seconds: The age up to which one read of the fleet is given to all.
+        fleet_seconds: The age up to which one read of the fleet serves all requests.
     """
 
     def __init__(self, database: Database, disk: Bulkhead, fleet_seconds: float) -> None:
@@ -75,7 +75,7 @@ class ViewObjects:
         self.feed = FleetFeed(self.fleet, database)
         self.folding = Folding(database)
         self.record_threads = Bulkhead("reading of records", threads=2, waiting=256, seconds=RECORD_SECONDS)
-        """The threads in which records are parsed for those who look at a piece of one."""
+        """The threads in which records are parsed for people who view a piece of one."""
         self.kept_records = KeptRecords()
         self.token_texts = TokenTexts(disk)
         self.watching = Watching(alone=database.sqlite)
@@ -98,7 +98,7 @@ SERVICE: Final = "rollyard-control-plane"
 DISK_SECONDS: Final = 30.0
 PARSE_SECONDS: Final = 60.0
 LOOKS: Final = 4
-"""The number of simultaneous looks at the database for long polls of one namespace."""
+"""The largest number of simultaneous looks at the database for long polls of one namespace."""
 GRANTS: Final = 16
 """The number of lease requests of one namespace that wait for the database's writer at the same time."""
 REWARD_CALLS: Final = 64
@@ -109,7 +109,7 @@ FLUSH_SECONDS: Final = 1.0
 """The time between two looks at the results that wait for the trajectory store, in seconds. Each part costs
 about as much as ten results, and results that wait are delivered from the database."""
 BACKLOG: Final = 64
-"""The number of results that wait after a round of storing and make the next round follow at once."""
+"""If at least this many results wait after a round of storing, the next round follows at once."""
 FLUSH_RETRY_SECONDS: Final = 2.0
 
 
@@ -330,8 +330,9 @@ async def running(settings: Settings) -> AsyncIterator[ControlPlane]:
 
     Raises:
         OptionInvalid: The token file cannot be used.
-        StateRefused: Another process serves this state folder, or this version does not know the database's.
-        TraceLibrariesMissing: Traces are asked for, and the extra `traces` is not installed.
+        ControlPlaneError: Another process serves this state folder, or this version does not know the
+            database's.
+        TraceOptionError: Traces are asked for, and the extra `traces` is not installed.
         sqlalchemy.exc.OperationalError: The database cannot be opened.
     """
     settings.state_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -374,7 +375,7 @@ async def running(settings: Settings) -> AsyncIterator[ControlPlane]:
 def _background(plane: ControlPlane) -> list[tuple[float, float, str, Callable[[], Awaitable[None]]]]:
     """Return the background work: seconds between two rounds, seconds before a retry, name and function."""
     settings = plane.settings
-    # A server that is not ready may delay its check by its first request. The check of the others does not
+    # The first request to a server that is not ready may delay its check. The checks of the others do not
     # wait for it.
     serving = partial(plane.check_health, ready=True)
     starting = partial(plane.check_health, ready=False)

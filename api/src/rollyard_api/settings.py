@@ -1,4 +1,4 @@
-"""The settings of one control plane process: its options, and what is no option."""
+"""The settings of one control plane process: its options, and what is not an option."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rollyard_api.weights.coordinator import UpdateLimits
 
 
 class Settings(ControlPlaneOptions):
-    """The options of one process, and beside them the limits and intervals that no installer chooses."""
+    """The options of one process, and the limits and intervals that no installer chooses."""
 
     tokens_seconds: float = 1.0
     """The time between two reads of the token file, in seconds."""
@@ -36,10 +36,10 @@ class Settings(ControlPlaneOptions):
     """The time between two writes of the measured speeds of backends, in seconds. Without new measurements
     nothing is written. It is short because a pool's first job may last only a few seconds."""
     fleet_seconds: float = 1.0
-    """The age in seconds up to which one read of the fleet is given to all who look at it."""
+    """The age in seconds up to which one read of the fleet serves all requests."""
     folding_seconds: float = 1.0
     """The time in seconds between two rounds in which ended rollouts are folded into statistics, the workers
-    that were heard are written, and followers of the fleet get what has changed."""
+    that were heard from are written, and followers of the fleet get what has changed."""
     weights_seconds: float = 0.3
     """The time between two searches for backends whose weights are not the intended ones, in seconds."""
     weight_limits: UpdateLimits = Field(default_factory=UpdateLimits)
@@ -47,9 +47,9 @@ class Settings(ControlPlaneOptions):
     recheck_seconds: float = 1.0
     """The longest sleep of a long poll, in seconds, where another replica may have made the change."""
     traces: TraceOptions = Field(default_factory=TraceOptions)
-    """The receiver of traces, and which rollouts are traced. By default none is."""
+    """The receiver of traces, and which rollouts are traced; by default, none."""
     traces_asked: bool = False
-    """Whether an option asks for traces, and not only a variable that may be meant for other programs."""
+    """Whether an option asks for traces, and not just a variable that may be meant for other programs."""
     page_folder: Path = Path(__file__).parent / "page"
     """The folder with the page's index.html and its assets."""
 

@@ -13,7 +13,7 @@ __all__ = ["AsyncClient", "Client", "__version__"]
 
 
 def __getattr__(name: str) -> Any:
-    # These are imported on their first use, because `rollyard --help` must not import an HTTP client.
+    # These are imported at first use, because `rollyard --help` must not import an HTTP client.
     if name == "__version__":
         from rollyard_process.version import installed_version
 

@@ -55,7 +55,7 @@ class KubectlRefused(CliError):
 
 
 def _problem(message: str) -> CliError:
-    """Return the error of a cluster, or of rights in it, that do not suffice. The message says what to do."""
+    """Return the error for a cluster or rights in it that do not suffice. The message says what to do."""
     return CliError(message, reason="ClusterProblem")
 
 
@@ -294,7 +294,7 @@ class Tunnel:
         with self._lock:
             if self._closing.is_set():
                 return None
-            # The session of its own keeps Ctrl-C away from kubectl. The launcher ends it with this process.
+            # Its own session keeps Ctrl-C away from kubectl. The launcher ends it with this process.
             self._process = subprocess.Popen(
                 [sys.executable, "-IS", str(launcher.__file__), str(os.getpid()), *command],
                 stdin=subprocess.DEVNULL,

@@ -1,4 +1,4 @@
-"""The connection of commands to a control plane: the choice of the server, and errors as one line."""
+"""The connection of commands to a control plane: the choice of the server, and errors of one line."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ KUBERNETES: Final = "kubernetes://"
 
 
 class Server(NamedTuple):
-    """What a command's options say of the server and the namespace: the arguments of `connect`."""
+    """What a command's options say about the server and the namespace: the arguments of `connect`."""
 
     url: str | None
     home: Path | None
@@ -120,7 +120,7 @@ def connection(url: str | None, home: Path | None, namespace: str) -> Iterator[O
 
 @contextlib.contextmanager
 def _elsewhere(url: str | None, home: Path | None, env: dict[str, str]) -> Iterator[tuple[Context, bool]]:
-    """Yield the context of a URL or of the file that `rollyard up` writes, and whether it is a tunnel's.
+    """Yield the context of a URL or of the file that `rollyard up` writes, and whether it uses a tunnel.
 
     If nothing names a server, the kubeconfig is used.
     """

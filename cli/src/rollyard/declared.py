@@ -1,4 +1,4 @@
-"""The options of commands that run drivers: where their values come from, and those of traces and logs."""
+"""The options of commands that run drivers: the sources of the values, and options of traces and logs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def load_options(model: type[T], values: Mapping[str, Any], config: Path | None,
 
     Args:
         model: The declaration of the options.
-        values: The command's parameters. Those that are no field of the model are ignored.
+        values: The command's parameters. Those that are not fields of the model are ignored.
         config: The file that `--config` names, or None.
         program: The command, for messages.
 
@@ -39,7 +39,7 @@ def load_options(model: type[T], values: Mapping[str, Any], config: Path | None,
 
 
 def speaker(text: Callable[[str], None], logger: str) -> Callable[[str], None]:
-    """Return what a driver reports its messages with: `text`, or the log if its lines are to be JSON.
+    """Return the function by which a driver reports messages: `text`, or the log if its lines are JSON.
 
     In the latter case, this also sends all log records of this process to standard error.
     """

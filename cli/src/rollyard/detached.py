@@ -1,4 +1,4 @@
-"""The start of Rollyard's programs in the background, which waits until they are ready."""
+"""The start of Rollyard's programs in the background, and the wait until they are ready."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from rollyard.errors import StartFailed
 T = TypeVar("T")
 LOOK_SECONDS: Final = 0.05
 END_SECONDS: Final = 30.0
-"""The time in seconds that a program has to end before its failure is reported. It ends by itself later."""
+"""The time in seconds that a program has to end before its failure is reported. It may end later by
+itself."""
 
 
 def start(arguments: Sequence[str], log: Path, ready: Callable[[int], str], seconds: float) -> str:
@@ -63,7 +64,7 @@ def wait_ready(
     seconds: float,
     begin: int = 0,
 ) -> T:
-    """Wait until a program in the background is ready, and return what `ready` says then.
+    """Wait until a program in the background is ready, and return what `ready` then returns.
 
     Args:
         process: The program.

@@ -74,7 +74,7 @@ with open(sys.argv[1], "r+b") as file:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One line of `rollyard doctor`. `optional` means that it is absent and that only some uses need it."""
+    """One line of `rollyard doctor`. `optional` means that it is missing, and that only some uses need it."""
 
     name: str
     verdict: Verdict
@@ -130,7 +130,7 @@ def check_containers(on_slurm: bool) -> list[Finding]:
 
 
 def check_installation() -> Finding:
-    """Check that the packages which `rollyard up` and the quickstart need are installed."""
+    """Check that the packages that `rollyard up` and the quickstart need are installed."""
     absent = missing("api", "worker", "sandbox")
     if not absent:
         return Finding("installation", "ok", "control plane, workers and sandboxes")
@@ -322,12 +322,12 @@ def slurm_checks() -> Iterator[Finding]:
 
 def check_slurmrestd(profile: Path | None, sockets: Iterable[Path] = SOCKETS) -> Finding | None:
     """Check that slurmrestd answers. Return None if no profile names one and no socket of it exists."""
-    from rollyard_slurm.errors import ProfileInvalid
+    from rollyard_slurm.errors import BridgeError
     from rollyard_slurm.profile import RestProfile, load
 
     try:
         rest = load(profile).rest if profile is not None else None
-    except ProfileInvalid as error:
+    except BridgeError as error:
         return Finding("slurm profile", "missing", str(error))
     if rest is not None:
         return _check_server(rest, needed=True)
@@ -358,7 +358,7 @@ def _check_server(rest: RestProfile, needed: bool) -> Finding:
 
 @dataclass(frozen=True, slots=True)
 class MountPoint:
-    """The mount point of a path, with the kind of the file system and its options."""
+    """The mount point of a path, with the type of the file system and its options."""
 
     point: str
     kind: str
@@ -522,7 +522,7 @@ def check_clocks(
     synchronised: Callable[[], bool | None] = is_synchronised,
     offset: Callable[[Path], float | None] = storage_offset,
 ) -> Finding:
-    """Check the clock by the kernel's state and by the time stamps of a folder's file server."""
+    """Check the clock by the kernel's state and by the timestamps of a folder's file server."""
     name = "clock"
     ahead = offset(folder)
     if ahead is not None and abs(ahead) > FAR_SECONDS:
@@ -556,7 +556,7 @@ def examine(run_dir: Path, profile: Path | None = None) -> Iterator[Finding]:
     contained = on_slurm and all(finding.verdict != "missing" for finding in rootless)
     for finding in check_sandboxes(run_dir):
         if finding.name == "user namespaces" and finding.verdict == "ok":
-            continue  # The check of containers reports them below, where it tries them without bubblewrap.
+            continue  # The check of containers below reports them, where it tries them without bubblewrap.
         if contained and finding.name == "bubblewrap" and finding.verdict == "missing":
             finding = replace(finding, verdict="optional", advice="Apptainer serves instead")
         yield finding

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from rollyard_drivers.host.errors import CannotStart, HomeInUse, HomeUnusable, HostError, StartFailed
+from rollyard_drivers.host.errors import CannotStart, HostError, StartFailed
 
 __all__ = [
     "CannotStart",
     "CliError",
-    "HomeInUse",
-    "HomeUnusable",
     "InvalidInput",
     "LookupFailed",
     "StartFailed",
@@ -17,16 +15,7 @@ __all__ = [
 
 
 class CliError(HostError):
-    """An error that ends the command with exit status 1 and one line.
-
-    Args:
-        message: The line.
-        reason: The stable name of the error's kind, if that is not the one of the class.
-    """
-
-    def __init__(self, message: str, *, reason: str | None = None) -> None:
-        super().__init__(message)
-        self.reason = reason or self.reason
+    """An error that ends the command with exit status 1 and one line."""
 
 
 class UsageProblem(CliError):
@@ -36,7 +25,7 @@ class UsageProblem(CliError):
 
 
 class LookupFailed(CliError):
-    """Raised if there is no object or file of that name."""
+    """Raised if there is no object or file with that name."""
 
     reason = "NotFound"
 

@@ -37,8 +37,8 @@ def needed_images(folder: Path, bases: Mapping[str, str], say: Say) -> list[Need
 
     Args:
         folder: A folder with a Dockerfile, or one of task folders.
-        bases: What is taken in place of images that Dockerfiles name.
-        say: Called with each problem, of all Dockerfiles but the last one with a problem.
+        bases: What is used instead of images that Dockerfiles name.
+        say: Called with each problem, except those of the last Dockerfile with a problem.
 
     Raises:
         InvalidInput: A Dockerfile cannot be translated, or there is none.
@@ -68,7 +68,7 @@ def needed_images(folder: Path, bases: Mapping[str, str], say: Say) -> list[Need
 
 
 def definition_of(image: Image) -> str:
-    """Return the definition file of a Dockerfile's image, as it is over an image that has been fetched."""
+    """Return the definition file of a Dockerfile's image, as built over an image that has been fetched."""
     assert image.recipe is not None
     assert image.base is not None
     base = image.base
@@ -118,7 +118,7 @@ async def build_one(image: NeededImage, out: Path, program: str | None, timeout:
             say(f"{', '.join(image.names)}: is there: {out}")
             return
     except (OSError, ValueError, LookupError, TypeError):
-        pass  # The file is another one, so it is replaced.
+        pass  # It is another file, so it is replaced.
     out.parent.mkdir(parents=True, exist_ok=True)
     work = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))
     try:

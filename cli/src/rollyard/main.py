@@ -1,6 +1,6 @@
 """The `rollyard` command.
 
-This module holds the names of the commands and their one-line helps. The rest is imported when it is called.
+This module holds the names of the commands and their one-line help. The rest is imported when it is called.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from rollyard.errors import UsageProblem
 COMMANDS: Final[dict[str, tuple[str, str]]] = {
     "up": ("up:up", "Start control plane, workers and a backend on this machine"),
     "down": ("local:down", "Stop what `rollyard up` started"),
-    "doctor": ("local:doctor", "What works on this machine, and what to do about the rest"),
+    "doctor": ("local:doctor", "Show what works on this machine, and what to do about the rest"),
     "submit": ("resources:submit", "Submit a job or a backend pool from a manifest"),
     "get": ("resources:get", "List jobs (rj) or backend pools (bp), or show one"),
-    "describe": ("resources:describe", "Everything about one job or pool, for people"),
+    "describe": ("resources:describe", "Show everything about one job or pool"),
     "scale": ("resources:scale", "Change the number of a pool's backends"),
     "watch": ("resources:watch", "Follow a job's progress until it ends"),
     "trajectories": (
@@ -55,7 +55,7 @@ COMMANDS: Final[dict[str, tuple[str, str]]] = {
     ),
     "version": ("local:version", "Print the version"),
 }
-"""Where each command is, below `rollyard.commands` or with its whole name, and its one-line help."""
+"""Where each command is (below `rollyard.commands`, or with its full name), and its one-line help."""
 
 
 def _bare_kubernetes(words: list[str]) -> list[str]:
@@ -75,7 +75,7 @@ class LazyGroup(click.Group):
         return list(COMMANDS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """Import and return a command, or None if there is none of this name."""
+        """Import and return a command, or None if there is none with this name."""
         if cmd_name not in COMMANDS:
             return None
         where = COMMANDS[cmd_name][0]
@@ -91,7 +91,7 @@ class LazyGroup(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Resolve a command, and suggest similar names if there is none of this name."""
+        """Resolve a command, and suggest similar names if there is none with this name."""
         if args and args[0] not in COMMANDS and not args[0].startswith("-"):
             import difflib
 
@@ -119,7 +119,7 @@ def cli() -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command and return its exit status.
 
-    The status is 0 for success, 1 with one line of error, 2 for wrong usage, 130 on Ctrl-C, and 141 if the
+    The status is 0 for success, 1 with a one-line error, 2 for wrong usage, 130 on Ctrl-C, and 141 if the
     reader of a pipe has ended.
     """
     arguments: Any = list(argv) if argv is not None else None
@@ -154,7 +154,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         terminal.echo(f"rollyard: {problem}", err=True)
         return 2
     except OSError as error:
-        # The user can repair a file or folder that cannot be read or written, or a full disk.
+        # The user can fix a file or folder that cannot be read or written, or a full disk.
         if error.filename is None:
             raise
         click.echo(f"rollyard: {error.filename}: {error.strerror or error}", err=True)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from rollyard.connection import OpenConnection
 
 EVERYWHERE: Final = {"0.0.0.0": "127.0.0.1", "[::]": "[::1]", "::": "[::1]"}
-"""What stands in a link for the address of a listener on all addresses of this machine."""
+"""What a link has instead of the address of a listener on all addresses of this machine."""
 FILE_NAME: Final = "open.html"
 _DOCUMENT: Final = """<!doctype html>
 <meta charset="utf-8">
@@ -81,7 +81,7 @@ def job_link(opened: OpenConnection, namespace: str, job: str, rollout: str = ""
 
 
 def link_if_any(opened: OpenConnection, namespace: str, job: str) -> str:
-    """Return the link of a job, or what to do for one, or "" if this caller has no page."""
+    """Return the link of a job, or how to get one, or "" if this caller cannot use the page."""
     from rollyard_client.errors import Unauthorized
 
     try:
@@ -93,14 +93,14 @@ def link_if_any(opened: OpenConnection, namespace: str, job: str) -> str:
 
 
 def rollout_id(client: Client, job: str, name: str, namespace: str) -> str:
-    """Return the id of a rollout that is named by its id, the end of it, or the id of its only task.
+    """Return the id of a rollout that is named by its id, the end of its id, or the id of its task.
 
     Raises:
         LookupFailed: There is no such rollout, or there are several.
     """
     from rollyard_client.errors import Conflict, NotFound
 
-    # A whole id is found by one call, and a part of one by reading the list of all rollouts.
+    # A whole id needs one call, and a part of one needs the list of all rollouts.
     try:
         return client.trajectory(job, name, namespace).id
     except Conflict:
@@ -130,7 +130,7 @@ def open_in_browser(link: str, folder: Path) -> bool:
     """Open a link in the user's browser, and return whether one was started.
 
     The command line of a process is visible to all users of a machine, so the browser is given a file that
-    only this user can read, and the file leads to the link. The next call replaces the file, whose code has
+    only this user can read, and the file leads to the link. The next call replaces the file, whose code
     expired long before.
 
     Args:

@@ -43,5 +43,5 @@ def console(**options: Any) -> Console:
                 text, style, control = segment
                 yield segment if control else Segment(lines(text), style)
 
-    # What looks like markup is text of a policy, a task or a person.
+    # What looks like markup is text from a policy, a task or a person.
     return Terminal(highlight=False, markup=False, emoji=False, **options)

@@ -59,7 +59,7 @@ class Call(Generic[T]):
     query: Mapping[str, Any] = field(default_factory=dict)
     body: bytes | None = None
     upload: File | None = None
-    """A file that is read while it is sent, each time that the call is. It takes the place of `body`."""
+    """A file that is sent instead of `body`. It is read again each time that the call is sent."""
     content_type: str = JSON
     accept: str = JSON
     wait: float = 0.0
@@ -133,10 +133,10 @@ def ready() -> Call[None]:
 
 
 def check(answer: httpx.Response) -> httpx.Response:
-    """Return the answer if it is a success.
+    """Return the answer if the call succeeded.
 
     Raises:
-        RollyardError: The answer is not a success. The subclass depends on its status and reason.
+        RollyardError: The call failed. The subclass depends on status and reason.
     """
     if answer.is_success:
         return answer

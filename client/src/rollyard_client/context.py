@@ -43,7 +43,7 @@ def context_path(env: Mapping[str, str]) -> Path:
 def read_token(path: Path, role: str = "admin") -> str:
     """Return the token that a file holds.
 
-    The file is a tokens.json, whose entry for `role` is returned, or it holds just the token.
+    The file is a tokens.json, whose entry for `role` is returned, or holds just the token.
 
     Raises:
         ContextError: The file cannot be read, or it holds no such token.
@@ -108,10 +108,10 @@ def resolve(
 
 
 def verify(context: Context) -> ssl.SSLContext:
-    """Return what checks the server's certificate, by default with the usual public authorities.
+    """Return the context that checks the server's certificate, by default with the usual public authorities.
 
     Raises:
-        ContextError: The file that the environment names for this cannot be used.
+        ContextError: The file that the environment names cannot be used.
     """
     if context.tls is not None:
         return context.tls

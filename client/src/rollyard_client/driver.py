@@ -27,7 +27,7 @@ R = TypeVar("R", bound=Record)
 CLAIMS: Final = "/v1/claims"
 WORKERS: Final = "/v1/workers"
 REGISTER_SECONDS: Final = 120.0
-"""The seconds beyond the usual timeout in which the server reads and stores the tasks of a job."""
+"""The seconds beyond the usual timeout that the server may take to read and store the tasks of a job."""
 
 
 def _parser(record: type[R]) -> Callable[[httpx.Response], R]:
@@ -107,13 +107,13 @@ class DriverClient:
             skipped: The rows of the ConfigMap that were left out.
 
         Raises:
-            Conflict: There is another job of this name (`AlreadyExists`).
+            Conflict: There is another job with this name (`AlreadyExists`).
             Invalid: A field is refused, or the ConfigMap's tasks are needed and were not given.
         """
         return await self._transport.send(jobs.register_job(job, tasks, skipped, REGISTER_SECONDS))
 
     async def register_pool(self, pool: BackendPool) -> BackendPool:
-        """Create a pool, or update its spec, labels and annotations. It raises what `register_job` raises."""
+        """Create a pool, or update its spec, labels and annotations. Raises the same as `register_job`."""
         return await self._transport.send(pools.register_pool(pool))
 
     async def delete_job(self, namespace: str, name: str) -> None:
@@ -138,7 +138,7 @@ class DriverClient:
     async def put_claim_status(self, claim: str, status: ClaimStatus) -> Claim | None:
         """Report a claim as Bound, Failed or Removed, and return its present state, or None after `Removed`.
 
-        A report that comes too late changes nothing, so callers look at the state that is returned.
+        A report that comes too late changes nothing, so callers must check the state that is returned.
 
         Raises:
             NotFound: The claim is gone, and the report is not `Removed`.
@@ -157,7 +157,7 @@ class DriverClient:
         return await self._transport.send(Call("POST", f"{WORKERS}/died", _parser(WorkerDeath), body=body))
 
     async def offer(self, offered: AssignmentOffer) -> AssignmentOffered:
-        """Offer a job to a worker that stands ready. A repeat of the offer changes nothing.
+        """Offer a job to a ready worker. Repeating the offer changes nothing.
 
         Raises:
             NotFound: There is no such job.

@@ -10,7 +10,9 @@ class RollyardError(Exception):
     """The base class of the package's exceptions.
 
     Attributes:
-        reason: A stable word in CamelCase. It is the server's reason if the server gave one.
+        reason: A stable word in CamelCase. It is the server's reason if the server gave one, and
+            MissingLibrary if a library is needed that the light client does without. The message then names
+            the extra that has it.
         status: The HTTP status, or None if there was no answer.
         errors: One line for each wrong field, if the server named them.
         retry_after: The seconds after which the server asks to repeat the call, or None.
@@ -42,28 +44,18 @@ class NotFound(RollyardError):
 
 
 class Conflict(RollyardError):
-    """Raised if a job of this name has another spec, a stream is closed, or a lease is lost."""
+    """Raised if a job with this name has another spec, a stream is closed, or a lease is lost."""
 
     reason = "Conflict"
 
 
-class CursorGone(RollyardError):
-    """Raised if the cursor belongs to a job that was deleted, and another job has its name now.
-
-    Nothing of that other job was read. To read it, begin without a cursor.
-    """
-
-    reason = "CursorGone"
-
-
-class CursorBeyondEnd(Conflict):
-    """Raised if the cursor comes after more results than the job has, so it belongs to another job."""
-
-    reason = "CursorBeyondEnd"
-
-
 class JobReplaced(RollyardError):
-    """Raised if a job was deleted while a caller waited for it, and another job has its name now."""
+    """Raised if the job that the caller follows was deleted, and another job has its name now.
+
+    Nothing of that other job is returned. The reason is JobReplaced if this happened while the caller waited.
+    It is CursorGone if a cursor belongs to the deleted job, and CursorBeyondEnd if a cursor comes after more
+    results than the job has. To read the other job, begin without a cursor.
+    """
 
     reason = "JobReplaced"
 
@@ -99,7 +91,7 @@ class ServerUnavailable(RollyardError):
 
 
 class AnswerInvalid(RollyardError):
-    """Raised if an answer of the server has another form than its media type says."""
+    """Raised if an answer of the server does not have the form that its media type says."""
 
     reason = "AnswerInvalid"
 
@@ -111,7 +103,7 @@ class WaitTimeout(RollyardError):
 
 
 class ContextError(RollyardError):
-    """Raised if no address or token of a server was given, or if the context file cannot be read."""
+    """Raised if no address or token of a server was given, or the context file cannot be read."""
 
     reason = "NoContext"
 
@@ -120,12 +112,6 @@ class TokenizerDiffers(RollyardError):
     """Raised if a trainer's token ids mean something else than those of the pool that samples for it."""
 
     reason = "TokenizerDiffers"
-
-
-class MissingLibrary(RollyardError):
-    """Raised if a library is needed that the light client does without. The message names its extra."""
-
-    reason = "MissingLibrary"
 
 
 _BY_STATUS: Final[dict[int, type[RollyardError]]] = {
@@ -145,7 +131,8 @@ _BY_STATUS: Final[dict[int, type[RollyardError]]] = {
 
 
 _BY_REASON: Final[dict[str, type[RollyardError]]] = {
-    kind.reason: kind for kind in (CursorGone, CursorBeyondEnd)
+    "CursorGone": JobReplaced,
+    "CursorBeyondEnd": JobReplaced,
 }
 
 

@@ -44,7 +44,7 @@ def timed_out(job: RolloutJob, seconds: float) -> str:
 
 
 def awaited(job: RolloutJob) -> str:
-    """Return the end of a message about a job that takes too long: what the job itself says."""
+    """Return the end of a message about a job that takes too long: the job's own message."""
     return f"; it says: {job.status.message}" if job.status.message else ""
 
 

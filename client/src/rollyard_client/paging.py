@@ -51,7 +51,7 @@ class Cursor(Generic[T]):
     follow: bool
     cursor: str = ""
     done: bool = False
-    """Whether the last page was fetched. Results of it may still wait to be handed out."""
+    """Whether the last page was fetched. Some of its results may still wait to be handed out."""
     _after: str | None = None
     _waiting: deque[tuple[bytes, str]] = field(default_factory=deque)
 
@@ -70,13 +70,13 @@ class Cursor(Generic[T]):
         self._waiting.extend(zip(page.lines, page.cursors_after, strict=True))
         self._after = page.cursor
         if not self._waiting:
-            self.cursor = page.cursor  # The page may have passed over results that were not asked for.
+            self.cursor = page.cursor  # The page may have skipped results that were not asked for.
         self.done = page.finished or (not page.lines and not self.follow)
 
     def hand_out(self) -> T:
-        """Return the next result that waits, and move the cursor behind it.
+        """Return the next waiting result, and move the cursor past it.
 
-        A result that cannot be read stays the next one.
+        A result that cannot be read remains the next one.
         """
         line, cursor = self._waiting[0]
         item = self.parse(line)

@@ -10,7 +10,7 @@ from urllib.parse import quote, unquote
 
 SCHEME: Final = "http+unix://"
 LONGEST_PATH: Final = 107
-"""The greatest length of a socket's path in bytes, which sockaddr_un sets."""
+"""The largest length of a socket's path in bytes, as set by sockaddr_un."""
 
 
 def socket_url(path: str) -> str:
@@ -19,10 +19,10 @@ def socket_url(path: str) -> str:
 
 
 def socket_of(url: str) -> str | None:
-    """Return the path of the socket, or None if the URL is of another kind."""
+    """Return the path of the socket, or None if it is another kind of URL."""
     return unquote(url.removeprefix(SCHEME)) if url.startswith(SCHEME) else None
 
 
 def base_of(url: str) -> str:
-    """Return the base URL that requests over a connection to this server name."""
+    """Return the base URL of requests over a connection to this server."""
     return "http://rollyard" if url.startswith(SCHEME) else url

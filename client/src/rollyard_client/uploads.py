@@ -10,7 +10,7 @@ from rollyard_client.call import Call, File, nothing
 
 BLOBS: Final = "/v1/blobs"
 ANSWER_SECONDS: Final = 120.0
-"""The seconds beyond the usual timeout in which the server stores the end of the file."""
+"""The seconds beyond the usual timeout that the server may take to store the end of the file."""
 _RAW: Final = "application/octet-stream"
 
 

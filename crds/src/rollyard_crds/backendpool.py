@@ -33,7 +33,7 @@ class EngineResources(Model):
     """What one backend needs."""
 
     gpu: Annotated[int, Field(ge=0, le=64)] = 0
-    """GPUs of one backend, of one node; 0: the driver neither asks for nor restricts any."""
+    """GPUs of one backend, all on one node; 0: the driver neither requests nor restricts any."""
 
 
 _EXTERNAL: Final = "'external' is required with 'type: external', and only there"
@@ -42,7 +42,7 @@ _VLLM: Final = "'command' and 'resources' belong to 'type: vllm'; remove them"
 
 
 class EngineSpec(Model):
-    """The engine that serves: `embedded` or `vllm` (started by the driver), or `external` (yours)."""
+    """The engine: `embedded` or `vllm` (started by the driver), or `external` (yours)."""
 
     model_config = ConfigDict(
         json_schema_extra=cel(
@@ -57,7 +57,8 @@ class EngineSpec(Model):
     command: Annotated[list[Annotated[str, Field(max_length=4096)]], Field(max_length=64)] = Field(
         default_factory=list
     )
-    """vLLM: what starts its API server; default `vllm serve`. The driver adds the arguments it needs."""
+    """vLLM: the command that starts its API server; default: `vllm serve`. The driver adds the arguments it
+    needs."""
     args: Annotated[list[Annotated[str, Field(max_length=4096)]], Field(max_length=256)] = Field(
         default_factory=list
     )
@@ -89,7 +90,7 @@ _IMMUTABLE: Final = "'placement' is immutable: delete the pool and create it aga
 
 
 class BackendPoolSpec(Model):
-    """Which model, how many backends, and the engine that serves."""
+    """Which model to serve, on how many backends, and with which engine."""
 
     model_config = ConfigDict(
         json_schema_extra=cel(
@@ -103,14 +104,14 @@ class BackendPoolSpec(Model):
     tokenizer: Path | None = None
     """Folder with tokenizer.json and the chat template; default: `model`."""
     replicas: Annotated[int, Field(ge=0, le=1024)] = 1
-    """Backends that the driver keeps running; external pools have one for each URL instead."""
+    """Number of backends that the driver keeps running; external pools have one for each URL instead."""
     engine: EngineSpec = Field(default_factory=EngineSpec)
     """What serves the model."""
     template: PodTemplate = Field(default_factory=PodTemplate)
     """Kubernetes only: image, resources and placement of the backends' pods. `engine.resources.gpu` asks
     for GPUs."""
     max_active_rollouts: Annotated[int, Field(ge=1, le=100_000)] = 256
-    """Per backend; more wait in the Run queue."""
+    """Rollouts in Run on each backend; more wait in the Run queue."""
     placement: (
         Annotated[PlacementName, Field(json_schema_extra=cel(("self == oldSelf", _IMMUTABLE)))] | None
     ) = None
@@ -134,27 +135,27 @@ class BackendStatus(Model):
     url: BackendUrl
     """Base URL, without `/v1`."""
     ready: bool = False
-    """Healthy: it answered its health check, and a first completion."""
+    """Healthy: it has answered its health check and a first completion."""
     active_rollouts: Annotated[int, Field(ge=0)] = 0
-    """Rollouts assigned to it and not ended."""
+    """Unfinished rollouts that are assigned to it."""
     policy_version: Annotated[str, Field(max_length=128)] = ""
-    """Label of the weights that it samples with."""
+    """Label of the weights with which it samples."""
     weights: BackendWeights = "Current"
     """`Current`; `Updating`; `Stale` (behind the pool's policy version, gets no rollouts); `Failed`."""
     circuit: Circuit = "Closed"
     """`Open` after repeated failures: no rollouts; `HalfOpen`: one probe decides."""
     draining: bool = False
-    """It takes no further rollouts and ends when it has none."""
+    """It takes no further rollouts, and stops when it has none left."""
     restart_requested: bool = False
-    """Its weights are wrong and only a restart of the server mends them."""
+    """Its weights are wrong, and only a restart of the server puts them right."""
     running_requests: Annotated[int, Field(ge=0)] | None = None
     """As the server's own metrics say."""
     waiting_requests: Annotated[int, Field(ge=0)] | None = None
-    """As the server's own metrics say: more than 0 for long means that it is overloaded."""
+    """As the server's own metrics say; more than 0 for a long time means that it is overloaded."""
     prefix_cache_hit_rate: Annotated[float, Field(ge=0, le=1)] | None = None
     """Share of prompt tokens found in the server's prefix cache, over the last minutes."""
     tokens_per_second: Annotated[float, Field(ge=0)] | None = None
-    """Sampled tokens per second of one rollout's model time, as measured; rollouts are shared out by it."""
+    """Sampled tokens per second of one rollout's model time, as measured; rollouts are distributed by it."""
     message: Annotated[str, Field(max_length=1024)] = ""
     """Why it is not ready."""
 
@@ -171,11 +172,11 @@ class BackendPoolStatus(Model):
     replicas: Annotated[int, Field(ge=0)] = 0
     """Backends that exist."""
     ready_replicas: Annotated[int, Field(ge=0)] = 0
-    """Backends that take rollouts: ready, not draining, and with the pool's weights."""
+    """Backends that take rollouts: they are ready, not draining, and have the pool's weights."""
     policy_version: Annotated[str, Field(max_length=128)] = ""
     """Label of the newest weights that every backend should have; empty before the first update."""
     paused: bool = False
-    """Somebody paused the pool: no rollout enters Run, and the servers sample nothing."""
+    """Whether the pool is paused: no rollout enters Run, and the servers sample nothing."""
     selector: Annotated[str, Field(max_length=1024)] = ""
     """Label selector of the backends, for the scale subresource."""
     backends: Annotated[list[BackendStatus], Field(max_length=1024)] = Field(
@@ -191,7 +192,7 @@ class BackendPool(Model):
     api_version: Literal["rollyard.dev/v1alpha1"] = API_VERSION
     """Group and version of this schema."""
     kind: Literal["BackendPool"] = "BackendPool"
-    """What this object is."""
+    """The kind of this object."""
     metadata: ObjectMeta
     """Name, namespace, labels, annotations."""
     spec: BackendPoolSpec

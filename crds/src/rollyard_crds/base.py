@@ -1,7 +1,7 @@
 """The parts that both kinds share: metadata, conditions, and the strict camelCase model.
 
 Every string and list is bounded, because the API server refuses CEL rules over
-unbounded ones, and because a bound is what turns "out of memory" into "400".
+unbounded ones, and because a bound turns "out of memory" into "400".
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ VERSION: Final = "v1alpha1"
 API_VERSION: Final = "rollyard.dev/v1alpha1"
 
 DEFER_BUILD: Final = tuple(int(part) for part in PYDANTIC_VERSION.split(".")[:2]) >= (2, 14)
-"""Whether the validator of a model is built with its first use, and not when its class is made.
+"""Whether the validator of a model is built at its first use, and not when its class is made.
 
 A program needs few of the models that it imports. Before 2.14, pydantic did not build a model correctly when
-several threads used it first.
+several threads used it for the first time at once.
 """
 
 NAME_PATTERN: Final = r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$"
 Name = Annotated[str, Field(pattern=NAME_PATTERN, min_length=1, max_length=63)]
-"""A DNS-1123 label, as Kubernetes wants names."""
+"""A DNS-1123 label, as Kubernetes requires for names."""
 
 EntryPointName = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_.-]*$", max_length=63)]
 """The name of an extension, such as a handler."""
@@ -49,7 +49,7 @@ _ENV_NAME: Final = re.compile(r"[-._a-zA-Z][-._a-zA-Z0-9]*\Z")
 
 
 def _checked_env(env: dict[str, str]) -> dict[str, str]:
-    """Check that names are what Kubernetes takes in a container, and values what a process can have."""
+    """Check that Kubernetes accepts the names in a container, and that a process can have the values."""
     for name, value in env.items():
         if not _ENV_NAME.match(name):
             raise ValueError(
@@ -87,7 +87,7 @@ LIST_MAP_BY_TYPE: Final[dict[str, Any]] = {
 
 
 class Deferred(BaseModel):
-    """The base of all models: a validator is built with its first use; see `DEFER_BUILD`."""
+    """The base of all models. A validator is built at its first use; see `DEFER_BUILD`."""
 
     model_config = ConfigDict(defer_build=DEFER_BUILD)
 
@@ -160,7 +160,7 @@ def build(model: type[BaseModel]) -> None:
 
 
 def build_all() -> None:
-    """Build every model that has been imported, for a process that has time now and none later."""
+    """Build every model that has been imported, for a process that has time now but not later."""
     waiting: list[type[BaseModel]] = [Deferred]
     while waiting:
         model = waiting.pop()
@@ -169,7 +169,7 @@ def build_all() -> None:
 
 
 class ObjectMeta(Model):
-    """The part of Kubernetes' metadata that Rollyard reads; the rest is kept and passed through."""
+    """The part of Kubernetes' metadata that Rollyard reads; the rest is kept and passed on."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -180,7 +180,7 @@ class ObjectMeta(Model):
     labels: Annotated[dict[str, str], Field(max_length=64)] = Field(default_factory=dict)
     """Labels, passed on to the children where the driver has labels."""
     annotations: Annotated[dict[str, str], Field(max_length=64)] = Field(default_factory=dict)
-    """Free-form notes of tools."""
+    """Free-form notes for tools."""
     uid: str | None = None
     """The server sets it; an object that is created again under the same name has another one."""
     generation: int | None = None
@@ -195,7 +195,7 @@ ConditionStatus = Literal["True", "False", "Unknown"]
 
 
 class Condition(Model):
-    """A condition for programs; `last_transition_time` moves only when `status` flips."""
+    """A condition, for programs; `last_transition_time` changes only when `status` does."""
 
     type: Annotated[str, Field(max_length=64)]
     """What is claimed, such as `Finished`."""
@@ -206,6 +206,6 @@ class Condition(Model):
     message: Annotated[str, Field(max_length=4096)] = ""
     """Why, for people."""
     observed_generation: Annotated[int, Field(ge=0)] | None = None
-    """The generation of the spec that this was judged by."""
+    """The generation of the spec that this refers to."""
     last_transition_time: datetime
-    """When `status` flipped last."""
+    """When `status` last changed."""

@@ -1,9 +1,9 @@
-"""Sandbox claims: a worker asks for a sandbox, a driver that starts sandboxes elsewhere fulfils it.
+"""Sandbox claims: a worker asks for a sandbox, and a driver that starts sandboxes elsewhere provides it.
 
 On Kubernetes the sandbox is a pod that only the operator can create. A worker files a claim with
-the control plane and waits; the operator binds it to a pod, and says where its exec server listens.
-The control plane releases a claim once no rollout needs it; the operator then deletes the pod and
-says so, and the claim is gone. All of it may be repeated.
+the control plane and waits. The operator binds it to a pod, and reports where the exec server listens.
+The control plane releases a claim once no rollout needs it. The operator then deletes the pod and reports it,
+and the claim is removed. Every step may be repeated.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ EXEC_SERVER_ARGV: Final[tuple[str, ...]] = (
     "-S",
     f"{RUNTIME_PATH}/exec-server.py",
 )
-"""Starts the exec server in any image; its options follow. It needs nothing of the image, no shell either.
+"""Starts the exec server in any image; its options follow. It needs nothing from the image, not even a shell.
 
 As in `(*EXEC_SERVER_ARGV, "--listen", EXEC_LISTEN, "--workdir", "/work", "--token-sha256", HEX)`.
 """
@@ -46,7 +46,7 @@ COPY_ARGV: Final[tuple[str, ...]] = (
     "-S",
     "/copy-runtime.py",
 )
-"""Run in the runtime's own image it copies the runtime into the folder named by the argument that follows.
+"""Run in the runtime's own image, it copies the runtime to the folder in the argument that follows.
 
 For clusters without image volumes: an init container copies it to an empty volume, which the
 sandbox mounts read-only at RUNTIME_PATH.
@@ -56,7 +56,7 @@ ClaimState = Literal["Pending", "Bound", "Failed", "Released"]
 
 
 class SandboxShape(Record):
-    """The settings a sandbox is started with; claims and warm sandboxes of one shape are exchangeable."""
+    """The settings of a sandbox. Claims and warm sandboxes of one shape are interchangeable."""
 
     image: str = ""
     """Container image without `docker://`; empty: the installation's default."""
@@ -73,7 +73,7 @@ class SandboxShape(Record):
 
 
 class ClaimRequest(Record):
-    """A worker's wish for one sandbox. The same rollout and token again is the same claim."""
+    """A worker's request for one sandbox. The same rollout and token again make the same claim."""
 
     rollout: Annotated[str, Field(min_length=1, max_length=253)]
     token: Annotated[int, Field(ge=1)]
@@ -98,18 +98,18 @@ class Claim(Record):
     address: str = ""
     """Bound: `tcp://host:port` of the exec server."""
     secret: str = ""
-    """Bound: what the exec server wants to be shown. It is started with its SHA-256 only.
+    """Bound: the secret that the exec server requires. The server is started with its SHA-256 only.
 
-    A server that has been shown it proves from then on that it knows it; handles of sandboxes then hold
-    `proven.` and the secret, which must not begin so itself.
+    A server that has been shown the secret proves from then on that it knows it; handles of sandboxes then
+    hold `proven.` and the secret, which must not begin with `proven.` itself.
     """
     reason: str = ""
-    """Failed: CamelCase word, such as `ImagePullFailed`, `QuotaExceeded`, `NotIsolated`."""
+    """Failed: a CamelCase word, such as `ImagePullFailed`, `QuotaExceeded`, `NotIsolated`."""
     message: str = ""
     retryable: bool = True
     """Failed: False where no other attempt can succeed."""
     age_seconds: float = 0.0
-    """Since it was filed."""
+    """Seconds since it was filed."""
 
 
 class ClaimStatus(Record):
@@ -134,10 +134,10 @@ class WarmWant(Record):
 
 
 class ClaimList(Record):
-    """All claims that a driver has to do with, and what is to be warm."""
+    """All claims that concern a driver, and the sandboxes to keep warm."""
 
     revision: int
-    """Give it with the next call, which then waits for a change."""
+    """Pass it with the next call, which then waits for a change."""
     claims: list[Claim]
     warm: list[WarmWant]
 

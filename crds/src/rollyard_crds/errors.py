@@ -11,3 +11,8 @@ class CrdsError(Exception):
 
     reason: str = "CrdsError"
     """A CamelCase word for programs. It is stable."""
+
+    def __init__(self, message: str, *, reason: str | None = None) -> None:
+        super().__init__(message)
+        if reason is not None:
+            self.reason = reason

@@ -14,7 +14,7 @@ from typing import Any
 def lazily(package: str, modules: Mapping[str, str]) -> Callable[[str], Any]:
     """Return the `__getattr__` of a package (PEP 562).
 
-    A name that was found becomes an attribute of the package, so that each name is looked up only once.
+    A name that was looked up becomes an attribute of the package, so that this happens only once.
 
     Args:
         package: The name of the package.

@@ -1,4 +1,4 @@
-"""The wire between stage workers and the control plane: lease, heartbeat, complete, fail.
+"""What stage workers and the control plane send each other: lease, heartbeat, complete, fail.
 
 Every lease raises the rollout's fencing token; only the holder of the current token may
 complete or fail it. All calls are batched, at most MAX_BATCH rollouts each.
@@ -24,9 +24,9 @@ from rollyard_crds.trajectory import (
 
 MAX_BATCH: Final = 64
 MAX_LIVE_TURNS: Final = 64
-"""The number of messages of one rollout in one heartbeat."""
+"""The largest number of messages of one rollout in one heartbeat."""
 MAX_LIVE_TEXT: Final = 4096
-"""The number of characters of a message that people who watch a running rollout see."""
+"""The number of characters of a message that people see who watch a running rollout."""
 MAX_LIVE_CALLS: Final = 16
 MAX_SECONDS: Final = 1e9
 """The longest time that a worker may report, in seconds. Sums of such times are finite."""
@@ -35,7 +35,7 @@ MAX_COUNT: Final = 1 << 40
 
 
 class SandboxHandle(Record):
-    """The place of a rollout's sandbox; Run and Eval leases go only to workers of that `node`."""
+    """Where a rollout's sandbox is; Run and Eval leases go only to workers of that `node`."""
 
     provider: str
     id: str
@@ -56,7 +56,7 @@ class BackendAssignment(Record):
 
 
 class LeaseRequest(Record):
-    """A worker asks for up to `capacity` rollouts of `stages`; waits up to `wait` seconds for the first."""
+    """A worker asks for up to `capacity` rollouts of `stages`. It waits `wait` seconds for the first."""
 
     worker: Annotated[str, Field(min_length=1, max_length=253)]
     node: Annotated[str, Field(min_length=1, max_length=253)]
@@ -90,7 +90,7 @@ class Lease(Record):
     sandbox: SandboxHandle | None = None
     backend: BackendAssignment | None = None
     carry: dict[str, Any] = Field(default_factory=dict)
-    """The state that the stage before left for this one (a handler's state; JSON, at most 1 MiB)."""
+    """The state that the previous stage left for this one (a handler's state; JSON, at most 1 MiB)."""
     trajectory: Transcript | None = None
     """Eval only: what Run recorded, without the token lists."""
     segments: list[PackedSegment] = Field(default_factory=list)
@@ -102,7 +102,7 @@ class LeaseResponse(Record):
 
     leases: list[Lease]
     draining: bool = False
-    """The job has ended: this worker may stop once its leases are done."""
+    """Whether the job has ended: this worker may stop once its leases are done."""
 
 
 class LeaseRef(Record):
@@ -113,14 +113,14 @@ class LeaseRef(Record):
 
 
 class LiveCall(Record):
-    """A tool call of a message, cut for people who watch."""
+    """A tool call of a message, shortened for people who watch."""
 
     name: Annotated[str, Field(max_length=128)]
     arguments: Annotated[str, Field(max_length=MAX_LIVE_TEXT)] = ""
 
 
 class LiveTurn(Record):
-    """One message of a rollout that is in Run, cut for people who watch it."""
+    """One message of a rollout that is in Run, shortened for people who watch it."""
 
     no: Annotated[int, Field(ge=0, le=1 << 31)]
     """The place of the message in the conversation."""
@@ -145,7 +145,7 @@ class LiveTurns(Record):
 
 
 class HeartbeatRequest(Record):
-    """It renews leases, and lists the sandboxes that this node holds, so that orphans are found."""
+    """Renews leases, and lists the sandboxes that this node holds, so that orphans are found."""
 
     worker: Annotated[str, Field(min_length=1, max_length=253)]
     node: Annotated[str, Field(min_length=1, max_length=253)]
@@ -153,9 +153,9 @@ class HeartbeatRequest(Record):
     sandboxes: Annotated[list[str], Field(max_length=65_536)] = Field(default_factory=list)
     """Ids of claimed sandboxes present on the node."""
     ending: Annotated[list[str], Field(max_length=65_536)] = Field(default_factory=list)
-    """Those of `sandboxes` that end now, with this worker. Rollouts that wait for them start again."""
+    """Those of `sandboxes` that end now, with this worker. Rollouts that wait for one start again."""
     live: Annotated[list[LiveTurns], Field(max_length=64)] = Field(default_factory=list)
-    """What is new of rollouts that the last answer called watched."""
+    """New messages of the rollouts that the last answer called watched."""
 
 
 class HeartbeatResponse(Record):
@@ -186,7 +186,7 @@ class StageTimes(Record):
 
 
 class RunStats(Record):
-    """Run only: what the worker counted, for metrics and for sharing rollouts out by speed."""
+    """Run only: what the worker counted, for metrics and for distributing rollouts by speed."""
 
     sampled_tokens: Count = 0
     """Tokens that backends sampled and the trajectory keeps."""
@@ -212,7 +212,7 @@ Reward = Annotated[
 
 
 class StageResult(Record):
-    """A stage done.
+    """The result of a stage that was completed.
 
     Init gives `sandbox` and `carry`; Run `trajectory` and `segments` (and `carry`); Eval the reward.
     """
@@ -230,7 +230,7 @@ class StageResult(Record):
     reward: Reward | None = None
     reward_components: dict[str, Reward] = Field(default_factory=dict)
     reward_reason: RewardReason = ""
-    """It is empty where the evaluation simply decided; see `Trajectory.reward_reason`."""
+    """Empty where the evaluation simply decided; see `Trajectory.reward_reason`."""
     reward_output: Annotated[str, Field(max_length=MAX_REWARD_OUTPUT)] = ""
     """The end of what the evaluation printed; see `Trajectory.reward_output`."""
     stats: RunStats = Field(default_factory=RunStats)
@@ -245,14 +245,14 @@ class StageResult(Record):
 
 
 class CompleteRequest(Record):
-    """Stages that came to a result."""
+    """Stages that were completed."""
 
     worker: Annotated[str, Field(min_length=1, max_length=253)]
     results: Annotated[list[StageResult], Field(min_length=1, max_length=MAX_BATCH)]
 
 
 class StageFailure(Record):
-    """A stage that did not come to a result for infrastructure reasons."""
+    """A stage that was not completed, for infrastructure reasons."""
 
     rollout: str
     token: int
@@ -269,7 +269,7 @@ class StageFailure(Record):
 
 
 class FailRequest(Record):
-    """Stages that did not come to a result."""
+    """Stages that were not completed."""
 
     worker: Annotated[str, Field(min_length=1, max_length=253)]
     failures: Annotated[list[StageFailure], Field(min_length=1, max_length=MAX_BATCH)]
@@ -279,7 +279,7 @@ Outcome = Literal["accepted", "repeated", "stale", "cancelled", "unknown"]
 
 
 class OutcomeItem(Record):
-    """The outcome of one result: `repeated` has come before and changes nothing; `stale` is fenced off."""
+    """The outcome of one result: `repeated` came before and changes nothing; `stale` is fenced off."""
 
     rollout: str
     outcome: Outcome
@@ -318,7 +318,7 @@ class RewardResponse(Record):
     reward: float | None = None
     components: dict[str, float] = Field(default_factory=dict)
     error: Annotated[str, Field(max_length=1024)] = ""
-    """The reason why there is no score; it is empty if there is one. It quotes nothing of the service's."""
+    """The reason why there is no score; it is empty if there is one. It quotes nothing from the service."""
     retryable: bool = True
     """Whether another request may succeed, where there is an error."""
 
@@ -333,5 +333,5 @@ class RouteResponse(Record):
     """It is None where no backend is available now; ask again after `retry_after` seconds."""
     retry_after: float = 1.0
     reason: NoBackend = ""
-    """The reason why there is none. Only `NoBackendReady` is a failure: the others pass when there is room,
+    """The reason why there is none. Only `NoBackendReady` is a failure; the others pass when there is room,
     somebody resumes the pool, or the update ends."""

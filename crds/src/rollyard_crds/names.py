@@ -1,4 +1,4 @@
-"""Names without the models that use them, for programs that must not wait for those."""
+"""Names apart from the models that use them, for programs that must not wait for the import of these."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ RUNTIME_PATH: Final = "/.rollyard"
 
 UNVERIFIED: Final = "unverified:"
 """Prefix of a server's version label between loading and verification. A paused server answers
-nothing, so it must run while it is verified; what it samples meanwhile carries this label, and
-workers throw those tokens away and ask again."""
+nothing, so it must run while it is verified. What it samples meanwhile carries this label, and workers throw
+these tokens away and ask again."""
 NO_TOOL_PARSER: Final = "NoToolParser"
-"""The reason of a Run that fails because no parser fits the model's chat template. As each rollout of the job
-would fail so, the control plane ends the job with this reason."""
+"""The reason of a Run that fails because no parser fits the model's chat template. Since every rollout of the
+job would fail in this way, the control plane ends the job with this reason."""

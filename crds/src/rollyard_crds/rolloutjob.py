@@ -1,4 +1,4 @@
-"""RolloutJob: which tasks to roll out, how, and how it stands."""
+"""RolloutJob: which tasks to roll out, how, and how far that has got."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ MAX_INLINE_TASKS: Final = 4096
 
 
 class ConfigMapSource(Model):
-    """A key of a ConfigMap in the job's namespace, with one JSON object a line."""
+    """A key of a ConfigMap in the job's namespace, whose value has one JSON object a line."""
 
     name: Annotated[str, Field(min_length=1, max_length=253)]
     """Name of the ConfigMap."""
@@ -105,17 +105,17 @@ class TaskSource(Model):
     stream: bool = False
     """Tasks are pushed over REST until the job is closed."""
     format: EntryPointName | None = None
-    """How rows become tasks: an entry point of `rollyard.task_formats`; default: `rollyard`, a task each."""
+    """How rows become tasks: an entry point of `rollyard.task_formats`; default: `rollyard`, a task a row."""
     specs: Annotated[str, Field(min_length=1, max_length=4096)] | None = None
     """A JSON file that the format needs beside its rows: for `swebench`, how the tests of rows from before
     SWE-bench 5 are run. `rollyard submit` uploads it; the server takes `blob:sha256:HEX` only."""
     on_bad_row: Literal["refuse", "skip"] | None = None
-    """`refuse`: a row that is no task refuses the whole list. `skip`: it is left out, and
+    """`refuse`: a row that is not a task makes the whole list invalid. `skip`: it is left out, and
     `status.skippedRows` says so; a list without any task is refused. Default: `refuse`."""
     harbor: HarborOptions | None = None
-    """What is said about all task folders of the format `harbor`."""
+    """Settings for all task folders of the format `harbor`."""
     deduplicate: bool | None = None
-    """Whether tasks that repeat an earlier one, but for its id and metadata, are left out; default: no."""
+    """Whether tasks that repeat an earlier one, except for id and metadata, are left out; default: no."""
     shuffle: Shuffle | None = None
     """Default: the order of the file."""
     limit: Annotated[int, Field(ge=1, le=1_000_000)] | None = None
@@ -159,13 +159,14 @@ class AgentSpec(Model):
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Variables of the model's chat template beside messages and tools, such as `enable_thinking: false`."""
     thoughts: Literal["separate", "answer"] | None = None
-    """`separate`: the thought of the last message is no part of the answer. `answer`: all of the message is
+    """`separate`: the thought of the last message is not part of the answer. `answer`: the whole message is
     the answer. Default: `separate`."""
     max_turns: Annotated[int, Field(ge=1, le=10_000)] = 20
-    """Sampled assistant turns; a rollout that needs more is evaluated as truncated. Calls that an agent
-    replays do not count."""
+    """The most sampled assistant turns; a rollout that needs more is evaluated as truncated. Calls that an
+    agent replays do not count."""
     max_context_tokens: Annotated[int, Field(ge=16, le=10_000_000)] = 8192
-    """Prompt, sampled and tool tokens together, in tokens. A task whose prompt leaves no room fails."""
+    """The most tokens of the prompt, the samples and the tools together. A task whose prompt leaves no room
+    fails."""
     tool_timeout_seconds: Seconds = 60
     """The limit of one tool call; the call is interrupted and the session continues."""
     max_tool_output_bytes: Annotated[int, Field(ge=256, le=1 << 20)] = 16_384
@@ -182,7 +183,7 @@ class SamplingSpec(Model):
     top_k: Annotated[int, Field(ge=-1, le=1_000_000)] = -1
     """-1: no limit."""
     max_tokens: Annotated[int, Field(ge=1, le=1_000_000)] = 1024
-    """Sampled tokens a turn."""
+    """The most sampled tokens of a turn."""
     seed: Annotated[int, Field(ge=0, le=(1 << 53) - 1)] = 0
     """Base of every request's seed."""
 
@@ -203,12 +204,12 @@ _NETWORK_NEEDS_FRESH: Final = (
 
 
 class StageSpec(Model):
-    """One stage: its workers, how many rollouts each holds at once, its limit and retries."""
+    """One stage: its workers, how many rollouts each holds at once, its time limit and retries."""
 
     model_config = ConfigDict(json_schema_extra=cel(_BOUNDS_RULE))
 
     replicas: Annotated[int, Field(ge=0, le=10_000)] = 1
-    """Worker processes; with `maxReplicas`, the least of them."""
+    """Worker processes; with `maxReplicas`, the smallest number of them."""
     max_replicas: Annotated[int, Field(ge=1, le=10_000)] | None = None
     """As many workers as the queue keeps busy, at most this many; default: always `replicas`."""
     concurrency: Annotated[int, Field(ge=1, le=4096)] = 16
@@ -390,7 +391,7 @@ class RolloutJobSpec(Model):
     suspend: bool = False
     """While it is true, workers are drained and nothing starts."""
     active_deadline_seconds: Seconds | None = None
-    """The limit, counted from admission; unfinished rollouts are then cancelled and the job fails."""
+    """The time limit, counted from admission; unfinished rollouts are then cancelled and the job fails."""
     ttl_seconds_after_finished: Annotated[int, Field(ge=0, le=31_536_000)] | None = None
     """The job and its trajectories are deleted this long after it ended; default: kept."""
 
@@ -409,7 +410,7 @@ class RolloutJobSpec(Model):
 
 
 class WorkerJobSpec(RolloutJobSpec):
-    """The spec of a job as its workers read it, with what the installer adds."""
+    """The spec of a job as its workers read it, with the installer's additions."""
 
     pinned_hosts: list[str] = Field(default_factory=list)
     """The installer's entries with an address that is not public, such as `pypi.org=10.1.2.3`."""
@@ -431,9 +432,9 @@ class MalformedCalls(Model):
     """Tool calls of a job, none of which the parser could read."""
 
     rollouts: Annotated[int, Field(ge=0)] = 0
-    """Rollouts that have made calls."""
+    """Rollouts that have made tool calls."""
     calls: Annotated[int, Field(ge=0)] = 0
-    """Their calls."""
+    """The calls that they have made."""
 
 
 class RolloutCounts(Model):
@@ -475,13 +476,13 @@ class RolloutJobStatus(Model):
     reward_mean: float | None = None
     """Mean reward of the rollouts that have one."""
     dynamic_sampling: DynamicSamplingStatus | None = None
-    """How far dynamic sampling is, in a job that uses it."""
+    """How far dynamic sampling has got, in a job that uses it."""
     skipped_rows: SkippedRows | None = None
     """The rows of the task list that were left out, if there are any."""
     malformed_calls: MalformedCalls | None = None
-    """Present while no tool call is well-formed, from the 32nd rollout that makes calls on."""
+    """Present while no tool call is well-formed, once 32 rollouts have made calls."""
     message: ShortText = ""
-    """What is wrong with it, what it waits for, or why it ended so."""
+    """What is wrong with it, what it waits for, or why it ended this way."""
 
 
 class RolloutJob(Model):
@@ -490,7 +491,7 @@ class RolloutJob(Model):
     api_version: Literal["rollyard.dev/v1alpha1"] = API_VERSION
     """Group and version of this schema."""
     kind: Literal["RolloutJob"] = "RolloutJob"
-    """What this object is."""
+    """The kind of this object."""
     metadata: ObjectMeta
     """Name, namespace, labels, annotations."""
     spec: RolloutJobSpec

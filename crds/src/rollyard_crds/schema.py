@@ -1,9 +1,8 @@
 """The CRD YAML, made from the pydantic models.
 
-Kubernetes takes *structural* schemas only: every place has a `type`, nothing is said
-by reference or by `anyOf`, and unknown fields are pruned rather than forbidden. So
-pydantic's JSON schema is inlined and rewritten here; bounds, defaults, patterns,
-descriptions and CEL rules pass through unchanged.
+Kubernetes accepts *structural* schemas only: every part has a `type`, there are no references and no `anyOf`,
+and unknown fields are pruned rather than forbidden. So pydantic's JSON schema is inlined and rewritten here;
+bounds, defaults, patterns, descriptions and CEL rules pass through unchanged.
 """
 
 from __future__ import annotations
@@ -47,12 +46,6 @@ _KEPT: Final = frozenset(
 )
 
 
-class SchemaError(CrdsError, ValueError):
-    """A model says something that a structural schema cannot."""
-
-    reason = "NotStructural"
-
-
 class _WithDefaults(GenerateJsonSchema):
     """Pydantic's generator, with the values of default factories written out as defaults."""
 
@@ -77,7 +70,7 @@ def _merged(base: JsonSchema, over: JsonSchema) -> JsonSchema:
 
 
 def _resolved(node: JsonSchema, definitions: Mapping[str, JsonSchema]) -> JsonSchema:
-    """Return `node` with `$ref` inlined, `anyOf` with null written as the other side, `const` as an enum."""
+    """Return `node` with `$ref` inlined, `anyOf` with null as its other side, and `const` as an enum."""
     if "$ref" in node:
         rest = {key: value for key, value in node.items() if key != "$ref"}
         target = _resolved(definitions[node["$ref"].rsplit("/", 1)[1]], definitions)
@@ -85,7 +78,7 @@ def _resolved(node: JsonSchema, definitions: Mapping[str, JsonSchema]) -> JsonSc
     if "anyOf" in node:
         choices = [choice for choice in node["anyOf"] if choice.get("type") != "null"]
         if len(choices) != 1:
-            raise SchemaError(f"cannot say anyOf {node['anyOf']} structurally")
+            raise CrdsError(f"cannot say anyOf {node['anyOf']} structurally", reason="NotStructural")
         rest = {key: value for key, value in node.items() if key != "anyOf"}
         if rest.get("default", ...) is None:
             # Absent means none. An explicit null is dropped by clients and refused by the server.
@@ -110,15 +103,15 @@ def structural(node: JsonSchema, definitions: Mapping[str, JsonSchema]) -> JsonS
     """Return a JSON schema of pydantic's as a structural one.
 
     Raises:
-        SchemaError: the schema needs a choice between types, or has no type.
+        CrdsError: the schema needs a choice between types, or has no type.
     """
     node = _resolved(node, definitions)
     if "type" not in node:
-        raise SchemaError(f"no type: {node}")
+        raise CrdsError(f"no type: {node}", reason="NotStructural")
     out = {key: value for key, value in node.items() if key in _KEPT or key.startswith("x-kubernetes-")}
     _numeric(node, out)
     if "description" in out:
-        # What Python raises is no news to a reader of the CRD.
+        # What Python raises does not concern a reader of the CRD.
         out["description"] = " ".join(out["description"].split("\n\nRaises:")[0].split())
     if "items" in node:
         out["items"] = structural(node["items"], definitions)
@@ -159,7 +152,7 @@ class Column:
 
 @dataclass(frozen=True, slots=True)
 class Resource:
-    """What a CRD says beside its schema."""
+    """What a CRD says in addition to its schema."""
 
     model: type[BaseModel]
     kind: str
@@ -197,7 +190,7 @@ RESOURCES: Final[tuple[Resource, ...]] = (
             Column("Init", ".status.counts.init.active", "Rollouts in Init", "integer", wide=True),
             Column("Run", ".status.counts.run.active", "Rollouts in Run", "integer", wide=True),
             Column("Eval", ".status.counts.eval.active", "Rollouts in Eval", "integer", wide=True),
-            Column("Message", ".status.message", "What it waits for, or why it ended so", wide=True),
+            Column("Message", ".status.message", "What it waits for, or why it ended this way", wide=True),
             _AGE,
         ),
     ),
@@ -253,7 +246,7 @@ def crd(resource: Resource) -> JsonSchema:
     """Return one CustomResourceDefinition, as the API server takes it.
 
     Raises:
-        SchemaError: the model cannot be said structurally.
+        CrdsError: the model has no structural schema.
     """
     subresources: JsonSchema = {"status": {}}
     if resource.scale is not None:
@@ -288,7 +281,7 @@ def crd(resource: Resource) -> JsonSchema:
 
 
 class _Dumper(yaml.SafeDumper):
-    """Plain YAML: no anchors, strings in one line each."""
+    """Plain YAML: no anchors, and each string on one line."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True
@@ -302,5 +295,5 @@ def render(resource: Resource) -> str:
 
 
 def files() -> dict[str, str]:
-    """File name to text of every CRD."""
+    """Return the text of every CRD by its file name."""
     return {f"{GROUP}_{resource.plural}.yaml": render(resource) for resource in RESOURCES}

@@ -1,4 +1,4 @@
-"""A task: one JSON object of a task list, as a file, inline or pushed to a stream."""
+"""A task: one JSON object of a task list, which is a file, inline or pushed to a stream."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rollyard_crds.fields.json_values import HALF_CHARACTER, deeper_than, lone_s
 from rollyard_crds.fields.swe_tests import SweTests
 
 MAX_DEPTH: Final = 100
-"""How deep lists and objects nest in a task, which is stored within other documents; JSON takes depth 254."""
+"""How deep lists and objects may nest in a task, which is stored within other documents; JSON permits 254."""
 
 TaskId = Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[A-Za-z0-9][A-Za-z0-9._/:-]*$")]
 
@@ -37,7 +37,7 @@ class ToolCall(Model):
     id: Annotated[str, Field(max_length=128)] | None = None
     """What a tool message refers to by `tool_call_id`."""
     type: Literal["function"] = "function"
-    """The only kind of call there is."""
+    """The only type of call."""
     function: FunctionCall
     """What is called."""
 
@@ -53,7 +53,7 @@ class Message(Model):
     content: Annotated[str, Field(max_length=1 << 20)] = ""
     """What is said."""
     reasoning_content: Annotated[str, Field(max_length=1 << 20)] | None = None
-    """The thought before what an assistant message says, for templates that show it."""
+    """The thought that precedes an assistant message, for templates that show it."""
     tool_calls: Annotated[list[ToolCall], Field(max_length=64)] | None = None
     """Calls that an assistant message makes."""
     tool_call_id: Annotated[str, Field(max_length=128)] | None = None
@@ -106,24 +106,24 @@ EmptyFolder = Annotated[str, Field(pattern=_FOLDER_PATTERN, max_length=33), Afte
 
 
 class TaskSandbox(Model):
-    """The additions of this task to the job's sandbox, which are applied when the sandbox is handed out."""
+    """This task's additions to the job's sandbox, which are applied when the sandbox is handed out."""
 
     image: Annotated[str, Field(max_length=1024)] | None = None
     """Instead of the job's image."""
     env: Annotated[dict[str, str], Field(max_length=256), CheckedEnv] = Field(default_factory=dict)
-    """Environment variables, beside and before the job's."""
+    """Environment variables in addition to the job's, over which they take precedence."""
     files: Annotated[dict[Path, Annotated[str, Field(max_length=1 << 20)]], Field(max_length=1024)] = Field(
         default_factory=dict
     )
     """Path (relative to the work folder, or absolute) to text content."""
     folders: Annotated[list[EmptyFolder], Field(max_length=8)] | None = None
-    """Empty folders directly below /, beside the work folder, in which programs can write. Each may grow as
+    """Empty folders directly below /, besides the work folder, in which programs can write. Each may grow as
     large as the work folder, and hides what the image has at its path."""
     allowed_hosts: Annotated[list[AllowedHost], Field(max_length=MAX_HOSTS)] | None = None
     """Those of the job's `allowedHosts` that this task may reach. An empty list means no network; without a
     list the task has the network of the job."""
     setup: Annotated[str, Field(max_length=1 << 16)] | None = None
-    """A bash script that Init runs after the files are there; must exit with 0."""
+    """A bash script that Init runs when the files are there; it must exit with 0."""
 
     @model_validator(mode="after")
     def _hosts_can_be_read(self) -> TaskSandbox:
@@ -183,7 +183,7 @@ class Task(Model):
     id: TaskId
     """Unique within its job."""
     prompt: Annotated[str, Field(min_length=1, max_length=1 << 20)] | None = None
-    """The user's message, where the conversation is just that."""
+    """The user's message, where the conversation is just this one."""
     messages: Annotated[list[Message], Field(min_length=1, max_length=4096)] | None = None
     """The conversation to start from; it may already hold turns."""
     answer: Annotated[str, Field(max_length=1 << 16)] | None = None
@@ -193,7 +193,7 @@ class Task(Model):
     choices: Annotated[list[Choice], Field(max_length=26)] = Field(default_factory=list)
     """The choices A, B and so on, at least two, of which `answer` is the letter (handler `stem`)."""
     numeric: NumericAnswer | None = None
-    """Says that `answer` is a number (handler `stem`)."""
+    """Given if `answer` is a number (handler `stem`)."""
     tests: CodeTests | None = None
     """The tests of a program (handler `code`)."""
     swe: SweTests | None = None

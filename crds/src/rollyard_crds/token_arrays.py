@@ -1,8 +1,8 @@
 """Token lists as raw arrays, the form in which they go from a worker to the store and to trainers.
 
-Numbers are little-endian arrays, whose type is that of numpy's notation: the narrowest of `<u1`, `<u2` and
-`<u4`, or `<f4` and `<f8`, that holds every number exactly. Policy versions are runs of equal labels. A list
-of 8,192 tokens is packed, checked and unpacked in a fraction of the time that its JSON takes.
+Numbers are little-endian arrays. Their type, in numpy's notation, is the narrowest of `<u1`, `<u2` and `<u4`,
+or of `<f4` and `<f8`, that holds every number exactly. Policy versions are runs of equal labels. A list of
+8,192 tokens is packed, checked and unpacked in a fraction of the time that its JSON takes.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from typing import Annotated, Any, Final, Literal
 
 from pydantic import BeforeValidator, PlainSerializer, WithJsonSchema, model_validator
 
-from rollyard_crds.errors import CrdsError
 from rollyard_crds.trajectory import LOWEST_LOGPROB, Record, Segment, SegmentSizes
 
 Dtype = Literal["<u1", "<u2", "<u4", "<f4", "<f8"]
@@ -27,19 +26,13 @@ _INTEGERS: Final[tuple[Dtype, ...]] = ("<u1", "<u2", "<u4")
 """The narrowest first. A list that does not fit is noticed at its first number that is too large."""
 _FLOATS: Final = ("<f4", "<f8")
 _MAX_RUN: Final = 1 << 32
-"""The largest number of tokens in a run. No list is as long, and sums of such numbers are no problem."""
+"""The largest number of tokens in a run. No list is that long, and sums of such numbers do no harm."""
 ID_END: Final = 1 << 32
 """Token ids are smaller than this, in every vocabulary and in the arrays that hold them."""
 _FLIP: Final = bytes.maketrans(b"\x00\x01", b"\x01\x00")
 _SWAPPED: Final = sys.byteorder == "big"
 _PARALLEL: Final = ("loss_mask", "logprobs", "policy_versions")
 _ARRAYS: Final = ("prompt_ids", "response_ids", "loss_mask", "logprobs")
-
-
-class TokensInvalid(CrdsError, ValueError):
-    """Token lists that a trajectory cannot have."""
-
-    reason = "TokensInvalid"
 
 
 def _decoded(data: Any) -> Any:
@@ -83,14 +76,14 @@ class TokenArray(Record):
         """Return integers as an array.
 
         Raises:
-            TokensInvalid: One is negative, or needs more than 32 bits.
+            ValueError: One is negative, or needs more than 32 bits.
         """
         for dtype in _INTEGERS:
             try:
                 return cls._of(dtype, array(_CODES[dtype], values))
             except OverflowError:
                 continue
-        raise TokensInvalid(f"a token id must be from 0 to {ID_END - 1}")
+        raise ValueError(f"a token id must be from 0 to {ID_END - 1}")
 
     @classmethod
     def floats(cls, values: Sequence[float]) -> TokenArray:
@@ -173,7 +166,7 @@ class PackedSegment(Record):
     """The token lists of one segment as arrays; see `Segment` for what they say.
 
     Raises:
-        pydantic.ValidationError: lengths differ, or a number is none that a trajectory can have.
+        pydantic.ValidationError: lengths differ, or a number is one that no trajectory can have.
     """
 
     prompt_ids: TokenArray
@@ -215,10 +208,10 @@ class PackedSegment(Record):
         logprobs: Sequence[float],
         policy_versions: Sequence[str],
     ) -> PackedSegment:
-        """Return lists as a segment, which is checked by who receives it.
+        """Return lists as a segment, which its receiver checks.
 
         Raises:
-            TokensInvalid: An integer is negative, or needs more than 32 bits.
+            ValueError: An integer is negative, or needs more than 32 bits.
         """
         return cls.model_construct(
             prompt_ids=TokenArray.integers(prompt_ids),

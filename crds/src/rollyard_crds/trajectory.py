@@ -28,16 +28,16 @@ from rollyard_crds.task import Message
 TrajectoryStatus = Literal["succeeded", "failed", "cancelled"]
 FinishReason = Literal["stop", "length", "tool_calls", "abort", "replayed"]
 RewardReason = Annotated[str, Field(max_length=128, pattern=r"^([A-Z][A-Za-z0-9]*)?$")]
-"""CamelCase; empty where the evaluation simply decided."""
+"""A CamelCase word; empty where the evaluation simply decided."""
 MAX_REWARD_OUTPUT: Final = 4096
-"""The largest number of characters of what an evaluation printed. Earlier ones are left out."""
+"""The largest number of characters of what an evaluation printed. Earlier characters are left out."""
 MAX_ATTEMPTS: Final = 16
-"""The number of attempts that a trajectory lists. It counts further ones."""
+"""The largest number of attempts that a trajectory lists. Further ones are only counted."""
 MAX_ATTEMPT_MESSAGE: Final = 512
 """The largest number of characters of an attempt's message."""
 LOWEST_LOGPROB: Final = -1000.0
 """The lowest log-probability of a sampled token, in nats. No sampler draws a token of a lower one, because
-e^-746 is 0 in float64. Servers write numbers such as -9999 in the place of minus infinity."""
+e^-746 is 0 in float64. Servers write numbers such as -9999 for minus infinity."""
 MAX_TEMPLATE_BREAKS: Final = (1 << 31) - 1
 """The largest number that a column of 32 bits can have."""
 MAX_REWARD: Final = 1e6
@@ -54,9 +54,9 @@ class Segment(Record):
     """One stretch of tokens that a trainer may train on as a sequence.
 
     `response_ids`, `loss_mask`, `logprobs` and `policy_versions` are parallel (length n):
-    mask 1 exactly on sampled tokens; logprobs in nats as the backend returned them, 0.0
-    where the mask is 0; policy version the label under which the token was sampled, ""
-    where the mask is 0.
+    the mask is 1 exactly for sampled tokens; logprobs are in nats as the backend returned them, and 0.0 where
+    the mask is 0; a policy version is the label under which the token was sampled, and "" where the mask is
+    0.
 
     Raises:
         pydantic.ValidationError: lengths differ, or a masked-out token has a log-probability.
@@ -97,22 +97,22 @@ class TurnToolCall(Record):
 
 
 class Thought(Record):
-    """What of a turn's message is a thought, in characters (code points) of the message's `content`.
+    """The part of a turn's message that is a thought, in characters (code points) of the message's `content`.
 
-    The thought is `content[start:end]`, and the answer is `content[answer:]`. What stands between belongs to
-    neither, such as `</think>`. A thought that is not closed ends with the content, and leaves no answer.
+    The thought is `content[start:end]`, and the answer is `content[answer:]`. What is between them, such as
+    `</think>`, belongs to neither. A thought that is not closed ends with the content, and leaves no answer.
     """
 
     start: Annotated[int, Field(ge=0)]
     end: Annotated[int, Field(ge=0)]
     answer: Annotated[int, Field(ge=0)]
     opened: Annotated[str, Field(max_length=32)] = ""
-    """The mark with which the prompt has opened the thought, such as `<think>`. It is empty if the policy
-    opened the thought."""
+    """The mark with which the prompt opened the thought, such as `<think>`. It is empty if the policy opened
+    it."""
 
 
 class Turn(Record):
-    """One assistant turn: where its tokens lie, how it ended, what it called."""
+    """One assistant turn: where its tokens are, how it ended, and what it called."""
 
     segment: int
     start: int
@@ -124,7 +124,7 @@ class Turn(Record):
     model_seconds: float = 0.0
     tool_seconds: float = 0.0
     thought: Thought | None = None
-    """What of the message is a thought. It is None, and left out of JSON, if all of it is the answer."""
+    """The part of the message that is a thought. It is None, and left out of JSON, if all is the answer."""
 
     @model_serializer(mode="wrap")
     def _without_null(self, serialized: SerializerFunctionWrapHandler) -> dict[str, Any]:
@@ -137,7 +137,7 @@ class Turn(Record):
 def turns_said(roles: Sequence[str], turns: int) -> dict[int, int]:
     """Return which message each turn said, as {number of the message: number of the turn}, both from 0.
 
-    A task may begin with an assistant's messages. The turns said the last ones.
+    A task may begin with an assistant's messages. The turns said those at the end.
 
     Args:
         roles: The roles of the messages.
@@ -149,7 +149,7 @@ def turns_said(roles: Sequence[str], turns: int) -> dict[int, int]:
 
 
 class StageTiming(Record):
-    """How long a rollout waited for and worked in one stage, in seconds, over all attempts."""
+    """How long a rollout waited for one stage and was in it, in seconds, over all attempts."""
 
     queued_seconds: float = 0.0
     active_seconds: float = 0.0
@@ -171,7 +171,7 @@ class Timings(Record):
 class Attempt(Record):
     """A try of a stage that did not end well, or a wait for one that a lost node or new weights ended.
 
-    Its texts hold no control characters: these are escaped as in a Python string.
+    Control characters in its texts are escaped as in a Python string.
     """
 
     stage: StageName
@@ -206,9 +206,10 @@ _OFTEN_EMPTY: Final = ("attempts", "reward_reason", "reward_output")
 
 
 class TokensMissing(CrdsError):
-    """Token lists of a trajectory were used where only its Transcript is.
+    """Token lists of a trajectory were used where there is only its Transcript.
 
-    It is no AttributeError: `getattr` with a default would make the trajectory look as if it had no tokens.
+    It is not an AttributeError: `getattr` with a default would make the trajectory look as if it had no
+    tokens.
     """
 
     reason = "TokensMissing"
@@ -216,10 +217,9 @@ class TokensMissing(CrdsError):
 
 
 class RunRecord(Record):
-    """What Run records of a rollout beside the token lists.
+    """What Run records of a rollout, except for the token lists.
 
-    The first wrong item of a list is the only one that is described. The description of millions would take
-    gigabytes.
+    Only the first wrong item of a list is described. The description of millions would take gigabytes.
     """
 
     id: str
@@ -251,7 +251,7 @@ class RunRecord(Record):
 
     @property
     def given(self) -> list[Message]:
-        """The messages before the first turn, among which may be an assistant's that the task holds."""
+        """The messages before the first turn. Some may be an assistant's, which the task holds."""
         return self.messages[: min(self.said, default=len(self.messages))]
 
     def transcript_with(self, sizes: list[SegmentSizes]) -> Transcript:
@@ -314,7 +314,7 @@ class Trajectory(RunRecord):
     attempts: Annotated[list[Attempt], Field(max_length=MAX_ATTEMPTS)] = Field(default_factory=list)
     """What did not end well before this result, oldest first. It is empty for most rollouts."""
     attempts_dropped: Annotated[int, Field(ge=0)] = 0
-    """The number of further attempts, for which `attempts` had no room."""
+    """The number of further attempts, which did not fit into `attempts`."""
     status: TrajectoryStatus = "succeeded"
     reason: str = ""
     """The reason in CamelCase, where the status is not `succeeded`."""
@@ -361,7 +361,7 @@ class Trajectory(RunRecord):
 
 
 class Rescored(Record):
-    """What a trajectory's reward was before it was evaluated again, and who did that when with what."""
+    """A trajectory's reward before it was evaluated again, and who did so, when, and with which handler."""
 
     handler: str
     """The handler that evaluated it again."""

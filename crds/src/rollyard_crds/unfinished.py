@@ -1,4 +1,4 @@
-"""The jobs that drivers have to handle, in few bytes: a driver waits on this list between two full passes."""
+"""The jobs that drivers have to handle, in few bytes: drivers wait on this list between two full passes."""
 
 from __future__ import annotations
 
@@ -20,5 +20,5 @@ class UnfinishedJobs(Record):
     """All unfinished jobs, oldest first."""
 
     revision: int
-    """The next call sends it, and then waits for a change."""
+    """Sent with the next call, which then waits for a change."""
     jobs: list[UnfinishedJob]

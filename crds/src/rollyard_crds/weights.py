@@ -33,7 +33,7 @@ class LoraSource(Model):
 
 
 class WeightSource(Model):
-    """The place of the new weights: exactly one of the three."""
+    """Where the new weights are: exactly one of the three."""
 
     checkpoint: CheckpointSource | None = None
     """A checkpoint folder, which the servers load."""
@@ -50,14 +50,14 @@ class WeightSource(Model):
 
 
 class LogprobReference(Model):
-    """What the new weights must give on a fixed prompt."""
+    """What the new weights must give for a fixed prompt."""
 
     prompt_ids: Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=2, max_length=4096)]
     """Token ids, length n."""
     logprobs: Annotated[list[Annotated[float, Field(le=0.001)]], Field(min_length=1, max_length=4095)]
     """Log-probability, in nats, of each token after the first, given those before it: length n - 1."""
     tolerance: Annotated[float, Field(gt=0, le=10)] | None = None
-    """Largest difference allowed, in nats. The default depends on the data type in which the servers
+    """The largest permitted difference, in nats. The default depends on the data type in which the servers
     compute: 0.1 for float32, 0.5 for bfloat16 and float16."""
 
     @model_validator(mode="after")
@@ -93,12 +93,12 @@ UpdateState = Literal["Running", "Succeeded", "Failed", "Superseded"]
 
 
 class BackendUpdate(Model):
-    """How far one backend is."""
+    """How far the update of one backend has got."""
 
     url: BackendUrl
     """Base URL."""
     step: UpdateStep = "Pending"
-    """What is done now, or how it ended."""
+    """What is being done now, or how it ended."""
     verified: bool = False
     """Its log-probabilities were compared and agree."""
     max_difference: float | None = None
@@ -123,10 +123,10 @@ class WeightUpdate(Model):
     in_flight: Literal["continue", "restart"]
     """As asked."""
     state: UpdateState
-    """`Succeeded` when every backend has the new weights, of which there must be one; `Superseded` by a later
+    """`Succeeded` when every backend has the new weights, and there is at least one; `Superseded` by a later
     update."""
     verified: bool = False
-    """Every backend's log-probabilities agree with the reference."""
+    """Whether every backend's log-probabilities agree with the reference."""
     verified_by: Literal["reference", "transformers", ""] = ""
     """What they were compared with. Where it is empty, nothing was compared and `verified` is false."""
     message: Annotated[str, Field(max_length=4096)] = ""
@@ -134,6 +134,6 @@ class WeightUpdate(Model):
     backends: list[BackendUpdate] = Field(default_factory=list)
     """Each backend's part."""
     created_at: datetime
-    """When it was asked for."""
+    """When it was requested."""
     finished_at: datetime | None = None
     """When the last backend was done."""

@@ -1,6 +1,6 @@
-"""The wire between drivers, workers and the control plane about workers as processes.
+"""What drivers, workers and the control plane send each other about workers as processes.
 
-Drivers report workers that have died, and offer jobs to workers that stand ready.
+Drivers report workers that have died, and offer jobs to ready workers.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class WaitingImages(Record):
     """The control plane's answer to a worker that asks what the next tasks of a job need."""
 
     images: list[str]
-    """The images that the tasks at the front of the queue of Init name, each once and in their order."""
+    """The images that the tasks at the front of the Init queue name, each once and in their order."""
 
 
 class WorkerDied(Record):
@@ -44,7 +44,7 @@ class WorkerDeath(Record):
 
 
 class AssignmentOffer(Record):
-    """A driver's offer of a job to one worker that stands ready. A repeat of an offer changes nothing."""
+    """A driver's offer of a job to one ready worker. Repeating an offer changes nothing."""
 
     namespace: Label
     worker: Label

@@ -95,7 +95,7 @@ async def watch_backend(
 
 
 REMEMBERED: Final = 1024
-"""The number of backends that have ended and of which it is remembered when they became ready."""
+"""The number of ended backends for which the time when they became ready is remembered."""
 
 
 @dataclass(slots=True)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from rollyard_engine.errors import ModelFolderInvalid
+from rollyard_engine.errors import EngineError
 
 CONFIG_FILE: Final = "genai_config.json"
 # The builder does not record the element type of the cache. float32 is the widest type that it uses, so the
@@ -36,18 +36,21 @@ def read_folder(path: Path) -> ModelFolder:
     """Read and check the configuration of the model folder at ``path``.
 
     Raises:
-        ModelFolderInvalid: The folder is unusable. The message names the folder and what is missing or wrong
+        EngineError: The folder is unusable. The message names the folder and what is missing or wrong
             in it.
     """
     if not path.is_dir():
-        raise ModelFolderInvalid(
-            f"model folder {path} does not exist or is not a folder", param="weights_path"
+        raise EngineError(
+            f"model folder {path} does not exist or is not a folder",
+            param="weights_path",
+            reason="ModelFolderInvalid",
         )
     config_path = path / CONFIG_FILE
     if not config_path.is_file():
-        raise ModelFolderInvalid(
+        raise EngineError(
             f"{path} has no {CONFIG_FILE}: it must be a folder written by onnxruntime-genai's model builder",
             param="weights_path",
+            reason="ModelFolderInvalid",
         )
     try:
         config = json.loads(config_path.read_text(encoding="utf-8"))
@@ -69,12 +72,16 @@ def read_folder(path: Path) -> ModelFolder:
             weight_bytes=sum(file.stat().st_size for file in path.glob("*.onnx*")),
         )
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ModelFolderInvalid(
-            f"{config_path} cannot be read: {type(error).__name__}: {error}", param="weights_path"
+        raise EngineError(
+            f"{config_path} cannot be read: {type(error).__name__}: {error}",
+            param="weights_path",
+            reason="ModelFolderInvalid",
         ) from error
     if not (path / filename).is_file():
-        raise ModelFolderInvalid(
-            f"{path} has no {filename}, which its {CONFIG_FILE} names", param="weights_path"
+        raise EngineError(
+            f"{path} has no {filename}, which its {CONFIG_FILE} names",
+            param="weights_path",
+            reason="ModelFolderInvalid",
         )
     return folder
 

@@ -16,7 +16,7 @@ import uvicorn
 import uvloop
 from rollyard_process.telemetry.options import log_form
 
-from rollyard_engine.errors import StartupFailed
+from rollyard_engine.errors import EngineError
 from rollyard_engine.folder import ModelFolder, read_folder
 from rollyard_engine.generation.model import load_model
 from rollyard_engine.generation.scheduler import Scheduler, SchedulerLimits
@@ -43,7 +43,7 @@ def context_limit(folder: ModelFolder, settings: EngineSettings) -> int:
     """Return the length of the longest sequence to serve, in tokens.
 
     Raises:
-        StartupFailed: The length exceeds the model's context, or one such sequence does not fit the cache
+        EngineError: The length exceeds the model's context, or one such sequence does not fit the cache
             memory.
     """
     fitting = settings.cache_bytes // folder.kv_bytes_per_token
@@ -51,13 +51,15 @@ def context_limit(folder: ModelFolder, settings: EngineSettings) -> int:
     if length is None:
         length = min(folder.context_length, max(fitting, SMALLEST_DEFAULT_CONTEXT))
     if length > folder.context_length:
-        raise StartupFailed(
-            f"--max-model-len {length} is longer than the model's context of {folder.context_length} tokens"
+        raise EngineError(
+            f"--max-model-len {length} is longer than the model's context of {folder.context_length} tokens",
+            reason="StartupFailed",
         )
     if length > fitting:
-        raise StartupFailed(
+        raise EngineError(
             f"one sequence of {length} tokens needs {length * folder.kv_bytes_per_token >> 20} MiB of KV "
-            f"cache, --kv-cache-mib allows {settings.cache_bytes >> 20}: raise it or lower --max-model-len"
+            f"cache, --kv-cache-mib allows {settings.cache_bytes >> 20}: raise it or lower --max-model-len",
+            reason="StartupFailed",
         )
     return length
 
@@ -66,7 +68,7 @@ def listen(host: str, port: int) -> socket.socket:
     """Return a listening socket.
 
     Raises:
-        StartupFailed: The address cannot be used. The message names it.
+        EngineError: The address cannot be used. The message names it.
     """
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
@@ -79,7 +81,9 @@ def listen(host: str, port: int) -> socket.socket:
             listener.close()
             raise
     except OSError as error:
-        raise StartupFailed(f"cannot listen on {host} port {port}: {error.strerror or error}") from error
+        raise EngineError(
+            f"cannot listen on {host} port {port}: {error.strerror or error}", reason="StartupFailed"
+        ) from error
     return listener
 
 
@@ -87,8 +91,7 @@ def run(settings: EngineSettings) -> None:
     """Serve until SIGTERM or SIGINT.
 
     Raises:
-        ModelFolderInvalid: The model folder cannot be served.
-        StartupFailed: The server cannot start with these settings.
+        EngineError: The model folder cannot be served, or the server cannot start with these settings.
     """
     listener = listen(settings.host, settings.port)
     with contextlib.closing(listener):
@@ -110,7 +113,7 @@ def build_service(
     """Load the model and its tokenizer, without starting the engine thread.
 
     Raises:
-        ModelFolderInvalid: The model or its tokenizer cannot be loaded.
+        EngineError: The model or its tokenizer cannot be loaded.
     """
     model = load_model(settings.model, settings.threads)
     tokenizer = load_tokenizer(settings.model)

@@ -9,7 +9,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
-from rollyard_engine.errors import InvalidRequest, ModelFolderInvalid
+from rollyard_engine.errors import EngineError, InvalidRequest
 
 Render = Callable[..., str]
 
@@ -134,18 +134,18 @@ def load_tokenizer(path: Path) -> EngineTokenizer:
     """Read the tokenizer of the model folder at ``path``.
 
     Raises:
-        ModelFolderInvalid: The tokenizer, its configuration or the chat template cannot be read.
+        EngineError: The tokenizer, its configuration or the chat template cannot be read.
     """
     from jinja2 import TemplateError
     from tokenizers import Tokenizer
 
     tokenizer_path = path / "tokenizer.json"
     if not tokenizer_path.is_file():
-        raise ModelFolderInvalid(f"{path} has no tokenizer.json")
+        raise EngineError(f"{path} has no tokenizer.json", reason="ModelFolderInvalid")
     try:
         tokenizer = Tokenizer.from_file(str(tokenizer_path))
     except Exception as error:  # The tokenizers package raises plain Exception.
-        raise ModelFolderInvalid(f"{tokenizer_path} cannot be read: {error}") from error
+        raise EngineError(f"{tokenizer_path} cannot be read: {error}", reason="ModelFolderInvalid") from error
     tokenizer.no_truncation()
     tokenizer.no_padding()
     config_path = path / "tokenizer_config.json"
@@ -157,7 +157,9 @@ def load_tokenizer(path: Path) -> EngineTokenizer:
             templates["default"] = template_path.read_text(encoding="utf-8")
         return EngineTokenizer(tokenizer, config, templates)
     except (OSError, ValueError, KeyError, TypeError, TemplateError) as error:
-        raise ModelFolderInvalid(f"{path}: tokenizer configuration or chat template: {error}") from error
+        raise EngineError(
+            f"{path}: tokenizer configuration or chat template: {error}", reason="ModelFolderInvalid"
+        ) from error
 
 
 def _templates(value: Any) -> dict[str, str]:

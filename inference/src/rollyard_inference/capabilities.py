@@ -97,7 +97,7 @@ async def probe(transport: Transport, url: str, seconds: float = PROBE_SECONDS) 
     """Determine what a server can do.
 
     No request samples anything, so a paused server answers, too. vLLM is asked in ways that it does not log
-    as errors: to abort no request, which it has beside `/inference/v1/generate`, and whether
+    as errors: to abort no request, a call that it has together with `/inference/v1/generate`, and whether
     `/v1/completions` would take a POST. Where that says nothing, a call exists if an empty request to it is
     refused for what the request lacks, rather than with 403 (vLLM without `--enable-scale-out`), 404, 405 or
     501.

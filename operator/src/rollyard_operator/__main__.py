@@ -28,7 +28,7 @@ from rollyard_operator.sandboxes.loop import SandboxLoop
 from rollyard_operator.settings import OperatorSettings, SettingsError, load_settings
 
 MAX_ACTIVE_JOBS = 100
-"""Further jobs wait as Pending. Room in the cluster is left to its scheduler and Kueue."""
+"""Further jobs wait as Pending. Capacity is left to the cluster's scheduler and Kueue."""
 
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:

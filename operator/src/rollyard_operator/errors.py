@@ -1,4 +1,4 @@
-"""The root of the operator's exceptions. Each exception stands beside the code that raises it."""
+"""The root of the operator's exceptions. Each exception is defined next to the code that raises it."""
 
 from __future__ import annotations
 

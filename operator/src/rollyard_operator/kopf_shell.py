@@ -64,7 +64,7 @@ def kopf_settings() -> kopf.OperatorSettings:
     own.persistence.finalizer = f"{PREFIX}/operator"
     own.persistence.progress_storage = kopf.AnnotationsProgressStorage(prefix=PREFIX)
     own.networking.connect_timeout = 10.0
-    # kopf's end is no end of the process, so it must not kill the process some time afterwards.
+    # The process outlives kopf, so kopf must not kill it some time after its own end.
     own.process.ultimate_exiting_timeout = None
     return own
 

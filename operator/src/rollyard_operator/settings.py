@@ -122,7 +122,7 @@ class OperatorSettings(Model):
     """The settings of an operator."""
 
     instance: Name
-    """The name of this installation. Every object that it makes has it as label `rollyard.dev/instance`."""
+    """The name of this installation. Its objects all have it as the label `rollyard.dev/instance`."""
     control_plane_url: Annotated[str, Field(pattern=r"^https?://[^\s/]+(/\S*)?$", max_length=2048)]
     """The URL at which the operator and the stage workers reach the control plane."""
     control_plane_ca_file: Path | None = None

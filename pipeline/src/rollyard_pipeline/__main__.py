@@ -10,7 +10,7 @@ import sys
 # use for one. An installation that needs them sets the variable to another value.
 os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
 
-# The imports make many objects and hardly any garbage. The searches for it take a sixth of the time that a
+# The imports make many objects and hardly any garbage. Searching for garbage takes a sixth of the time that a
 # worker needs before its first request. A process that stands ready has switched them off for longer.
 _collecting = gc.isenabled()
 gc.disable()

@@ -1,4 +1,4 @@
-"""Child processes that compute what may take for ever, each one request at a time.
+"""Child processes for computations that may never end. Each handles one request at a time.
 
 A regular expression, a simplification of a formula or a function of a user cannot be interrupted in a thread.
 What exceeds its limit is therefore ended with its process. A child writes the line `ready`, which may be
@@ -167,9 +167,9 @@ class ChildProcesses:
         try:
             answer = json.loads(line)
         except ValueError as error:
-            raise self._error("gave an answer that is no JSON") from error
+            raise self._error("gave an answer that is not JSON") from error
         if not isinstance(answer, dict):
-            raise self._error("gave an answer that is no object")
+            raise self._error("gave an answer that is not an object")
         return answer
 
     def _error(self, what: str) -> ChildFailed:

@@ -31,33 +31,32 @@ class PipelineError(WorkerError):
         message: What has happened, for people.
         reason: What has happened, for programs; that of the class if it is None.
         return_to: The stage at which the rollout begins again; that of the class if it is None.
+        counts: Whether the failure counts as an attempt of the rollout; as the class says if it is None. If
+            it does not count, the code that raises the exception must limit how often this happens.
     """
 
     reason = "PipelineError"
     retryable: ClassVar[bool] = True
     return_to: StageName | None = None
-    counts: ClassVar[bool] = True
-    """Whether the failure counts as an attempt of the rollout.
-
-    If it does not, the code that raises the exception must limit how often this happens.
-    """
+    counts: bool = True
     of_node: ClassVar[bool] = False
     """Whether a failure at a worker's start concerns the node, so another node may succeed."""
 
     def __init__(
-        self, message: str, reason: str | None = None, *, return_to: StageName | None = None
+        self,
+        message: str,
+        reason: str | None = None,
+        *,
+        return_to: StageName | None = None,
+        counts: bool | None = None,
     ) -> None:
         super().__init__(message)
         if reason is not None:
             self.reason = reason
         if return_to is not None:
             self.return_to = return_to
-
-
-class OptionError(PipelineError):
-    """A command-line option cannot be used."""
-
-    reason = "OptionInvalid"
+        if counts is not None:
+            self.counts = counts
 
 
 class PermanentFailure(PipelineError):
@@ -155,16 +154,6 @@ class EvalSandboxEnded(PipelineError):
         super().__init__(message)
         self.reward_reason = reward_reason
         """The reason of the reward of 0."""
-
-
-class NoBackend(PipelineError):
-    """The pool has had no ready backend for too long.
-
-    The control plane limits how often this does not count.
-    """
-
-    reason = "NoBackend"
-    counts = False
 
 
 class ControlPlaneRefused(PipelineError):

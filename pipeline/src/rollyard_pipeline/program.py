@@ -23,7 +23,7 @@ from rollyard_crds.names import NODE, PROVIDER, STAGES, StageName
 from rollyard_crds.rolloutjob import StagesSpec
 from rollyard_crds.workers import Assignment, AssignmentRequest
 from rollyard_process.log_text import log_to
-from rollyard_process.telemetry.export import SpanExport, TraceLibrariesMissing, exporting
+from rollyard_process.telemetry.export import SpanExport, exporting
 from rollyard_process.telemetry.options import TraceOptions, add_log_option, add_trace_options, trace_options
 from rollyard_process.telemetry.variables import TraceOptionError
 
@@ -31,7 +31,7 @@ from rollyard_pipeline.backends import BackendClient
 from rollyard_pipeline.chat.format import FormatCache
 from rollyard_pipeline.control_plane.calls import WorkerCalls, persistent
 from rollyard_pipeline.control_plane.rest import RestControlPlane, import_late
-from rollyard_pipeline.errors import OptionError, PipelineError
+from rollyard_pipeline.errors import PipelineError
 from rollyard_pipeline.registry import Registry
 from rollyard_pipeline.sandboxes import PROVIDERS, open_provider
 from rollyard_pipeline.sandboxes.allowed_images import ANY
@@ -107,7 +107,7 @@ def _main(runner: asyncio.Runner, options: argparse.Namespace, ready: Readiness)
     except PipelineError as error:
         print(f"rollyard worker: {error.reason}: {error}", file=sys.stderr)
         return NODE_UNUSABLE if error.of_node else 2
-    except (TraceOptionError, TraceLibrariesMissing) as error:
+    except TraceOptionError as error:
         print(f"rollyard worker: {error.reason}: {error}", file=sys.stderr)
         return 2
 
@@ -190,7 +190,7 @@ async def _assignment(options: argparse.Namespace, token: str, ready: Readiness)
     else:
         trouble = await ready.prepare(_provider_settings(options))
         if isinstance(trouble, PipelineError) and trouble.of_node:
-            raise trouble  # No job is to find out that this node is of no use.
+            raise trouble  # No job should have to find out that this node is of no use.
     async with RestControlPlane(options.url, token) as control:
         driver = options.sandbox if options.sandbox == PROVIDER else ""
         return await assignment_of(control, options.namespace, options.ready, driver)
@@ -412,26 +412,31 @@ def assigned_options(options: argparse.Namespace, assignment: Assignment) -> arg
     """Return the options of a ready worker after its assignment, whose arguments replace its own.
 
     Raises:
-        OptionError: The arguments are not those of a worker of the assigned job, or name a place or a token
-            that is not part of an assignment.
+        PipelineError: The arguments are not those of a worker of the assigned job, or name an address or a
+            token that is not part of an assignment.
     """
     fixed = ("url", "token_file", "run_dir", "sandbox", "node", "ready", "otlp_endpoint")
     try:
         parser = _parser(exit_on_error=False)
         assigned, unknown = parser.parse_known_args([*options.given, *assignment.arguments])
     except argparse.ArgumentError as error:
-        raise OptionError(f"the assignment has arguments that cannot be used: {error}") from error
+        raise PipelineError(
+            f"the assignment has arguments that cannot be used: {error}", "OptionInvalid"
+        ) from error
     if unknown:
-        raise OptionError(f"the assignment has arguments that are not known here: {' '.join(unknown)}")
+        raise PipelineError(
+            f"the assignment has arguments that are not known here: {' '.join(unknown)}", "OptionInvalid"
+        )
     if assigned.node is None:
         assigned.node = options.node
     for name in fixed:
         if getattr(assigned, name) != getattr(options, name):
-            raise OptionError(f"the assignment may not change --{name.replace('_', '-')}")
+            raise PipelineError(f"the assignment may not change --{name.replace('_', '-')}", "OptionInvalid")
     if (assigned.job, assigned.namespace) != (assignment.job, options.namespace):
-        raise OptionError(
+        raise PipelineError(
             f"the assignment is to job {assignment.job} in namespace {options.namespace}, and its arguments "
-            f"name job {assigned.job} in namespace {assigned.namespace}"
+            f"name job {assigned.job} in namespace {assigned.namespace}",
+            "OptionInvalid",
         )
     return assigned
 
@@ -440,13 +445,14 @@ def stages_of(text: str) -> list[StageName]:
     """Return the stages that `--stages` names, in the order in which a rollout passes through them.
 
     Raises:
-        OptionError: `text` names no stage, or something else.
+        PipelineError: `text` names no stage, or something else.
     """
     names = [name.strip() for name in text.split(",") if name.strip()]
     unknown = sorted(set(names) - set(STAGES))
     if unknown or not names:
-        raise OptionError(
-            f"--stages: {', '.join(unknown) or 'nothing'} given; expected some of {', '.join(STAGES)}"
+        raise PipelineError(
+            f"--stages: {', '.join(unknown) or 'nothing'} given; expected some of {', '.join(STAGES)}",
+            "OptionInvalid",
         )
     return [stage for stage in STAGES if stage in names]
 
@@ -455,15 +461,16 @@ def concurrency_of(text: str | None) -> dict[StageName, int]:
     """Return how many rollouts `--concurrency` allows at once in each of the stages that it names.
 
     Raises:
-        OptionError: `text` is not of the form `init=16,run=64`, or a number is out of range.
+        PipelineError: `text` is not of the form `init=16,run=64`, or a number is out of range.
     """
     places: dict[StageName, int] = {}
     for part in filter(None, (text or "").split(",")):
         name, _, count = part.partition("=")
         stage = next((stage for stage in STAGES if stage == name.strip()), None)
         if stage is None or not count.strip().isdigit() or not 1 <= int(count) <= 4096:
-            raise OptionError(
-                f"--concurrency: '{part}'; expected for example init=16,run=64,eval=16 (1 to 4096)"
+            raise PipelineError(
+                f"--concurrency: '{part}'; expected for example init=16,run=64,eval=16 (1 to 4096)",
+                "OptionInvalid",
             )
         places[stage] = int(count)
     return places
@@ -473,7 +480,7 @@ def apptainer_options(options: argparse.Namespace) -> ApptainerOptions | None:
     """Return the options for Apptainer, or None if the sandboxes are of another kind.
 
     Raises:
-        OptionError: An option for Apptainer was given together with another kind of sandbox.
+        PipelineError: An option for Apptainer was given together with another kind of sandbox.
     """
     apptainer_only = {
         "--default-image": options.default_image,
@@ -485,7 +492,9 @@ def apptainer_options(options: argparse.Namespace) -> ApptainerOptions | None:
     if options.sandbox != "apptainer":
         for name, value in apptainer_only.items():
             if value:
-                raise OptionError(f"{name} goes with --sandbox apptainer (got --sandbox {options.sandbox})")
+                raise PipelineError(
+                    f"{name} goes with --sandbox apptainer (got --sandbox {options.sandbox})", "OptionInvalid"
+                )
         return None
     return ApptainerOptions(
         program=options.apptainer,
@@ -501,10 +510,12 @@ def images_of(options: argparse.Namespace) -> tuple[str, ...]:
     """Return what jobs may name as images on this node.
 
     Raises:
-        OptionError: Another program than this worker fetches the images.
+        PipelineError: Another program than this worker fetches the images.
     """
     if options.allow_images and options.sandbox == PROVIDER:
-        raise OptionError(f"--allow-image: the cluster fetches the images of --sandbox {PROVIDER}")
+        raise PipelineError(
+            f"--allow-image: the cluster fetches the images of --sandbox {PROVIDER}", "OptionInvalid"
+        )
     return tuple(options.allow_images or (ANY,))
 
 
@@ -512,12 +523,14 @@ def read_token(file: Path) -> str:
     """Return the token in `file`, which holds either the token alone or a tokens.json.
 
     Raises:
-        OptionError: The file cannot be read, or holds no token of a worker.
+        PipelineError: The file cannot be read, or holds no token of a worker.
     """
     try:
         text = file.read_text().strip()
     except OSError as error:
-        raise OptionError(f"--token-file: {file} cannot be read: {error.strerror}") from error
+        raise PipelineError(
+            f"--token-file: {file} cannot be read: {error.strerror}", "OptionInvalid"
+        ) from error
     if not text.startswith("{"):
         return text
     try:
@@ -525,7 +538,9 @@ def read_token(file: Path) -> str:
         if isinstance(token, list):
             token = token[0]  # This is the valid token that is not about to be retired.
     except (ValueError, LookupError) as error:
-        raise OptionError(f"--token-file: {file} holds no token of the role 'worker'") from error
+        raise PipelineError(
+            f"--token-file: {file} holds no token of the role 'worker'", "OptionInvalid"
+        ) from error
     return str(token)
 
 

@@ -1,7 +1,7 @@
 """Extension points: handlers, agents, tools and tool-call parsers from installed packages.
 
-An entry point names a class. The class is called without arguments, once per use, so an extension holds no
-state between rollouts unless it arranges this itself.
+An entry point names a class. The class is called without arguments, once per use, so an extension keeps no
+state between rollouts unless it arranges for that itself.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _WORDS: Final = {
     TOOL_PARSERS: ("tool-call parser", "UnknownToolParser"),
     REWARD_FUNCTIONS: ("reward function", "UnknownRewardFunction"),
 }
-"""What an extension of each group is called, and the reason of the failure if there is none of a name."""
+"""What an extension of each group is called, and the reason of the failure if none has the requested name."""
 
 
 def installed(group: str) -> list[str]:

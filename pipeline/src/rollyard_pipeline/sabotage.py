@@ -1,4 +1,4 @@
-"""The decision who is at fault when an evaluation cannot be done: the policy or the infrastructure.
+"""The decision about who is at fault when an evaluation cannot be done: the policy or the infrastructure.
 
 The rule is that what a sandbox contains is the policy's responsibility. A policy that has filled, locked or
 broken its sandbox gets 0.0 at once, because it would otherwise gain from a new try. If a sandbox, an exec

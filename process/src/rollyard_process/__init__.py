@@ -1,1 +1,1 @@
-"""What every process of Rollyard does in the same way: its logs, traces, private folders and pauses."""
+"""What every process of Rollyard does in the same way: logs, traces, private folders and pauses."""

@@ -1,4 +1,4 @@
-"""Text from outside in log lines and on terminals: it never begins a line of its own, and moves no cursor.
+"""Text from outside in log lines and on terminals, where it must not begin a line or move the cursor.
 
 Names, messages, URLs and headers of requests, and what programs and servers say, reach logs and
 terminals. A newline in them would forge a line, and an escape sequence would change what is read.
@@ -16,7 +16,7 @@ from typing import Final, TextIO
 from rollyard_process.telemetry import options, scope
 
 LINE_FORMAT: Final = "%(asctime)s %(levelname)s %(name)s: %(message)s"
-# Control characters, separators of lines and paragraphs, and those that turn the direction of text.
+# Control characters, separators of lines and paragraphs, and those that change the direction of text.
 _DIRECTIONS: Final = "\\u200e\\u200f\\u202a-\\u202e\\u2066-\\u2069"
 _CONTROLS: Final = f"\\x00-\\x08\\x0b-\\x1f\\x7f-\\x9f\\u2028\\u2029{_DIRECTIONS}"
 _UNSEEN: Final = re.compile(f"[\\t\\n{_CONTROLS}]")
@@ -37,7 +37,7 @@ def one_line(text: str) -> str:
 
 
 def lines(text: str) -> str:
-    """Do the same for text of several lines: tabs and newlines stay as they are."""
+    """Do the same for text of several lines, in which tabs and newlines stay as they are."""
     return _UNSEEN_IN_LINES.sub(_escape, text)
 
 
@@ -69,7 +69,7 @@ class JsonFormatter(logging.Formatter):
     """
 
     def format(self, record: logging.LogRecord) -> str:
-        """Return the record as JSON. Control characters are escaped as in the other form."""
+        """Return the record as JSON, with control characters escaped."""
         fields: dict[str, object] = {
             "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
             "level": record.levelname,
@@ -103,7 +103,7 @@ def log_to(stream: TextIO | None = None, level: int | str = logging.INFO, form: 
     Args:
         stream: The stream.
         level: The lowest level that is sent.
-        form: `text` or `json`. The default is that of the variable ROLLYARD_LOG_FORMAT, else `text`.
+        form: `text` or `json`. The default is the value of the variable ROLLYARD_LOG_FORMAT, else `text`.
 
     Raises:
         TraceOptionError: There is no such form.

@@ -2,7 +2,7 @@
 
 A folder in a place that others can write to, such as `/tmp`, is private only if nobody else can have made it
 beforehand and nobody else can move it away later. Both are checked here from the root folder on, one open
-descriptor after the other, so that a link that is put in the way between two steps is noticed.
+descriptor after the other, so that a link that is put there between two steps is noticed.
 """
 
 from __future__ import annotations
@@ -13,24 +13,16 @@ import stat
 from pathlib import Path
 from typing import Final
 
-from rollyard_process.errors import ProcessError
-
 _MAX_LINKS: Final = 40  # as the kernel itself allows in one path
 _ALL_USERS: Final = "4294967295"
 _OPEN: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
-class NotPrivateError(ProcessError, OSError):
-    """Another user can read, change or replace the folder, or something on the way to it."""
-
-    reason = "NotPrivate"
-
-
 def make_private_folder(path: Path) -> None:
-    """Make a folder that is private to this user, with the folders on the way to it; see the other function.
+    """Make a folder that is private to this user, and the folders on the way to it.
 
     Raises:
-        NotPrivateError: another user could reach or replace it; the message names the folder at fault.
+        PermissionError: another user could reach or replace it; the message names the folder at fault.
         OSError: it cannot be made.
     """
     os.close(open_private_folder(path))
@@ -40,12 +32,12 @@ def open_private_folder(path: Path) -> int:
     """Return a descriptor of a folder of mode 0700 that belongs to this user, and make it if it is missing.
 
     Every folder on the way must belong to root or to this user. It may be writable by others only if it is
-    sticky, as `/tmp` is, so that they cannot move what is not theirs. Symbolic links on the way must belong
-    to root or to this user, and the folder itself must be no link. A folder of this user that others may
+    sticky, as `/tmp` is, so that others cannot move what is not theirs. Symbolic links on the way must belong
+    to root or to this user, and the folder itself must not be a link. A folder of this user that others may
     enter becomes mode 0700.
 
     Raises:
-        NotPrivateError: another user could reach or replace it; the message names the folder at fault.
+        PermissionError: another user could reach or replace it; the message names the folder at fault.
         OSError: it cannot be made or opened.
     """
     trusted = _trusted()
@@ -65,7 +57,7 @@ def open_private_folder(path: Path) -> int:
                 continue
             links += 1
             if entry.st_uid not in trusted or not waiting or links > _MAX_LINKS:
-                raise NotPrivateError(
+                raise PermissionError(
                     f"{folder / name} is a symbolic link of user {entry.st_uid}; choose another folder"
                 )
             target = Path(os.readlink(name, dir_fd=descriptor))
@@ -75,7 +67,7 @@ def open_private_folder(path: Path) -> int:
                 folder, descriptor = Path("/"), os.open("/", _OPEN)
         status = os.fstat(descriptor)
         if status.st_uid != os.geteuid():
-            raise NotPrivateError(f"{folder} belongs to user {status.st_uid}; choose another folder")
+            raise PermissionError(f"{folder} belongs to user {status.st_uid}; choose another folder")
         if stat.S_IMODE(status.st_mode) & 0o077:
             os.fchmod(descriptor, 0o700)
         return descriptor
@@ -85,11 +77,11 @@ def open_private_folder(path: Path) -> int:
 
 
 def _made(name: str, descriptor: int) -> os.stat_result:
-    """Return what has this name. Where there is nothing, a folder is made."""
+    """Return what has this name. If there is nothing, make a folder."""
     try:
         return os.stat(name, dir_fd=descriptor, follow_symlinks=False)
     except FileNotFoundError:
-        # Another process of this user may be faster, or somebody else, which the checks tell.
+        # Another process of this user may be faster, or somebody else, which the checks find out.
         with contextlib.suppress(FileExistsError):
             os.mkdir(name, 0o700, dir_fd=descriptor)
         return os.stat(name, dir_fd=descriptor, follow_symlinks=False)
@@ -98,21 +90,21 @@ def _made(name: str, descriptor: int) -> os.stat_result:
 def _check(status: os.stat_result, folder: Path, trusted: frozenset[int]) -> None:
     mode = stat.S_IMODE(status.st_mode)
     if status.st_uid not in trusted:
-        raise NotPrivateError(
+        raise PermissionError(
             f"{folder} belongs to user {status.st_uid}, who could replace what is in it; choose a folder "
             "whose whole path belongs to root or to you"
         )
     if mode & stat.S_ISVTX:
         return
     if mode & stat.S_IWOTH or (mode & stat.S_IWGRP and not _own_group(status.st_gid)):
-        raise NotPrivateError(
+        raise PermissionError(
             f"{folder} can be written by others (mode {mode:04o}), who could replace what is in it; choose "
             "another folder, or take their right away with chmod go-w"
         )
 
 
 def _own_group(group: int) -> bool:
-    """Return whether it is the group that many systems make for each user, with that user as only member."""
+    """Return whether this is the group that many systems make for each user, who is its only member."""
     import grp
     import pwd
 
@@ -125,7 +117,7 @@ def _own_group(group: int) -> bool:
 
 
 def _trusted() -> frozenset[int]:
-    """Return the numbers of this user and of root.
+    """Return the user IDs of this user and of root.
 
     In a user namespace without a root of its own, root is seen as the overflow user.
     """

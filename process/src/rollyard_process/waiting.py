@@ -13,7 +13,7 @@ async def first_of(*awaitables: Awaitable[Any]) -> tuple[int, asyncio.Future[Any
     Exceptions of the others are dropped.
 
     Returns:
-        The place among the arguments of the first that has ended, counted from 0, and its future, which holds
+        The index of the argument that ended first, counted from 0, and its future, which holds
         its result or exception.
     """
     futures = [asyncio.ensure_future(awaitable) for awaitable in awaitables]

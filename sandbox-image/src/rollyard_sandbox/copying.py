@@ -1,7 +1,7 @@
 """Copying the runtime out of its own image: `copy-runtime.py TARGET`.
 
-Clusters without image volumes need this. The image's root holds the runtime beside what the container engine
-adds (/proc, /dev, /etc), so only the runtime's own entries are copied.
+Clusters without image volumes need this. The image's root holds the runtime together with what the container
+engine adds (/proc, /dev, /etc), so only the runtime's own entries are copied.
 """
 
 from __future__ import annotations

@@ -20,7 +20,6 @@ __all__ = [
     "ProtocolError",
     "SandboxError",
     "SandboxSabotaged",
-    "ServerFault",
     "from_wire",
 ]
 
@@ -28,7 +27,8 @@ __all__ = [
 class SandboxError(Exception):
     """An error that the exec server or its client reports.
 
-    `reason` is its stable name, such as Unauthorized if the token is missing or wrong.
+    `reason` is its stable name, such as Unauthorized if the token is missing or wrong, or ServerFault if the
+    server met an exception in one request that it does not know, and survived it.
     """
 
     reason = "SandboxError"
@@ -85,12 +85,6 @@ class SandboxSabotaged(SandboxError):
     reason = "SandboxSabotaged"
 
 
-class ServerFault(SandboxError):
-    """The exec server met an exception that it does not know, in one request. It has survived it."""
-
-    reason = "ServerFault"
-
-
 class FileError(SandboxError):
     """A file operation failed. The reason is FileNotFound, IsADirectory, PermissionDenied, DiskFull, …"""
 
@@ -126,7 +120,6 @@ _CLASSES: Final[dict[str, type[SandboxError]]] = {
         IPythonUnavailable,
         FileError,
         SandboxSabotaged,
-        ServerFault,
     )
 }
 _CLASSES.update(dict.fromkeys(("NoCommandRunning", "SessionBusy", "TooManySessions"), BadRequest))

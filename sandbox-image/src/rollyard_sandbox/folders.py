@@ -1,4 +1,4 @@
-"""Folders that a hostile program may have left: made, added up and removed without recursion.
+"""Making, measuring and removing folders that a hostile program may have left, without recursion.
 
 Neither the depth of a tree nor a chain of links is a limit of Python's stack here, so no program can end its
 exec server, or the worker that cleans up after it, by nesting folders.
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from typing import Final
 
 FOLDER_FLAGS: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-"""The flags with which a folder is opened, and a link to one is not."""
+"""The flags with which a folder, but not a link to one, can be opened."""
 MAX_LINKS: Final = 40
 """How many symbolic links in a row are followed, as in Linux (path_resolution(7))."""
 
@@ -57,7 +57,7 @@ def followed(path: str) -> str:
         try:
             target = os.readlink(path)
         except OSError:
-            return path  # It is no link, or the kernel will refuse it by itself.
+            return path  # It is not a link, or the kernel itself will refuse it.
         path = os.path.join(os.path.dirname(path), target)
     raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), path)
 
@@ -65,8 +65,8 @@ def followed(path: str) -> str:
 def remove(path: str | bytes, *, parent: int | None = None, seconds: float = float("inf")) -> None:
     """Remove a file, a symbolic link, or a folder with its contents; no link is followed.
 
-    A folder inside a folder is first moved to the top of the tree. So two descriptors are enough for every
-    depth, and no path is longer than a name. What cannot be removed is left out, and the rest is removed.
+    A folder inside a folder is first moved to the top of the tree. Two descriptors are therefore enough for
+    any depth, and no path is longer than a name. What cannot be removed is left out, and the rest is removed.
 
     Args:
         path: What to remove.
@@ -134,7 +134,7 @@ def sizes(path: str) -> Iterator[os.stat_result]:
 
 
 def _emptied(folder: int, problems: list[OSError], end: float) -> list[str]:
-    """Remove what is no folder from an open folder, and return the names of the folders in it."""
+    """Remove everything but folders from an open folder, and return the names of the folders in it."""
     folders = []
     with os.scandir(folder) as entries:
         for entry in entries:
@@ -157,14 +157,14 @@ def _check_time(end: float) -> None:
 
 
 def opened(name: str | bytes, parent: int | None = None) -> int:
-    """Return the descriptor of a folder that may be changed. Its owner may have taken this right from itself.
+    """Return the descriptor of a folder that may be changed, even if its owner has removed its own rights.
 
     Args:
         name: The folder. A link to one is not followed.
         parent: The descriptor of the open folder to which `name` is relative.
 
     Raises:
-        OSError: It is no folder, or it belongs to somebody else and may not be listed.
+        OSError: It is not a folder, or it belongs to somebody else and may not be listed.
     """
     try:
         folder = os.open(name, FOLDER_FLAGS, dir_fd=parent)

@@ -35,7 +35,7 @@ def new_challenge() -> str:
 
 
 def answer(secret: bytes, purpose: str, challenge: object) -> str:
-    """Return the answer that proves knowledge of `secret`, or "" if `challenge` is no challenge.
+    """Return the answer that proves knowledge of `secret`, or "" if `challenge` is not a challenge.
 
     Args:
         purpose: The kind of request with which the challenge was sent. An answer fits this kind only.

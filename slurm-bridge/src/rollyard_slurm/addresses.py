@@ -78,6 +78,6 @@ def checked_address(text: str) -> str:
             probe.bind((text, 0))
     except OSError as error:
         raise SlurmError(
-            f"--listen {text}: is no address of this host ({error.strerror or error})"
+            f"--listen {text}: is not an address of this host ({error.strerror or error})"
         ) from error
     return text

@@ -125,7 +125,7 @@ class Bridge:
         """Lock the home, start the control plane, and reconcile until `stop` is called.
 
         Raises:
-            HomeInUse: Another bridge runs on this home.
+            HostError: Another bridge runs on this home.
             StartFailed: The control plane cannot be started or does not become ready.
             SlurmError: The address of this host in the cluster cannot be determined.
         """

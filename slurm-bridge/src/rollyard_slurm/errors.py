@@ -6,19 +6,20 @@ from rollyard_drivers.host.errors import HostError
 
 
 class BridgeError(HostError):
-    """The base class of every exception of the bridge."""
+    """The base class of every exception of the bridge.
+
+    The reason is ProfileInvalid if a profile cannot be used. The message then names the file and the field.
+    """
 
     reason: str = "BridgeError"
 
 
-class ProfileInvalid(BridgeError):
-    """A profile cannot be used. The message names the file and the field."""
-
-    reason = "ProfileInvalid"
-
-
 class SlurmError(BridgeError):
-    """A call to Slurm failed."""
+    """A call to Slurm failed.
+
+    The reason is ScriptInvalid if no batch script can be made from a workload. The message then names the
+    variable or option at fault.
+    """
 
     reason = "SlurmError"
 
@@ -37,12 +38,6 @@ class SlurmUnavailable(SlurmError):
     def __init__(self, message: str, unsure: bool = False) -> None:
         super().__init__(message)
         self.unsure = unsure
-
-
-class ScriptInvalid(SlurmError):
-    """No batch script can be made from a workload. The message names the variable or option at fault."""
-
-    reason = "ScriptInvalid"
 
 
 class SubmitRefused(SlurmError):

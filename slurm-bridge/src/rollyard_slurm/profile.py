@@ -14,7 +14,7 @@ from pydantic import Field, ValidationError, field_validator, model_validator
 from rollyard_crds.base import Model
 from rollyard_crds.reading.manifest import describe
 
-from rollyard_slurm.errors import ProfileInvalid
+from rollyard_slurm.errors import BridgeError
 from rollyard_slurm.readers.command_output import duration_seconds
 from rollyard_slurm.scripts import job_fields
 
@@ -104,7 +104,7 @@ class JobProfile(Model):
         for option in value:
             name = option.partition("=")[0]
             if not name.startswith("-"):
-                raise ValueError(f"{option!r} is no option: write it as --name=value")
+                raise ValueError(f"{option!r} is not an option: write it as --name=value")
             if name in _OURS:
                 raise ValueError(f"{name} is set by the bridge; leave it out")
         return value
@@ -237,19 +237,21 @@ def load(path: Path | None, overrides: dict[str, Any] | None = None) -> SiteProf
         overrides: Fields from the command line, which override those of the file.
 
     Raises:
-        ProfileInvalid: The file cannot be read, or a field has an invalid value.
+        BridgeError: The file cannot be read, or a field has an invalid value.
     """
     document: Any = {}
     if path is not None:
         try:
             document = yaml.safe_load(path.read_text()) or {}
         except OSError as error:
-            raise ProfileInvalid(f"--profile {path}: cannot be read: {error.strerror}") from error
+            raise BridgeError(
+                f"--profile {path}: cannot be read: {error.strerror}", reason="ProfileInvalid"
+            ) from error
         except (yaml.YAMLError, UnicodeDecodeError) as error:
             words = " ".join(str(error).split())
-            raise ProfileInvalid(f"--profile {path}: no YAML: {words}") from error
+            raise BridgeError(f"--profile {path}: no YAML: {words}", reason="ProfileInvalid") from error
         if not isinstance(document, dict):
-            raise ProfileInvalid(f"--profile {path}: must be a mapping of fields")
+            raise BridgeError(f"--profile {path}: must be a mapping of fields", reason="ProfileInvalid")
     where = f"--profile {path}" if path is not None else "options"
     try:
         profile = SiteProfile.model_validate(document)
@@ -268,4 +270,6 @@ def load(path: Path | None, overrides: dict[str, Any] | None = None) -> SiteProf
             profile = SiteProfile.model_validate({**profile.model_dump(), **chosen})
         return profile
     except ValidationError as error:
-        raise ProfileInvalid(f"{where}: " + "; ".join(describe(error, model=SiteProfile))) from error
+        raise BridgeError(
+            f"{where}: " + "; ".join(describe(error, model=SiteProfile)), reason="ProfileInvalid"
+        ) from error

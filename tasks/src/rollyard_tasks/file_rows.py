@@ -35,7 +35,7 @@ _XZ_MEMORY: Final = 64 << 20
 MAX_COLUMNS: Final = 1024
 """The largest number of columns of a table in CSV."""
 _EXPLAINED_BYTES: Final = 8 << 20
-"""The largest JSON text that the standard library reads to find its fault, for which it needs more memory."""
+"""The largest JSON text in which the standard library finds the fault, for which it needs more memory."""
 _HEADER_BYTES: Final = 64 << 10
 """The largest header of a table in CSV."""
 _STARTS: Final = {
@@ -112,7 +112,7 @@ class Decompressor:
         """Yield the text in these bytes, in pieces of at most PIECE_BYTES if it was compressed.
 
         Raises:
-            FileRefused: The text is too long, or the file is damaged. Nothing more can be fed after this.
+            FileRefused: The text is too long, or the file is damaged. Nothing more can be fed after that.
         """
         return self._counted(data, last=False)
 
@@ -146,7 +146,7 @@ class Decompressor:
                 piece = self._unpacker.decompress(data, PIECE_BYTES)
                 yield piece
                 if self._unpacker.eof:
-                    # Several streams in sequence are one text.
+                    # Several streams one after the other are one text.
                     self._start, data = b"", self._unpacker.unused_data
                 elif not piece:
                     return
@@ -177,9 +177,9 @@ class FileRow:
     number: int
     """The number of the row; the first is 1."""
     document: Any = None
-    """What was read, which may be any JSON value. Who uses it takes it away, because it may be large."""
+    """What was read, which may be any JSON value. Its user takes it away, because it may be large."""
     problem: str = ""
-    """Why nothing was read, or "" if something was. It shows nothing of the content."""
+    """Why nothing was read, or "" if something was. It shows none of the content."""
     unit: str = "line"
     """What `number` counts."""
 
@@ -229,13 +229,13 @@ class FileRows:
 
     Args:
         max_bytes: The largest size of the file after decompression, in bytes.
-        unit: What the numbers of rows count; the default is what the file has.
+        unit: What the numbers of rows count; the default depends on the file.
     """
 
     def __init__(self, max_bytes: int, unit: str = "") -> None:
         self._decompressor = Decompressor(max_bytes)
         self._unit = unit
-        # The beginning of the text, until it is known what it holds.
+        # The beginning of the text, until its kind is known.
         self._start = b""
         self._texts: RowTexts | None = None
         self._parse: Callable[[RowText], FileRow | None] = self._of_json
@@ -253,7 +253,7 @@ class FileRows:
         """Yield the rows that the end of the file completes, and None from time to time.
 
         Raises:
-            FileRefused: The file is damaged, or was cut.
+            FileRefused: The file is damaged, or was cut off.
         """
         for piece in self._decompressor.end():
             yield from self._rows(piece, last=False)
@@ -272,7 +272,7 @@ class FileRows:
         yield from self._parsed(self._texts.feed(piece))
 
     def _kind(self, last: bool) -> RowTexts | None:
-        """Return what cuts this kind of file, or None if too little has arrived to know."""
+        """Return what cuts this kind of file into rows, or None if too little has arrived to know."""
         for start, problem in _STARTS.items():
             if self._start.startswith(start):
                 raise FileRefused(problem)
@@ -326,15 +326,15 @@ def _too_long(number: int, unit: str) -> FileRow:
 
 
 def is_text(start: bytes) -> bool:
-    """Return whether a file that begins so is a text, and neither compressed nor in UTF-16."""
+    """Return whether a file that begins like this is text, and neither compressed nor in UTF-16."""
     return not start.startswith((*COMPRESSED, *_STARTS))
 
 
 def header(line: bytes) -> list[str]:
     """Return the names of the columns if the first line of a text is the header of a table, else [].
 
-    A text that was meant to be JSON lines, and begins with a broken one, is none: names have no brackets,
-    colons or quotes. The first column may have no name, as the index of pandas.
+    A text that was meant to be JSON lines, and begins with a broken one, has no header: names have no
+    brackets, colons or quotes. The first column may have no name, like the index of pandas.
     """
     try:
         names = [(cell or b"").decode().strip() for cell in _cells(line) or ()]

@@ -1,6 +1,6 @@
-"""The text of a task file is cut into the texts of its rows: lines, items of a JSON list, or rows of a table.
+"""Cuts the text of a task file into the texts of its rows: lines, items of a JSON list, or rows of a table.
 
-The text comes in pieces. At most one row is in memory, and of a row that is too long nothing is kept.
+The text comes in pieces. At most one row is in memory, and nothing of a row that is too long is kept.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ _COMMA, _QUOTE, _BACKSLASH, _OPEN, _CLOSE = b',"\\[]'
 _STRING_REST: Final = rb'(?:[^"\\]++|\\.)*+'
 _IN_STRING: Final = re.compile(_STRING_REST, re.S)
 _IN_ITEM: Final = re.compile(rb'(?:[^"{}\[\]]++|"%b")*+' % _STRING_REST, re.S)
-"""What lies before the next bracket, or before a string whose end has not come yet."""
+"""What comes before the next bracket, or before a string whose end has not arrived yet."""
 _BETWEEN_ITEMS: Final = re.compile(rb'(?:[^",{}\[\]]++|"%b")*+' % _STRING_REST, re.S)
 
 
 class FileRefused(TasksError, ValueError):
-    """The file as a whole cannot be read. The message shows nothing of its content."""
+    """A file, a task folder or its archive cannot be read. The message shows none of its content."""
 
     reason = "InvalidTasks"
 
@@ -41,10 +41,10 @@ class RowText:
 
 
 class RowTexts(Protocol):
-    """What cuts a text into those of its rows."""
+    """The interface of what cuts a text into those of its rows."""
 
     def feed(self, piece: bytes) -> Iterator[RowText | None]:
-        """Yield the rows that a piece completes, and None at its end.
+        """Yield the rows that a piece completes, and None at the end of the piece.
 
         Raises:
             FileRefused: Nothing more can be read.
@@ -158,7 +158,7 @@ class TableTexts(LineTexts):
 
 
 class ListTexts:
-    """The items of a JSON list, whose own syntax is not looked at."""
+    """The items of a JSON list, whose own syntax is not checked."""
 
     def __init__(self) -> None:
         self._item = _Row()
@@ -200,13 +200,13 @@ class ListTexts:
         yield from ()
 
     def _next(self, piece: bytes, at: int) -> int:
-        """Return the place of the next byte that decides, or the end of the piece."""
+        """Return the position of the next byte that matters, or the end of the piece."""
         pattern = _IN_STRING if self._in_string else _BETWEEN_ITEMS if self._depth == 1 else _IN_ITEM
         match = pattern.match(piece, at)
         return at if match is None else match.end()
 
     def _passed(self, letter: int, piece: bytes, at: int) -> int:
-        """Note a byte that decides, and return how many bytes to move on."""
+        """Process a byte that matters, and return how many bytes to move on."""
         if letter == _BACKSLASH:
             self._held = piece[at:]  # The escaped character comes with the next piece.
             return len(self._held)

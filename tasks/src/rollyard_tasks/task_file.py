@@ -25,11 +25,11 @@ from rollyard_tasks.task_selection import TaskSelection
 
 TaskT = TypeVar("TaskT")
 MAX_FILE_BYTES: Final = 256 << 20
-"""The default for the largest size of a task file after decompression, in bytes."""
+"""The default largest size of a task file after decompression, in bytes."""
 MAX_TASK_BYTES: Final = 64 << 20
 """The largest size of a task as JSON, in bytes."""
 MAX_METADATA_BYTES: Final = 8 << 20
-"""The largest size of a task's metadata as JSON, in bytes. Each of its trajectories has it."""
+"""The largest size of a task's metadata as JSON, in bytes. Each of its trajectories holds it."""
 _IN_MEMORY: Final = 16 << 20
 """The number of bytes up to which the kept tasks of a file are in memory."""
 
@@ -78,7 +78,7 @@ class KeptTasks(Sequence[TaskT]):
     Args:
         spool: The file with the tasks.
         chosen: The id of each task in its epoch, and its place.
-        made: Returns a task of its id and the form in which it is stored.
+        made: Returns a task, from its id and the form in which it is stored.
     """
 
     def __init__(
@@ -149,10 +149,10 @@ class TaskFile:
         return self._selection.full
 
     def feed(self, data: bytes) -> Iterator[None]:
-        """Check a part of the file, step by step: each row is a step, and so is a part without one.
+        """Check a part of the file, step by step: each row is a step, and so is a part without a row.
 
         Raises:
-            TaskListError: The file, or as many rows as are listed, are refused.
+            TaskListError: The file is refused, or as many rows as are listed.
         """
         return self._steps(self._rows.feed(data))
 
@@ -160,7 +160,7 @@ class TaskFile:
         """Check what the end of the file completes, step by step.
 
         Raises:
-            TaskListError: As `feed`; or a row was refused, or there is no task.
+            TaskListError: As for `feed`; or a row was refused, or there is no task.
         """
         yield from self._steps(self._rows.end())
 
@@ -191,7 +191,7 @@ class TaskFile:
         """Return the selected tasks in their order, once everything has been checked.
 
         Args:
-            make: Returns a task of its id in its epoch and the form in which it is stored.
+            make: Returns a task, from its id in its epoch and the form in which it is stored.
             deadline: The time on the clock `time.monotonic` until which tasks get the ids of their epochs.
 
         Raises:

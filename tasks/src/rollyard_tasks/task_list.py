@@ -32,9 +32,9 @@ MAX_SPECS_BYTES: Final = 8 << 20
 """The largest size of a file `specs`, in bytes."""
 MAX_PROBLEMS: Final = 20
 MAX_FAULTS: Final = 1000
-"""The largest number of faults of one task that are looked at one by one."""
+"""The largest number of faults of one task that are described one by one."""
 MAX_TASKS: Final = 1_000_000
-"""The largest number of tasks of one list, with their epochs."""
+"""The largest number of tasks of one list, over all epochs."""
 
 
 class TaskListError(TasksError, ValueError):
@@ -53,14 +53,14 @@ class TaskLines:
     Args:
         quote: whether faults may show what a row holds. Where they may not, they name the row, fields of
             tasks and columns of installed formats, and nothing else.
-        source: the part of the job's spec with the format and the options; the tasks are of the format
-            `rollyard` without it.
+        source: the part of the job's spec with the format and the options; without it, the format is
+            `rollyard`.
         selection: drops repeated tasks, and knows which ids may be used.
         specs: the content of the file `specs` of the source, which the format needs beside its rows.
         skipped: takes the rows that are left out, where the source says `onBadRow: skip`.
 
     Raises:
-        TaskListError: the format is not installed, or refuses the file of its specs.
+        TaskListError: the format is not installed, or refuses its specs.
     """
 
     def __init__(
@@ -140,7 +140,7 @@ class TaskLines:
         problems, task = self._task(row)
         hint = self._other_format(columns) if problems else ""
         if hint:
-            # What a task lacks is beside the point where the row has columns that no task has.
+            # What a task lacks does not matter where the row has columns that no task has.
             foreign = self._format is None and columns - Task.model_fields.keys()
             problems = [f"is no task; {hint}"] if foreign else [f"{problems[0]}; {hint}"]
         return problems, task
@@ -172,7 +172,7 @@ class TaskLines:
             if error.error_count() > MAX_FAULTS:
                 return [f"has {error.error_count()} faults, such as unknown fields"], None
             if self._skips and self._skipped.full:
-                # Nobody reads a further description, and to make it takes longer than the check of the row.
+                # Nobody reads a further description, and making it takes longer than checking the row.
                 return ["is no task"], None
             return describe(error, model=Task, quote=self._quote, whole="task"), None
         if task.id in self._seen:
@@ -220,7 +220,7 @@ def parse_specs(text: str | bytes) -> Mapping[str, Any]:
     """Return the content of a file `specs`.
 
     Raises:
-        TaskListError: the file is too long, or is no JSON object.
+        TaskListError: the file is too long, or is not a JSON object.
     """
     if len(text) > MAX_SPECS_BYTES:
         raise TaskListError([f"specs: longer than {MAX_SPECS_BYTES} bytes"])
@@ -237,7 +237,7 @@ def select(selection: TaskSelection[Task]) -> list[Task]:
     """Return the selected tasks, each under its id in its epoch.
 
     Raises:
-        TaskListError: they are more than a job may have.
+        TaskListError: there are more than a job may have.
     """
     if len(selection) > MAX_TASKS:
         raise TaskListError([f"its epochs make more than {MAX_TASKS} tasks"])

@@ -24,7 +24,7 @@ def epoch_id(task: str, epoch: int) -> str:
 
 
 class TaskSelection(Generic[T]):
-    """The tasks of one list, kept until their order is known.
+    """The tasks of one list, which are kept until their order is known.
 
     A hash of 16 bytes is kept of each task where repeated ones are dropped. With a limit, at most twice as
     many tasks as the limit are kept, however long the list is.
@@ -62,7 +62,7 @@ class TaskSelection(Generic[T]):
         return None if longest <= _MAX_ID else f"id: is too long for {self._epochs} epochs"
 
     def repeated(self, document: dict[str, Any]) -> bool:
-        """Return whether a task that was added is the same but for its id and metadata.
+        """Return whether an earlier task is the same except for its id and metadata.
 
         Otherwise `add` may be called for this task, before this method is called for another one.
         """
@@ -71,7 +71,7 @@ class TaskSelection(Generic[T]):
         rest = {key: value for key, value in document.items() if key not in _IGNORED}
         text = json.dumps(rest, sort_keys=True, separators=(",", ":"))
         digest = hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=_HASH_BYTES).digest()
-        # A row that is refused after this is no task, so an equal one may follow it.
+        # A row that is refused after this is not a task, so an equal one may follow it.
         self._digest = digest
         return digest in self._hashes
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 from rollyard_testing.kubernetes.installedchart import PATIENCE_SECONDS, job
+from rollyard_testing.kubernetes.plainpod import plain_pod
 
 if TYPE_CHECKING:
     from rollyard_testing.kubernetes.installedchart import Installation
@@ -37,38 +38,6 @@ def tried(target):
 with ThreadPoolExecutor(16) as pool:
     print(json.dumps(dict(zip(sys.argv[1:], pool.map(tried, sys.argv[1:])))))
 """
-
-
-def plain_pod(name: str, image: str, labels: dict[str, str], command: list[str]) -> dict[str, Any]:
-    """Return a pod of the same image and security context as a sandbox's, with other labels."""
-    return {
-        "apiVersion": "v1",
-        "kind": "Pod",
-        "metadata": {"name": name, "labels": labels},
-        "spec": {
-            "restartPolicy": "Never",
-            "automountServiceAccountToken": False,
-            "terminationGracePeriodSeconds": 0,
-            "securityContext": {
-                "runAsNonRoot": True,
-                "runAsUser": 1000,
-                "seccompProfile": {"type": "RuntimeDefault"},
-            },
-            "containers": [
-                {
-                    "name": "main",
-                    "image": image,
-                    "imagePullPolicy": "Never",
-                    "command": command,
-                    "resources": {"requests": {"cpu": "5m", "memory": "32Mi"}},
-                    "securityContext": {
-                        "allowPrivilegeEscalation": False,
-                        "capabilities": {"drop": ["ALL"]},
-                    },
-                }
-            ],
-        },
-    }
 
 
 class Scene:

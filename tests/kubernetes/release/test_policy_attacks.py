@@ -19,7 +19,7 @@ import pytest
 from rollyard_crds.task import FunctionCall
 from rollyard_crds.trajectory import Trajectory
 from rollyard_testing.adversary.attacklab import command_lines
-from rollyard_testing.adversary.attacks import Attack, python, submit
+from rollyard_testing.adversary.attacks import HONEST, Attack, python
 from rollyard_testing.adversary.policy_channel import ATTACKS as CHANNEL
 from rollyard_testing.adversary.policy_environment import IN_BASH, IN_GIT, IN_PYTHON
 from rollyard_testing.adversary.policy_evaluation import ATTACKS as EVALUATION
@@ -31,6 +31,7 @@ from rollyard_testing.adversary.takeover import ATTACKS as TAKEOVER
 from rollyard_testing.adversary.takeover import LOOK_INTO
 from rollyard_testing.invariants import invariant
 from rollyard_testing.kubernetes.installedchart import PATIENCE_SECONDS, job
+from rollyard_testing.kubernetes.plainpod import plain_pod
 from rollyard_testing.pace import patience
 
 if TYPE_CHECKING:
@@ -132,14 +133,6 @@ OF_PODS = [
     ),
 ]
 
-HONEST = Attack(
-    name="honest",
-    goal="Solve the task as it is meant.",
-    steps=("echo 42 > result.txt", submit("42")),
-    test_script='[ "$(cat result.txt)$ROLLYARD_ANSWER" = 4242 ]',
-    reward=1.0,
-)
-
 # Later attacks of a rollout find what earlier ones have left, so those that leave most come last.
 PLAYED = {
     "walls": [attack.name for attack in WALLS],
@@ -235,35 +228,7 @@ def neighbour(image: str, canary: str) -> dict[str, Any]:
     folder = f"/tmp/{canary}"  # It is in the command line, too, so that its process can be found on the node.
     serve = f"exec python3 -m http.server 8000 -d {folder}"
     script = f"mkdir {folder} && echo {canary} > {folder}/canary && {serve}"
-    return {
-        "apiVersion": "v1",
-        "kind": "Pod",
-        "metadata": {"name": "neighbour"},
-        "spec": {
-            "restartPolicy": "Never",
-            "automountServiceAccountToken": False,
-            "terminationGracePeriodSeconds": 0,
-            "securityContext": {
-                "runAsNonRoot": True,
-                "runAsUser": 1000,
-                "seccompProfile": {"type": "RuntimeDefault"},
-            },
-            "containers": [
-                {
-                    "name": "main",
-                    "image": image,
-                    "imagePullPolicy": "Never",
-                    "command": ["sh", "-c", script],
-                    "env": [{"name": "CANARY", "value": canary}],
-                    "resources": {"requests": {"cpu": "5m", "memory": "32Mi"}},
-                    "securityContext": {
-                        "allowPrivilegeEscalation": False,
-                        "capabilities": {"drop": ["ALL"]},
-                    },
-                }
-            ],
-        },
-    }
+    return plain_pod("neighbour", image, {}, ["sh", "-c", script], CANARY=canary)
 
 
 def targets_of(installation: Installation) -> list[tuple[str, int]]:
@@ -375,10 +340,7 @@ def the_job(
         "attacks",
         *(task_of(rollout, marks[rollout.name], words) for rollout in rollouts),
         agent={"type": "oracle", "tools": tools, "toolTimeoutSeconds": 120},
-        sandbox={
-            "warm": 0,
-            "resources": {"cpu": "1", "memory": "256Mi", "disk": "64Mi", "processes": 128},
-        },
+        sandbox={"warm": 0, "resources": {"cpu": "1", "memory": "256Mi", "disk": "64Mi", "processes": 128}},
         stages={"init": stage, "run": stage, "eval": stage},
         minGroupSize=1,
     )

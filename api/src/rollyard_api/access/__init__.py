@@ -1,1 +1,1 @@
-"""This package decides who may make which call."""
+"""Who may make which call."""

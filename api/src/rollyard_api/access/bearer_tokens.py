@@ -1,8 +1,7 @@
-"""Bearer tokens, by role, are created at the first start in a file that only the user can read.
+"""Bearer tokens by role, which the first start creates in a file that only the user can read.
 
 Several tokens of a role may be valid at the same time. The first of them is the one that is handed out, and
-the others are being retired. The file is read again and again, which allows tokens to be rotated without a
-restart.
+the others are being retired. The file is read repeatedly, so tokens can be rotated without a restart.
 """
 
 from __future__ import annotations
@@ -26,13 +25,12 @@ from rollyard_api.core.problems import Unauthorized
 Role = Literal["admin", "worker", "driver", "metrics", "viewer"]
 ROLES: Final[tuple[Role, ...]] = get_args(Role)
 REQUIRED: Final[tuple[Role, ...]] = ("admin", "worker", "driver")
-"""The roles that a file must have. Where it lacks another one, nobody has that role."""
+"""The roles that a file must have. If it lacks one of the others, nobody has that role."""
 MAX_FILE_BYTES: Final = 64 << 10
 MAX_VALID: Final = 16
 """The largest number of tokens of one role that are valid at the same time."""
 READY: Final = "ready"
-"""The role of a worker that stands ready. The token file has no such token, because each ready worker has
-one of its own."""
+"""The role of a ready worker. The token file has no such token, because each ready worker has its own."""
 FILE_NAME: Final = "tokens.json"
 
 
@@ -44,7 +42,7 @@ class Caller:
     job: JobIdentity | None = None
     """The only job for which the holder may work; None allows any job."""
     ready: ReadyIdentity | None = None
-    """The ready worker that the holder is, if the role is `ready`."""
+    """The holder as a ready worker, if the role is `ready`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +157,7 @@ log = logging.getLogger("rollyard.api")
 
 
 class TokenFile:
-    """The tokens in force. A file that cannot be used changes nothing and is logged once.
+    """The tokens in force. A file that cannot be used changes nothing, and is logged once.
 
     Args:
         state_dir: The folder whose tokens.json is created (mode 0600), with new secrets, if it is missing.
@@ -179,7 +177,7 @@ class TokenFile:
         self.tokens = load(self._path) if path else load(self._path, "remove it to have new tokens made")
 
     def look(self) -> None:
-        """Read the file again. This may block and is therefore to be called in a thread."""
+        """Read the file again. This may block, so call it in a thread."""
         try:
             tokens, problem = load(self._path), ""
         except OptionInvalid as error:

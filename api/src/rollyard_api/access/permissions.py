@@ -1,4 +1,4 @@
-"""Each route has one rule, which says who may make its calls.
+"""The rules of the routes: who may make which call.
 
 A route without a rule is open to the admin alone. A route that is added later is therefore closed until its
 rule is written, and a test fails until then. A token of one job may make only the calls of that job's
@@ -51,12 +51,12 @@ ADMIN: Final = Rule()
 METRICS: Final = Rule(frozenset({"metrics"}))
 DRIVER: Final = Rule(frozenset({"driver"}))
 VIEW: Final = Rule(frozenset({"viewer"}))
-"""The rule of calls that people make to look, and that no program needs."""
+"""The rule of read-only calls for people, which no program needs."""
 READ: Final = Rule(frozenset({"driver", "viewer"}))
-"""The rule of calls that change nothing, and that show nothing that a viewer may not see. Tasks have answers
+"""The rule of calls that change nothing and show nothing that a viewer may not see. Tasks have answers
 and hidden tests, and blobs, claims and cursors belong to programs, so none of them has this rule."""
 READY: Final = Rule(frozenset({"ready"}))
-"""The rule of the only call of workers that stand ready."""
+"""The rule of the only call of ready workers."""
 WORK: Final = Rule(frozenset({"worker", "driver"}), "live")
 LEARN: Final = Rule(frozenset({"worker", "driver"}), "finished")
 """The rule of calls by which a worker learns that its job has ended, or returns what it still has."""
@@ -164,7 +164,7 @@ class Access:
         ]
 
     def rule(self, method: str, path: str) -> Rule:
-        """Return the rule of a call, or the rule of the admin alone if there is none for the call."""
+        """Return the rule of a call, or that of the admin alone if there is none for the call."""
         method = "GET" if method == "HEAD" else method
         exact = self._exact.get((method, path))
         if exact is not None:
@@ -224,7 +224,7 @@ def look_up(conn: Connection, identity: JobIdentity) -> BoundJob:
 
     The uid in the token may be that of the job or of the Kubernetes object for which the job is registered.
     """
-    # A whole row holds the job's inline tasks, and replicas on PostgreSQL look with each request.
+    # A whole row holds the job's inline tasks, and replicas on PostgreSQL look it up for each request.
     job = conn.execute(_BOUND, {"b_namespace": identity.namespace, "b_name": identity.name}).one_or_none()
     if job is None or identity.uid not in (job.uid, job.object_uid):
         return BoundJob(identity, "gone", None, None)
@@ -257,7 +257,7 @@ class BoundJobs:
 
 
 def of_other_job(bound: BoundJob) -> Forbidden:
-    """Return the error for a token that reaches for what belongs to another job than its own."""
+    """Return the error for a token that is used for what belongs to another job."""
     who = bound.identity
     return Forbidden(f"this token is for the workers of job {who.namespace}/{who.name} only")
 
@@ -274,7 +274,7 @@ def refused(bound: BoundJob) -> Forbidden:
 def _of_others(identity: JobIdentity, by: str) -> sa.Select[tuple[str]]:
     """Return the query for one rollout of a job that is not the token's own, even of a deleted job with rows.
 
-    The query is kept because each report asks it.
+    The query is kept because each report runs it.
     """
     # A job without an object has null here. Compared as null, it would match no job and pass the check.
     object_uid = sa.func.coalesce(jobs.c.object_uid, "")

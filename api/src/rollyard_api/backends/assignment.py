@@ -1,4 +1,4 @@
-"""The assignment of rollouts to backends: routers are filled from the tables."""
+"""The assignment of rollouts to backends, by routers that are filled from the tables."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ FRESH_RUNS: Final = 3.0
 RETRY_SECONDS: Final = 1.0
 """The time in seconds after which a rollout that found no backend asks again."""
 MAX_COUNTED: Final = 5_000
-"""The limit up to which waiting rollouts are counted. Beyond it they are simply many."""
+"""The limit up to which waiting rollouts are counted. Beyond it, they just count as many."""
 _SHORTEST_RETRY: Final = 0.25
 _LONGEST_RETRY: Final = 5.0
 
@@ -157,7 +157,7 @@ class Routers:
         if router is None or router.free <= self._promised[key]:
             return False
         if router.waiting is not None:
-            # Whether the next rollout would have to wait is tried on a copy, in the order of the queue.
+            # A copy shows whether the next rollout would have to wait, in the order of the queue.
             if key not in self._rehearsals:
                 self._rehearsals[key] = router.copy()
             if self._rehearsals[key].choose(None, None) is None:

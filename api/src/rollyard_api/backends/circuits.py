@@ -45,7 +45,7 @@ STUCK_SECONDS: Final = 3 * PROBE_SECONDS
 Another replica may then probe.
 """
 _MOST: Final = THRESHOLD + 16
-"""The limit of the failure count. The pause has reached its maximum long before."""
+"""The limit of the failure count. The pause has reached its maximum long before that."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +99,7 @@ class Breaker:
 log = logging.getLogger("rollyard.api")
 
 MAX_AT_ONCE: Final = 32
-"""The number of servers that are asked at the same time, by a probe, a health check or a poll."""
+"""The largest number of servers that a probe, a health check or a poll contacts at the same time."""
 
 
 def of(row: BackendRow) -> Breaker:
@@ -113,7 +113,7 @@ def values(breaker: Breaker) -> dict[str, Any]:
 
 
 def failed(tx: Transaction, job_id: int, url: str) -> bool:
-    """Count a failed request of this backend of the job's pool, and return whether its circuit opened."""
+    """Count a failed request to this backend of the job's pool, and return whether its circuit opened."""
     opened = False
     for row, namespace, name in pool_rows.backends_of_job(tx, job_id, url):
         before = of(row)
@@ -178,7 +178,7 @@ async def probe_all(database: Database, transport: Transport) -> None:
 
 
 async def each(items: Iterable[tuple[*Ts]], ask: Callable[[*Ts], Awaitable[None]]) -> None:
-    """Call `ask` for each of these items, for at most MAX_AT_ONCE at the same time."""
+    """Call `ask` for each of these items, for at most MAX_AT_ONCE of them at the same time."""
     places = asyncio.Semaphore(MAX_AT_ONCE)
 
     async def one(item: tuple[*Ts]) -> None:

@@ -1,4 +1,4 @@
-"""What servers show of themselves: the health of external ones, the metrics of all, and how fast they sample.
+"""The state of servers: the health of external ones, the metrics of all, and how fast they sample.
 
 A health check asks for /health, the model in /v1/models, a first completion and the label of the weights.
 
@@ -198,7 +198,7 @@ class Poller:
 MIN_TOKENS: Final = 16
 """The fewest tokens that are measured, since fewer show the round trip rather than the speed."""
 MAX_LOADS: Final = 10_000
-"""The number of backends whose load is kept. Forgotten ones are counted again at the next lease."""
+"""The number of backends whose load is kept. Dropped ones are counted again at the next lease."""
 WEIGHT: Final = 0.1
 """The weight of one rollout in the moving average; k rollouts together have the weight 1 - 0.9^k."""
 
@@ -228,7 +228,7 @@ class Speeds:
         """
         if loads:
             if len(self._loads) > MAX_LOADS:
-                self._loads.clear()  # Most are loads of servers that are gone.
+                self._loads.clear()  # Most of them belong to servers that are gone.
             self._loads.update(loads)
         for url, tokens, seconds, run_seconds in measured:
             if tokens < MIN_TOKENS or not (seconds > 0 and math.isfinite(seconds)):
@@ -241,7 +241,7 @@ class Speeds:
             entry.rollouts += 1
 
     def take(self) -> list[MeasuredRuns]:
-        """Return what was gathered of each server, and clear it."""
+        """Return what was gathered about each server, and clear it."""
         sums, self._sums = self._sums, {}
         return [
             MeasuredRuns(
@@ -256,7 +256,7 @@ class Speeds:
         ]
 
     async def write(self, database: Database) -> None:
-        """Fold what was gathered into the backends' rows. Nothing is written if there is nothing."""
+        """Fold what was gathered into the backends' rows. Nothing is written if nothing was gathered."""
         gathered = self.take()
         if gathered:
             await database.write(partial(pool_rows.fold_averages, measured=gathered), durable=False)

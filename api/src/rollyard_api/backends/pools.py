@@ -28,7 +28,7 @@ def create(tx: Transaction, pool: BackendPool) -> bool:
     """Create the pool and return True, or return False if the same pool exists.
 
     Raises:
-        Conflict: A pool of this name has another spec.
+        Conflict: A pool with this name has another spec.
     """
     meta, spec = pool.metadata, pool.spec
     encoded = stored_spec(spec.to_json())
@@ -62,7 +62,7 @@ class Seen:
     ready: bool
     message: str = ""
     policy_version: str | None = None
-    """The server's label of its weights, or None if it has no label, or none that counts."""
+    """The server's label of its weights, or None if it has no label that counts."""
 
     @classmethod
     def of(cls, row: BackendRow) -> Seen:
@@ -73,7 +73,7 @@ class Seen:
 def _put(tx: Transaction, pool: PoolRow, servers: Mapping[str, BackendStatus | None]) -> None:
     """Make these the pool's backends, by URL. Rows that remain keep their circuit, speed, weights and stats.
 
-    None stands for what is known of a backend already; of a new one nothing is known.
+    None stands for what is already known of a backend; of a new one nothing is known.
     """
     rows = {row.url: row for row in pool_rows.backends_of(tx.conn, pool.id, lock=True)}
     pool_rows.remove_backends(tx, pool.id, rows.keys() - servers.keys())
@@ -86,7 +86,7 @@ def _put(tx: Transaction, pool: PoolRow, servers: Mapping[str, BackendStatus | N
             continue
         status = reported or BackendStatus(url=url, message="not checked yet")
         values["draining"] = status.draining
-        # A driver shows what it has read here of a ready backend, such as why its weights are Stale.
+        # A driver shows what it has read here about a ready backend, such as why its weights are Stale.
         message = "" if status.ready else status.message
         if row is None:
             version = "" if status.policy_version.startswith(UNVERIFIED) else status.policy_version
@@ -99,7 +99,7 @@ def _put(tx: Transaction, pool: PoolRow, servers: Mapping[str, BackendStatus | N
 
 
 def _of_label(pool: PoolRow, label: str) -> dict[str, Any]:
-    """Return the columns of a server that has just started; unless it has the pool's label, it is behind."""
+    """Return the columns of a server that has just started. Without the pool's label, it is behind."""
     if pool.policy_index == 0 or label == pool.policy_version:
         return {"weights": "Current", "weights_message": "", "policy_index": pool.policy_index}
     message = f"it began with weights {label!r}, the pool is at {pool.policy_version!r}"
@@ -192,7 +192,7 @@ def fixed(before: BackendPoolSpec, after: BackendPoolSpec) -> list[str]:
 
 
 def change(tx: Transaction, pool: PoolRow, after: BackendPoolSpec) -> None:
-    """Give the pool of this locked row another spec. The same spec changes nothing."""
+    """Give the pool in this locked row another spec. The same spec changes nothing."""
     encoded = stored_spec(after.to_json())
     if encoded == pool.spec:
         return
@@ -233,7 +233,7 @@ def put_status(tx: Transaction, namespace: str, name: str, status: dict[str, Any
 
 
 def delete(tx: Transaction, namespace: str, name: str) -> None:
-    """Remove the pool. Jobs that refer to it get no Run lease until there is a pool of that name again."""
+    """Remove the pool. Jobs that refer to it get no Run lease until there is a pool with that name again."""
     pool_rows.remove(tx, pool_rows.find(tx.conn, namespace, name).id)
 
 

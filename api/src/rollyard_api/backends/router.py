@@ -20,7 +20,7 @@ BOUND: Final = 1.25
 OWN_BOUND: Final = 2.0
 """The same multiple for a rollout on its own backend, whose cache holds more than the group's prompt."""
 MIN_RELATIVE_SPEED: Final = 1 / 16
-"""The floor of relative speeds, so that a backend once measured slow is given rollouts and measured again."""
+"""The floor of relative speeds, so that a backend once measured as slow still gets rollouts to measure."""
 _EVEN: Final = 0.5
 """Backends of at least this speed relative to the fastest take a whole group beyond their fair share."""
 CLEARLY: Final = 1.5
@@ -28,7 +28,7 @@ CLEARLY: Final = 1.5
 SPREAD: Final = 1.3
 """An allowance for rollouts of different lengths: the longest one on a slow backend ends last."""
 _SATURATED: Final = 0.25
-"""The share of the limit from which on more rollouts are assumed to share the same throughput."""
+"""The share of the limit from which more rollouts are assumed to share the same throughput."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,7 +208,8 @@ class Router:
             if self.active[url] >= self.max_active:
                 heapq.heappop(self._heap)  # Counts only grow while a router is in use.
             elif key != self._key(url):
-                # The entry is stale because the backend was chosen since; its current load is pushed again.
+                # The entry is stale because the backend has since been chosen; its current load is pushed
+                # again.
                 heapq.heapreplace(self._heap, (self._key(url), url))
             elif url == avoid:
                 avoided = heapq.heappop(self._heap)

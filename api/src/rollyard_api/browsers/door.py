@@ -1,4 +1,4 @@
-"""The door for callers without a bearer token: who has a session, and what a session may do.
+"""The checks of callers without a bearer token: who has a session, and what a session may do.
 
 The rules of bearer tokens stay as they are. A session may make the calls of a viewer that change nothing, end
 itself, and cancel if its role is `admin`.
@@ -56,16 +56,16 @@ def secrets_in(header: str, instance: str, *, https: bool) -> list[str]:
 
 
 PROBES: Final = frozenset({"/healthz", "/readyz"})
-"""The calls that are answered under every name, because load balancers and kubelets choose one of their own.
+"""The calls that are answered under any host name, because load balancers and kubelets choose their own.
 They reveal nothing."""
 LOOK_SECONDS: Final = 5.0
-"""The longest time in seconds for which a stream is sent without a look whether its session is in force."""
+"""The longest time in seconds for which a stream is sent without checking its session again."""
 _CANCEL: Final = re.compile(r"/v1/rolloutjobs/[^/]+/cancel")
 SESSION: Final = "/v1/session"
 
 
 class SessionOver(ControlPlaneError, OSError):
-    """Raised where a stream is sent whose session has ended, as if its client had gone."""
+    """Raised where the session of a stream has ended, as if its client had gone."""
 
 
 class Door:
@@ -86,7 +86,7 @@ class Door:
         """Check a request that needs no token.
 
         Raises:
-            Forbidden: It comes under a foreign name, or it is a change that comes from another origin.
+            Forbidden: It comes under a foreign host name, or is a change that comes from another origin.
         """
         if scope["path"] in PROBES:
             return
@@ -96,7 +96,7 @@ class Door:
             origins.check_origin(headers)
 
     def check_bearer(self, scope: Scope) -> None:
-        """Check a request with a bearer token that carries a cookie, too, and may come from a browser.
+        """Check a request that carries a bearer token and a cookie, and so may come from a browser.
 
         Raises:
             Forbidden: A page of another origin has sent it.
@@ -142,8 +142,8 @@ class Door:
             answer: The answer.
             headers: The headers of the request.
             secret: The secret of the session, or "" to remove the cookie.
-            seconds: The time in seconds for which the browser keeps the cookie. It is a span, and no date,
-                because the browser's clock may differ.
+            seconds: The time in seconds for which the browser keeps the cookie. It is a duration and not a
+                date, because the browser's clock may differ.
         """
         start = "" if not headers.is_https else _SECURE if self._prefix else _HOST_ONLY
         answer.set_cookie(
@@ -159,7 +159,7 @@ class Door:
     def sender(self, send: Send, session: BrowserSession) -> Send:
         """Return a function that sends the answer to a session.
 
-        It adds the headers that keep other pages and caches from the answer. It ends a stream whose session
+        It adds the headers that keep the answer from other pages and caches. It ends a stream whose session
         has ended in the meantime.
         """
         looked, is_endless = time.monotonic(), False

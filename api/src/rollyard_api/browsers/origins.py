@@ -32,7 +32,7 @@ class BrowserHeaders(Headers):
         scope: The request.
 
     Raises:
-        Forbidden: A header that is checked was sent twice, so that two readers could take different ones.
+        Forbidden: A header that is checked was sent twice, so that two readers could use different ones.
     """
 
     def __init__(self, scope: Scope) -> None:
@@ -47,12 +47,12 @@ class BrowserHeaders(Headers):
 
     @property
     def is_https(self) -> bool:
-        """Whether the browser uses HTTPS, of which only its Origin header tells behind an ingress."""
+        """Whether the browser uses HTTPS, which only its Origin header shows behind an ingress."""
         return self.scheme == "https" or self.get("origin", "").startswith("https://")
 
 
 def check_host(headers: BrowserHeaders, hosts: HostCheck) -> None:
-    """Refuse a request under a name that is not the control plane's.
+    """Refuse a request under a host name that is not the control plane's.
 
     Raises:
         Forbidden: The Host header is missing, or names another host.
@@ -69,7 +69,7 @@ def check_host(headers: BrowserHeaders, hosts: HostCheck) -> None:
 def _is_foreign(headers: BrowserHeaders) -> bool:
     """Return whether a page of another origin has sent the request.
 
-    `none` of Sec-Fetch-Site stands for an address that the user has entered. A sandboxed frame and a page
+    `none` in Sec-Fetch-Site stands for an address that the user has entered. A sandboxed frame and a page
     that keeps its address secret have the origin `null`; only the former is of another site.
     """
     site, origin = headers.get("sec-fetch-site"), headers.get("origin")
@@ -90,7 +90,7 @@ def check_foreign(headers: BrowserHeaders) -> None:
     """Refuse a request that a page of another origin has sent.
 
     Raises:
-        Forbidden: It has.
+        Forbidden: It comes from such a page.
     """
     if _is_foreign(headers):
         raise _refusal("this request comes from a page of another origin")

@@ -25,12 +25,12 @@ PAGE_POLICY: Final = (
     f"{_NOTHING}; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self'; font-src 'none'; "
     "require-trusted-types-for 'script'"
 )
-"""The content security policy of the page. It permits the files and calls of the control plane alone."""
+"""The content security policy of the page. It permits only the files and calls of the control plane."""
 DOCS_POLICY: Final = (
     f"{_NOTHING}; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data:; "
     "font-src 'none'"
 )
-"""The policy of `/docs`. The style sheet of Swagger UI has images in itself, and its script sets markup."""
+"""The policy of `/docs`. The style sheet of Swagger UI contains images, and its script sets markup."""
 DATA_HEADERS: Final[Mapping[str, str]] = {
     # In case a browser shows data as a document.
     "Content-Security-Policy": _NOTHING,
@@ -39,7 +39,7 @@ DATA_HEADERS: Final[Mapping[str, str]] = {
     "Cross-Origin-Resource-Policy": "same-origin",
     "X-Frame-Options": "DENY",
 }
-"""The headers of an answer that is no document."""
+"""The headers of an answer that is not a document."""
 
 MAX_FILES: Final = 256
 MAX_BYTES: Final = 16 << 20
@@ -67,7 +67,7 @@ class WebFile:
 
     body: bytes
     packed: bytes | None
-    """The body packed by gzip, or None if that saves nothing."""
+    """The body compressed by gzip, or None if that saves nothing."""
     tag: str
     """The entity tag, which changes with the content."""
     headers: Mapping[str, str]
@@ -89,8 +89,8 @@ def web_file(name: str, body: bytes, policy: str = "") -> WebFile:
     """Return a file as it is sent.
 
     Args:
-        name: The name of the file, whose ending decides its type. A name with a hash of the content in it is
-            kept by browsers for ever.
+        name: The name of the file, whose suffix decides its type. Browsers keep a file with a hash of the
+            content in its name for ever.
         body: The content.
         policy: The content security policy of a document, or "" for any other file.
     """
@@ -144,7 +144,7 @@ def _unusable(problem: str) -> ApiError:
 
 
 def _filled(document: bytes, prefix: str) -> bytes:
-    """Return index.html with the path prefix in its meta element, and before the paths of its assets."""
+    """Return index.html with the path prefix in its meta element and before the paths of its assets."""
     escaped = html.escape(prefix, quote=True)
     text = document.decode("utf-8")
     text = _PREFIX_META.sub(lambda match: f"{match[1]}{escaped}{match[2]}", text)
@@ -170,11 +170,11 @@ _ASSET_PATH: Final = re.compile(rb"/(assets/[A-Za-z0-9_][A-Za-z0-9._-]*|favicon\
 class Front:
     """An ASGI application that answers the paths of the page, and passes all others on.
 
-    The first request for the page reads and packs its files, in a thread, because most control planes are
-    asked for the page long after their start, and a start must be quick.
+    The first request for the page reads and compresses its files, in a thread, because most control planes
+    are asked for the page long after their start, and a start must be quick.
 
     Args:
-        app: What answers all other paths.
+        app: The application that answers all other paths.
         hosts: The Host headers under which browsers may open the page.
         prefix: The path below which browsers find the page and the calls, or "" for the root.
         folder: The folder of the page.
@@ -204,7 +204,7 @@ class Front:
         await self._app(scope, receive, send)
 
     def _without_prefix(self, scope: Scope) -> Scope:
-        """Return the request without the prefix. One without it, as from a proxy that removes it, stays."""
+        """Return the request without the prefix, which a proxy may have removed already."""
         path: str = scope["path"]
         raw: bytes = scope.get("raw_path") or path.encode()
         is_below = path == self._prefix or path.startswith(f"{self._prefix}/")

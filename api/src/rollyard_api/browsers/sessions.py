@@ -1,8 +1,8 @@
 """One-time codes and the sessions that they become. Both are rows of the database, which all replicas read.
 
 A session is worth nothing without the bearer token by which its code was made. Each request compares the
-row's proof with the tokens that are in force, so that a session ends with the second in which its token is
-taken out of the token file.
+row's proof with the tokens that are in force, so that a session ends within a second of the removal of its
+token from the token file.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ SessionRole = Literal["viewer", "admin"]
 SECRET: Final = re.compile(r"[A-Za-z0-9_-]{43}")
 """The form of the secret of a session, and of a one-time code: 32 bytes in URL-safe base 64."""
 CODE_SECONDS: Final = 60.0
-"""The time in seconds in which a code must be used."""
+"""The time in seconds within which a code must be used."""
 MAX_CODES: Final = 256
 """The largest number of unused codes that tokens of one role have. A further one replaces the oldest."""
 MAX_SESSIONS: Final = 1024
 """The largest number of sessions that tokens of one role have. A further one replaces the least recently
 used one."""
 TOUCH_SECONDS: Final = 300.0
-"""The longest time in seconds between two records of the use of a session."""
+"""The longest time in seconds between two records of a session's use."""
 TOUCHES: Final = 12
-"""How often the use of a session is recorded within the time after which it would end unused."""
+"""How often the use of a session is recorded within the time after which it would end if unused."""
 
 _Valid = Mapping[Any, Sequence[str]]
 _FIRST_NAME: Final = by_dialect(lambda insert: insert(installation).on_conflict_do_nothing())
@@ -95,7 +95,7 @@ class Sessions:
 
         Args:
             role: The role of the session.
-            maker: The role of the bearer token that asks for it.
+            maker: The role of the bearer token that requests it.
             token: The secret of this token.
         """
         code = secrets.token_urlsafe(32)
@@ -128,7 +128,7 @@ class Sessions:
             removed = tx.conn.execute(sign_in_codes.delete().where(sign_in_codes.c.digest == spent)).rowcount
             token = None if row is None else _maker_of(row, valid)
             if row is None or token is None or not removed or row.expires_at <= tx.now:
-                # Nothing is raised, because a code that has expired is to be removed all the same.
+                # Nothing is raised, because a code that has expired must still be removed.
                 return None
             tx.conn.execute(browser_sessions.delete().where(browser_sessions.c.digest.in_(ended)))
             self._make_room(tx, browser_sessions, browser_sessions.c.used_at, row.maker, MAX_SESSIONS)
@@ -189,7 +189,7 @@ class Sessions:
     def _make_room(
         self, tx: Transaction, table: sa.Table, age: sa.Column[Any], maker: str, most: int
     ) -> None:
-        """Remove all that is over, and the oldest rows of a maker, so that one more has room."""
+        """Remove all that has expired, and the oldest rows of a maker, so that there is room for one more."""
         sessions, codes = browser_sessions.c, sign_in_codes.c
         over = sa.or_(sessions.expires_at <= tx.now, sessions.used_at <= tx.now - self._idle)
         tx.conn.execute(browser_sessions.delete().where(over))
@@ -220,7 +220,7 @@ def _is_proof(token: str, row: Any) -> bool:
 
 
 def _maker_of(row: Any, valid: _Valid) -> str | None:
-    """Return the token in force by which a row was made, or None if it is in force no more."""
+    """Return the token in force by which a row was made, or None if it is no longer in force."""
     return next((token for token in valid.get(row.maker, ()) if _is_proof(token, row)), None)
 
 
@@ -245,18 +245,18 @@ def _row(
 GUESSES: Final = 10
 """The number of wrong codes that one address may send at once."""
 WINDOW_SECONDS: Final = 60.0
-"""The time in seconds after which it may send as many again. A part of the time gives it a part of them."""
+"""The time in seconds after which it may send as many again; part of the time permits part of them."""
 REMEMBERED: Final = 4096
 """The largest number of addresses that are remembered."""
 IPV6_NETWORK: Final = 64
-"""The bits of an IPv6 address that belong to one user, who chooses the others at will."""
+"""The leading bits of an IPv6 address that identify one user, who can choose the others freely."""
 
 
 class WrongCodes:
     """The wrong codes of each address: ten at once, and ten a minute in the long run.
 
     A code has 256 random bits, so that no number of guesses finds one. The limit keeps guesses from costing
-    the database anything. Each replica counts by itself.
+    the database anything. Each replica counts on its own.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:

@@ -1,1 +1,1 @@
-"""This package holds what all other folders use: problems, encodings, states, waits and bounded threads."""
+"""What all other folders use: problems, encodings, states, waits and bounded threads."""

@@ -1,9 +1,9 @@
-"""Each kind of blocking work has bounded threads of its own, and work that hangs obstructs no other kind.
+"""Bounded threads for each kind of blocking work, so that work that hangs obstructs no other kind.
 
 A thread that hangs in a system call cannot be killed. A bulkhead therefore gives each kind of input and
-output a few threads of its own, a time-out for its callers, and a bounded queue. While all of its places
-hang, callers are refused at once. A single call is let through from time to time to find out whether the
-other side is back.
+output a few threads of its own, a timeout for its callers, and a bounded queue. While all of its places hang,
+callers are refused at once. A single call is let through from time to time to find out whether the other side
+is back.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ class _Call(Generic[T]):
     key: str
     started: float = field(init=False)
     overdue: asyncio.TimerHandle = field(init=False)
-    """What notes that the call hangs."""
+    """The timer that marks the call as hanging."""
 
 
 class Bulkhead:
     """Threads and a queue for one kind of blocking work, to be used from one event loop.
 
     Args:
-        what: The thing that is worked with, as the subject of error messages.
+        what: What the calls work with, as the subject of error messages.
         threads: The number of calls that may run at the same time.
         waiting: The number of calls that may wait for a thread. Keys take turns.
         seconds: The time in seconds that a caller waits for a thread and for the answer together.
@@ -113,7 +113,7 @@ class Bulkhead:
         return min(self._places - busy, self._limit - len(self._running))
 
     def _blocked(self) -> bool:
-        """Return whether no place becomes free until a hanging call returns."""
+        """Return whether no place can become free until a hanging call returns."""
         lost = len(self.hanging) - len(self._written_off)
         return lost >= self._places or len(self.hanging) >= self._limit
 
@@ -135,7 +135,7 @@ class Bulkhead:
                 del self._waiting[call.key]
 
     def _next(self) -> _Call[Any]:
-        """Return the oldest call of the key that is next, and move the key to the end of the line."""
+        """Return the oldest call of the next key, and move the key to the end of the line."""
         key, line = next(iter(self._waiting.items()))
         call = line.popleft()
         del self._waiting[key]

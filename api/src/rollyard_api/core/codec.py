@@ -1,4 +1,4 @@
-"""This module encodes, decodes and checks: JSON by orjson, small blobs, and bodies in JSON or msgpack."""
+"""Encoding, decoding and checking: JSON by orjson, small blobs, and bodies in JSON or msgpack."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def revision_of(content: Any) -> int:
 
 
 def malformed_body(detail: str, errors: Sequence[str] = ()) -> Malformed:
-    """Return the error for a body that cannot be decoded, or has what JSON has not."""
+    """Return the error for a body that cannot be decoded, or has what JSON lacks."""
     return Malformed(detail, reason="MalformedBody", errors=errors)
 
 
@@ -106,7 +106,7 @@ def _problem(body: bytes) -> str:
 
 
 def _not_finite(document: Any) -> str:
-    """Return which number of a document is not finite, and what would be right, or "" if all are."""
+    """Return which number of a document is not finite, and what would be right, or "" if all are finite."""
     left: list[tuple[str, Any]] = [("", document)]
     while left:
         name, value = left.pop()

@@ -1,4 +1,4 @@
-"""The parts of manifests, and times and conditions, are written here in the form that Kubernetes uses."""
+"""Parts of manifests, times and conditions in the form that Kubernetes uses."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _OWN_METADATA: Final = {"name", "namespace", "uid", "generation", "creation_time
 
 
 def stored_metadata(meta: ObjectMeta) -> bytes:
-    """Return the part of a manifest's metadata that is stored as it is; the rest has columns of its own."""
+    """Return the part of a manifest's metadata that is stored as it is; the rest has its own columns."""
     return orjson.dumps(meta.model_dump(mode="json", by_alias=True, exclude_none=True, exclude=_OWN_METADATA))
 
 

@@ -1,4 +1,4 @@
-"""Cursors are opaque, safe in URLs, and bound to the job whose results they count.
+"""Cursors, which are opaque, safe in URLs, and bound to the job whose results they count.
 
 The uid of a job is part of each of its cursors. A cursor of a deleted job is therefore never taken for one of
 a job that was submitted later under the same name.
@@ -15,7 +15,7 @@ from typing import Final, Literal
 from rollyard_api.core.problems import Conflict, Gone, Malformed
 
 Kind = Literal["trajectories", "groups", "rollouts", "events", "views"]
-"""What a cursor counts. The cursor itself says it by the first letter."""
+"""What a cursor counts. The first letter of the cursor says it."""
 _VERSION: Final = "v1"
 MAX_LENGTH: Final = 256
 _MAX_DIGITS: Final = 18
@@ -31,8 +31,8 @@ def text(kind: Kind, uid: str, position: int | str) -> str:
 def listed(kind: Kind, uid: str, positions: Sequence[int]) -> str:
     """Return the cursors after each of some results as a header's value.
 
-    It is the part that all of them begin with, and after a semicolon the first position and the differences
-    of the others from their predecessors, separated by commas. A page of 1,000 results takes some kilobytes.
+    It is their common beginning, and after a semicolon the first position and the differences of the others
+    from their predecessors, separated by commas. A page of 1,000 results takes some kilobytes.
     """
     steps = [str(to - at) for at, to in pairwise((0, *positions))]
     return f"{text(kind, uid, '')};{','.join(steps)}"

@@ -1,4 +1,4 @@
-"""The installed handlers, agents, tools and parsers are found by their metadata; nothing is imported."""
+"""The installed handlers, agents, tools and parsers, found by their metadata without importing them."""
 
 from __future__ import annotations
 

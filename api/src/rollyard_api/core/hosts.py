@@ -1,4 +1,4 @@
-"""Names and addresses of hosts, and the Host headers that a listener takes. This module is pure."""
+"""Names and addresses of hosts, and the Host headers that a listener accepts. This module is pure."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 
 def address_of(host: str) -> _Address | None:
-    """Return the IP address that a host is, with or without brackets, or None for a name."""
+    """Return a host, with or without brackets, as an IP address, or None for a name."""
     try:
         address = ipaddress.ip_address(host.removeprefix("[").removesuffix("]"))
     except ValueError:
@@ -26,7 +26,7 @@ def address_of(host: str) -> _Address | None:
 
 
 class HostCheck:
-    """The Host headers that a listener takes, so that no web page reaches it under a name of its own.
+    """The Host headers that a listener accepts, so that no web page reaches it under a name of its own.
 
     A name that an attacker's page resolves to this machine (DNS rebinding) is in no list. An IP address as
     the host cannot be rebound, but on a loopback listener only loopback addresses make sense.

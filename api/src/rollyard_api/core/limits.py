@@ -1,4 +1,4 @@
-"""Limits of the open waits, the simultaneous work and the stored things of one namespace.
+"""Limits on the open waits, the simultaneous work and the stored things of one namespace.
 
 A `Limit` bounds what is held at the same time: a caller who finds no place is refused, or waits for its turn.
 A `Quota` bounds what is kept in the database. Both count by key, which is a namespace, and in total. A caller
@@ -40,7 +40,8 @@ class _Line:
 class Limit:
     """A limit on the number of things of one kind that are held, for each key and in total.
 
-    `held` refuses what is too much, and `turn` lets it wait in order. A limit is used in one of these ways.
+    `held` refuses what is too much, and `turn` lets it wait in order. Each limit is used in one of these
+    ways.
 
     Args:
         things: Their name in the plural, for messages.
@@ -69,7 +70,7 @@ class Limit:
         self._all = asyncio.Semaphore(total)
 
     def open(self, key: str) -> int:
-        """Return the number of places of a key that `held` has given."""
+        """Return the number of a key's places that `held` has given."""
         return self._open[key]
 
     @contextmanager
@@ -147,7 +148,7 @@ class Quota:
     each: int
 
     def without(self, part: int) -> Quota:
-        """Return the quota that is left if one in `part` things is reserved for others."""
+        """Return the quota that is left if one of every `part` things is reserved for others."""
         return Quota(self.total - self.total // part, self.each - self.each // part)
 
     def check(

@@ -42,7 +42,7 @@ class ApiError(ControlPlaneError):
 
     @classmethod
     def of(cls, *problems: str, reason: str | None = None) -> Self:
-        """Return the error with these problems, of which the first is its detail, too."""
+        """Return the error with these problems, the first of which is also its detail."""
         return cls(problems[0], reason=reason, errors=problems)
 
 

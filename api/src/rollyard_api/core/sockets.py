@@ -11,7 +11,7 @@ from rollyard_api.core.errors import OptionInvalid
 
 
 def listening_socket(host: str, port: int, option: str) -> socket.socket:
-    """Return a listening socket; `option` is what chooses another port.
+    """Return a listening socket; `option` is the option that chooses another port.
 
     A host that begins with a slash is the path of a Unix socket, which only this user can access.
 

@@ -1,4 +1,4 @@
-"""Long polls in this process wait on topics until they are woken, and never longer than their bound."""
+"""Long polls in this process, which wait on topics until they are woken, and never beyond their bound."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ queues of all stages: its waits are woken with those of any stage, and waking it
 CLAIMS: Final = "claims"
 """The topic that is woken when a claim, or the set of sandboxes that drivers keep warm, has changed."""
 UNFINISHED: Final = "unfinished"
-"""The topic that is woken when a job that drivers handle was created, has ended, or has changed in another
-way than by its rollouts."""
+"""The topic that is woken when a job that drivers handle was created, has ended, or has changed other than by
+its rollouts."""
 
 
 def queue_topic(stage: StageName) -> str:
@@ -54,7 +54,7 @@ class Bus:
         self._recheck = recheck
         self._waiting: defaultdict[str, set[asyncio.Future[None]]] = defaultdict(set)
         self.closing = False
-        """Whether the control plane is closing, so that waits should end."""
+        """Whether the control plane is closing, so that waits must end."""
         self._queue_changes = dict.fromkeys(_OF_STAGES, 0)
 
     def queue_changes(self, stages: Iterable[StageName]) -> int:
@@ -89,9 +89,9 @@ class Bus:
         wait: float,
         disconnected: Callable[[], Awaitable[bool]] | None = None,
     ) -> T:
-        """Call `look` until its answer is `enough`, at once and after each wake, for `wait` seconds.
+        """Call `look` at once and after each wake until its answer is `enough`, for up to `wait` seconds.
 
-        The wait is registered before the first look, and a wake between the two is therefore not missed. A
+        The wait is registered before the first look, so a wake between the two is not missed. A
         caller who is `disconnected`, if that can be known, gets no further look, because a lease granted to a
         dead worker would be held until it expires.
         """
@@ -126,7 +126,7 @@ class EmptyAnswers:
     """The lease requests that were answered with nothing since the queues last changed.
 
     A change of the queues wakes every waiting lease request. Equal requests are answered by one look at the
-    database, and a thousand idle workers of one job therefore cost as much as one.
+    database, so a thousand idle workers of one job cost as much as one.
     """
 
     def __init__(self) -> None:

@@ -1,1 +1,1 @@
-"""This package manages RolloutJobs: their rows, tasks, uploads, events and REST form."""
+"""RolloutJobs: their rows, tasks, uploads, events and REST form."""

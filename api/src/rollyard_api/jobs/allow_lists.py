@@ -1,7 +1,7 @@
 """The installer's lists: which URLs the control plane reads for jobs, and which hosts sandboxes may reach.
 
-Nothing here reads or connects. `source_readers` does, and it consults this module about every file that it
-has opened, every address to which it is about to connect, and every redirect.
+Nothing here reads or connects. `source_readers` does, and asks this module about every file that it has
+opened, every address to which it is about to connect, and every redirect.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ FIELD: Final = "spec.tasks.url"
 NAMESPACE: Final = "{namespace}"
 """The placeholder for the job's namespace in a prefix of the list."""
 _BUCKETS: Final = ("abfs", "abfss", "adl", "az", "gcs", "gs", "obs", "oci", "oss", "s3", "s3a", "tos")
-"""The schemes of object stores that may be listed. fsspec reads them with the credentials of the server."""
+"""The schemes of object stores that may be listed. fsspec reads them with the server's credentials."""
 _PORTS: Final = {"http": 80, "https": 443}
 _NEVER: Final = ("/proc", "/sys", "/dev")
 """The folders of the kernel, in which no file is a task list."""
@@ -41,7 +41,7 @@ Kind = Literal["file", "web", "bucket"]
 
 @dataclass(frozen=True, slots=True)
 class Location:
-    """The parts of a URL. Two URLs that name the same place in different words need not be equal."""
+    """The parts of a URL. Two URLs that name the same place in different ways need not be equal."""
 
     scheme: str
     authority: str
@@ -77,7 +77,7 @@ class Source:
 
 
 def shown(url: str) -> str:
-    """Return a URL for a message, at a bounded length and without characters that could begin a line."""
+    """Return a URL for a message, with a bounded length and without characters that could begin a line."""
     text = url if url.isprintable() else repr(url)
     return text if len(text) <= _SHOWN else text[:_SHOWN] + "…"
 
@@ -128,7 +128,7 @@ def parse(url: str) -> Location:
 
 
 def _steps(path: str) -> str:
-    """Return the path, which must have no `.`, `..` or empty steps: these are resolved in different ways.
+    """Return the path, which must not have `.`, `..` or empty steps: programs resolve these differently.
 
     Raises:
         ValueError: The path has such a step, or a null character.
@@ -268,7 +268,7 @@ class AllowList:
         """Return whether the control plane may connect to an address of a source's host.
 
         Public addresses are permitted, as are addresses in `networks` and an address that the list itself
-        gives in place of a name. An IPv4 address inside an IPv6 address counts as itself.
+        gives instead of a name. An IPv4 address inside an IPv6 address counts as itself.
         """
         address = _plain(address)
         if any(address in network for network in self.networks if network.version == address.version):
@@ -300,7 +300,7 @@ class _List:
 
     option: str
     field: str
-    """The field of a job that it is for."""
+    """The field of a job to which it applies."""
     patterns: tuple[str, ...]
     rules: tuple[HostRule, ...]
 
@@ -313,7 +313,7 @@ class _List:
 
     def problems(self, hosts: Sequence[str]) -> list[str]:
         """Return a problem for each host of a job that no entry contains."""
-        # Where a host is, is not the author's business.
+        # The author need not know where a host is.
         shown = ", ".join(dict.fromkeys(text.partition("=")[0] for text in self.patterns))
         allowed = shown or f"none; `{self.option}` of the control plane names some"
         return [
@@ -344,7 +344,7 @@ class SandboxHosts:
 
     @property
     def pinned(self) -> list[str]:
-        """The entries that let a host have an address which is not public."""
+        """The entries that let a host have an address that is not public."""
         patterns = dict.fromkeys((*self.sandbox.patterns, *self.evaluation.patterns))
         return [text for text in patterns if "=" in text]
 
@@ -352,8 +352,7 @@ class SandboxHosts:
         """Check that one entry of the right list contains each host of a job.
 
         Raises:
-            Invalid: There are hosts for which this is not so; `errors` names each, and the reason is
-                HostsNotAllowed.
+            Invalid: Some hosts are in no entry; `errors` names each, and the reason is HostsNotAllowed.
         """
         problems = self.sandbox.problems(spec.sandbox.allowed_hosts or ())
         problems += self.evaluation.problems(spec.stages.eval.allowed_hosts or ())

@@ -1,9 +1,9 @@
-"""Uploads of a namespace are named by their SHA-256. They are task files that are too large for a manifest.
+"""Uploads of a namespace: task files that are too large for a manifest, named by their SHA-256.
 
 Uploads are stored in the database, in pieces. Every replica of the control plane therefore sees them, and an
-upload appears whole or not at all. The control plane itself compresses each piece. A job holds the upload
-that it names until the job's own rows are removed. An upload that no job holds is removed after some time.
-An upload is received and read back piece by piece, and is never whole in memory.
+upload appears as a whole or not at all. The control plane itself compresses each piece. A job holds the
+upload that it names until the job's own rows are removed. An upload that no job holds is removed after some
+time. An upload is received and read back piece by piece, and is never whole in memory.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from rollyard_api.storage.schema import blob_pieces, blobs, jobs
 
 PIECE_BYTES: Final = 256 << 10
 AT_ONCE: Final = 4
-"""The number of uploads to one namespace that may run at the same time."""
+"""The largest number of uploads to one namespace at the same time."""
 PACKERS: Final = 2
 """The number of threads that compress."""
 SILENT_SECONDS: Final = 60.0
@@ -99,7 +99,7 @@ def piece(conn: Connection, blob_id: int, no: int) -> bytes | None:
 
 
 def begin(tx: Transaction, namespace: str, sha256: str, limits: BlobLimits) -> int:
-    """Begin an upload, which is not visible before it is complete, and return its id.
+    """Begin an upload, which is not visible until it is complete, and return its id.
 
     Raises:
         LimitReached: The namespace has reached its limit of uploads or of bytes.
@@ -137,7 +137,7 @@ def add_piece(
 
     Raises:
         LimitReached: The namespace has reached its limit of bytes.
-        NotFound: The upload took so long between two pieces that it was removed.
+        NotFound: The pause between two pieces was so long that the upload was removed.
     """
     counted = tx.conn.execute(
         sa.update(blobs)
@@ -267,7 +267,7 @@ class Uploads:
                 async for data in cut:
                     digest.update(data)
                     packed = await loop.run_in_executor(self._packers, pack, data)
-                    # The last commit, which is durable, makes the commits before it durable, too.
+                    # The last commit is durable, and makes the commits before it durable as well.
                     await write(partial(add, no=no, packed=packed, size=len(data)), durable=False)
                     no += 1
             if digest.hexdigest() != sha256:

@@ -1,4 +1,4 @@
-"""Server-sent events of a job have a bounded past to resume from, and their subscribers must keep up."""
+"""Server-sent events of a job, with a bounded past to resume from. Their subscribers must keep up."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class _Stream:
         self.next = first
         self.subscribers = 0
         self.more = asyncio.Event()
-        """It is set when there is another event."""
+        """Set when there is another event."""
 
     @property
     def kept(self) -> int:
@@ -140,8 +140,8 @@ class EventHub:
         """Yield the events after number `after`, or only new ones if it is None.
 
         None is yielded after every `idle` seconds without an event. If some of the events are not kept, the
-        first event is `missed`. If more events come than are kept while the subscriber takes those that there
-        were, the last event is `dropped`; the subscriber may resume with Last-Event-ID.
+        first event is `missed`. If more events come than are kept while the subscriber takes earlier ones,
+        the last event is `dropped`; the subscriber may resume with Last-Event-ID.
         """
         stream = self._stream(job_id)
         missed = after is not None and after + 1 < stream.kept

@@ -1,4 +1,4 @@
-"""The REST form of a RolloutJob is its manifest with live counts."""
+"""The REST form of a RolloutJob: its manifest with live counts."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ _WAITING: Final = (
     .group_by(rollouts.c.state)
 )
 AHEAD: Final = 64
-"""The number of tasks, from the front of the queue of Init, whose images are named."""
+"""The number of tasks at the front of the Init queue whose images are named."""
 _ROLLOUTS: Final = 4096
-"""The number of rollouts that are read to find these tasks."""
+"""The largest number of rollouts that are read to find these tasks."""
 MALFORMED_ROLLOUTS: Final = 32
 """The number of rollouts with tool calls, all malformed, after which a job says so."""
 _QUEUE: Final = (
@@ -92,7 +92,7 @@ def _dynamic_sampling(conn: Connection, job: JobRow) -> dict[str, int] | None:
 def _malformed_calls(job: JobRow) -> dict[str, int] | None:
     """Return the MalformedCalls of a job, or None if its calls are well-formed or too few.
 
-    A job none of whose calls can be read says so, because its parser may not fit its model.
+    If none of a job's calls can be read, its parser may not fit its model.
     """
     if job.well_formed or job.malformed_rollouts < MALFORMED_ROLLOUTS:
         return None
@@ -107,7 +107,7 @@ def _without_tasks(spec: bytes) -> dict[str, Any]:
 
 
 def document(conn: Connection, job: JobRow, *, bare: bool = False) -> dict[str, Any]:
-    """Return the whole RolloutJob as REST answers it, with live counts; `bare` leaves inline tasks out."""
+    """Return the whole RolloutJob as REST returns it, with live counts; `bare` leaves inline tasks out."""
     meta = loads(job.metadata)
     annotations = dict(meta.get("annotations") or {})
     annotations.pop(OBJECT_UID, None)  # Only registration sets it; its value in a manifest is ignored.
@@ -207,7 +207,7 @@ def worker_spec(
     Inline tasks are left out because each lease carries its task.
 
     Args:
-        pinned: The installer's entries that let hosts of sandboxes have addresses which are not public.
+        pinned: The installer's entries that let hosts of sandboxes have addresses that are not public.
 
     Raises:
         NotFound: There is no such job, or another job of this name has replaced it.
@@ -219,9 +219,9 @@ def worker_spec(
 
 
 def waiting_images(conn: Connection, namespace: str, name: str, uid: str | None, max_bytes: int) -> list[str]:
-    """Return the images of the next tasks in a job's queue of Init, each once, in the order of the queue.
+    """Return the images of the next tasks in a job's Init queue, each once, in the order of the queue.
 
-    Images that are built of Dockerfiles are left out, because the files come with the leases.
+    Images that are built from Dockerfiles are left out, because the files come with the leases.
 
     Args:
         conn: The database.

@@ -63,7 +63,7 @@ def create(tx: Transaction, new: NewJob, quota: Quota) -> bool:
     """Create the job and queue its tasks; return False if the same job exists already.
 
     Raises:
-        Conflict: A job of this name has another spec.
+        Conflict: A job with this name has another spec.
         LimitReached: There is no room for so many rollouts.
         Invalid: The upload that the job names is gone.
     """
@@ -163,7 +163,7 @@ def _refuse_closed(job: JobRow, noun: str) -> None:
 def open_step(
     tx: Transaction, namespace: str, name: str, step: str, groups: int | None, max_unread: int
 ) -> dict[str, Any]:
-    """Open a step, which wants `groups` more groups with a signal; opening it again changes nothing.
+    """Open a step, which needs `groups` more groups with a signal; opening it again changes nothing.
 
     Args:
         tx: The transaction.
@@ -171,7 +171,7 @@ def open_step(
         name: The name of the job, which must be a stream with dynamic sampling.
         step: The id of the step.
         groups: The target of the step; None stands for the job's `targetGroups`.
-        max_unread: The number of unread results with which no further step is opened.
+        max_unread: The number of unread results from which no further step is opened.
 
     Returns:
         The step: its id, its groups, the job's number of informative groups with which it is met (`goal`),
@@ -179,8 +179,8 @@ def open_step(
 
     Raises:
         NotFound: There is no such job.
-        Conflict: The job is no open stream with dynamic sampling, the step was opened with another number of
-            groups, the job has MAX_STEPS steps, or too many of its results are unread.
+        Conflict: The job is not an open stream with dynamic sampling, the step was opened with another number
+            of groups, the job has MAX_STEPS steps, or too many of its results are unread.
     """
     job = job_rows.find_locked(tx, namespace, name)
     rules = job.limits.sampling
@@ -223,7 +223,7 @@ def _described(
 
 
 def close(tx: Transaction, namespace: str, name: str) -> None:
-    """Close a job, to which no more tasks will be added. Closing it twice has no further effect."""
+    """Close a job, so that no more tasks can be added. Closing it twice has no further effect."""
     job = job_rows.find_locked(tx, namespace, name)
     if not job.closed:
         job_rows.close(tx, job.id)

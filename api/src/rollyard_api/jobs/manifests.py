@@ -1,4 +1,4 @@
-"""What a job's manifest, a PATCH or a driver's report makes of the columns of the job, without any I/O."""
+"""How a job's manifest, a PATCH or a driver's report sets the columns of the job, without any I/O."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _FIXED: Final = frozenset(
 )
 """The fields of a job's spec that define what the job is, and therefore cannot change."""
 _SKIPPED_ROWS: Final = "skippedRows"
-"""The key of the skipped rows in a stored status. They are known when a job is created, and stay."""
+"""The key of the skipped rows in a stored status. They are known when a job is created, and never change."""
 _REPORTED: Final = ("phase", "conditions", "observedGeneration", "message")
 
 
@@ -95,7 +95,7 @@ def _admission(suspend: bool, started: float, seconds: int | None) -> dict[str, 
 
 
 def _warm(spec: RolloutJobSpec) -> bytes | None:
-    """Return the shape and number of sandboxes that a driver on Kubernetes keeps warm, or None if none."""
+    """Return the shape and number of sandboxes that a driver on Kubernetes keeps warm, or None."""
     if spec.sandbox.warm == 0 or spec.placement not in (None, "kubernetes"):
         return None
     return dumps({"shape": shape_of(spec.sandbox).model_dump(), "count": spec.sandbox.warm})
@@ -132,7 +132,7 @@ def registered(job: JobRow, new: NewJob, now: float) -> dict[str, Any]:
     differing = {name for name in before.keys() | after.keys() if before.get(name) != after.get(name)}
     fixed = sorted(differing & _FIXED)
     hosts = [spec["stages"]["eval"].get("allowedHosts") for spec in (before, after)]
-    if hosts[0] != hosts[1]:  # The installer's list was read for them once.
+    if hosts[0] != hosts[1]:  # They were checked against the installer's list when the job was created.
         fixed.append("stages.eval.allowedHosts")
     if fixed:
         raise differs(

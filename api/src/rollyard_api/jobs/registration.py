@@ -1,8 +1,8 @@
-"""Drivers register the jobs and pools whose spec is kept elsewhere, as an object of Kubernetes.
+"""Registration by drivers of the jobs and pools whose spec is kept elsewhere, in a Kubernetes object.
 
-Registration is level-based. The driver sends the state of the object at any time, and the control
-plane creates, changes or keeps its own job or pool. An object that was deleted and created again has another
-uid. The job or pool that was registered for the old object is then replaced.
+Registration is level-based. The driver may send the state of the object at any time, and the control plane
+creates, changes or keeps its own job or pool. An object that was deleted and created again has another uid.
+The job or pool that was registered for the old object is then replaced.
 """
 
 from __future__ import annotations

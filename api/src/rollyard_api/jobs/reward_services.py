@@ -1,8 +1,8 @@
-"""The control plane asks the reward services of jobs, within the installer's list and bounded in every way.
+"""Requests to the reward services of jobs, within the installer's list and bounded in every way.
 
-Workers do not ask them. They may run anywhere, and only the control plane knows what the installer allows
-and from where a service can be reached. What a service answers is reduced to numbers, so that nothing else
-of it reaches the author of a job.
+Workers do not send them. They may run anywhere, and only the control plane knows what the installer allows
+and where a service can be reached from. An answer is reduced to numbers, so that nothing else in it reaches
+the author of a job.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ MAX_ANSWER_BYTES: Final = 256 << 10
 """The largest answer of a service in bytes."""
 CONNECT_SECONDS: Final = 10.0
 WAIT_SECONDS: Final = 15.0
-"""The longest wait for a job's own place in seconds. Then the worker asks again."""
+"""The longest wait in seconds for one of a job's own places. After it, the worker asks again."""
 RESOLVERS: Final = 16
 """The number of threads that resolve the names of services."""
 _RETRYABLE: Final = frozenset({408, 425, 429})
@@ -117,7 +117,7 @@ class RewardServices:
         self._allowed = allowed
         self._resolvers = ThreadPoolExecutor(RESOLVERS, thread_name_prefix="reward")
         self._jobs = Limit("requests to the reward service", seconds=WAIT_SECONDS, refusal=_busy)
-        """The places that each job allows itself."""
+        """The places that each job permits itself."""
 
     @cached_property
     def _tls(self) -> ssl.SSLContext:
@@ -150,7 +150,7 @@ class RewardServices:
             LimitReached: The job's own places did not become free in time, or those that all jobs share.
         """
         body = dumps(episode)
-        # A job's own place comes first: what waits for it must not hold a place that others could have.
+        # A job's own place comes first: a request that waits for it must not hold a place that others need.
         async with self._jobs.turn(str(call.job_id), call.service.concurrency), turn():
             try:
                 async with asyncio.timeout(call.service.timeout_seconds):
@@ -202,12 +202,12 @@ def _score(answer: bytes) -> dict[str, Any]:
     """Return the fields of a RewardResponse for a service's answer.
 
     Raises:
-        SourceUnreadable: The answer is no score.
+        SourceUnreadable: The answer is not a score.
     """
     try:
         score = msgspec.json.decode(answer, type=ServiceScore)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        # The messages of msgspec name fields and kinds of values, and quote nothing of the answer.
+        # The messages of msgspec name fields and types of values, and quote nothing from the answer.
         why = error if isinstance(error, msgspec.MsgspecError) else type(error).__name__
         raise SourceUnreadable(f"its answer is no score: {why}") from error
     return {"reward": score.reward, "components": score.components or {}, "error": "", "retryable": True}

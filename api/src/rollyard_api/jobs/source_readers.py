@@ -1,4 +1,4 @@
-"""Allowed URLs are read piece by piece; they name files, answers of web servers, or objects in buckets."""
+"""Reading allowed URLs piece by piece: files, answers of web servers, and objects in buckets."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ PIECE_BYTES: Final = 256 << 10
 MAX_REDIRECTS: Final = 5
 CONNECT_SECONDS: Final = 10.0
 SILENT_SECONDS: Final = 30.0
-"""The number of seconds without data after which a server is given up."""
+"""The number of seconds without data after which reading from a server is given up."""
 _REDIRECTS: Final = frozenset({301, 302, 303, 307, 308})
 _OK: Final = 200
 
 
 class SourceUnreadable(ControlPlaneError):
-    """An allowed source cannot be read. The message contains nothing of the other side's answer.
+    """An allowed source cannot be read. The message contains nothing from the other side's answer.
 
     `retryable` says whether another try may succeed.
     """
@@ -47,7 +47,7 @@ class Blocking:
 
     Args:
         threads: The executor in which the calls run.
-        free: This is called once, when `finish` was called and no call is running.
+        free: Called once, when `finish` was called and no call is running.
     """
 
     def __init__(self, threads: Executor, free: Callable[[], None]) -> None:
@@ -236,7 +236,7 @@ async def exchange(
 ) -> AsyncIterator[httpcore.Response]:
     """Send one request over a connection of its own, and yield the answer, whose body is read in the block.
 
-    The host is resolved once, here, and what is connected to is a checked address instead of its name.
+    The host is resolved once, here, and the connection goes to a checked address instead of its name.
 
     Args:
         source: The URL.

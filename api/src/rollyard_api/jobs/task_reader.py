@@ -1,7 +1,7 @@
-"""The task files that jobs name are read within limits of time, size and number.
+"""Reading the task files that jobs name, within limits of time, size and number.
 
 The bytes of a Parquet file decide how much memory its reader allocates, so no such file is read in the
-control plane's own process: a process of its own converts it to JSON lines. The process has limits on its
+control plane's own process: a separate process converts it to JSON lines. The process has limits on its
 memory and its time, no arguments from outside and no environment with secrets.
 """
 
@@ -74,8 +74,8 @@ def _busy(namespace: str | None, most: int) -> ApiError:
 class TaskReader:
     """The only way from a URL in a job to its tasks.
 
-    A source that hangs costs its own namespace a slot, and one thread of a pool that serves nothing else,
-    until it answers. Uploads are read apart from these sources.
+    Until it answers, a source that hangs costs its own namespace a slot, and one thread of a pool that serves
+    nothing else. Uploads are read apart from these sources.
     """
 
     def __init__(self, allowed: AllowList, limits: TaskFileLimits, uploads: Pieces) -> None:
@@ -102,7 +102,8 @@ class TaskReader:
 
         Raises:
             Invalid: The installer's list does not contain the URL, or a place that it leads to; or the file
-                cannot be read in time, or a line is refused and not skipped. The whole list is refused then.
+                cannot be read in time, or a line is refused and not skipped. In each case, the whole list is
+                refused.
             LimitReached, Unavailable: Too many files are being read.
         """
         specs = await self._specs(options, namespace)
@@ -149,7 +150,7 @@ class TaskReader:
     async def _collect(
         self, url: str, data: AsyncGenerator[bytes, None], make_file: Callable[..., TaskFile]
     ) -> KeptTasks[TaskRow]:
-        """Return the tasks of these bytes, as the file that `make_file` returns takes them."""
+        """Return the tasks in these bytes, as the file that `make_file` returns reads them."""
         seconds, loop = self._limits.seconds, asyncio.get_running_loop()
         deadline = time.monotonic() + seconds
         field = f"{FIELD}: {shown(url)}"
@@ -183,7 +184,7 @@ class TaskReader:
         await self._check(file.end(), deadline)
 
     async def _check(self, rows: Iterator[None], deadline: float) -> None:
-        """Check the rows of a piece in short steps, by which the files that are read share the threads.
+        """Check the rows of a piece in short steps, so that the files that are being read share the threads.
 
         A small piece of a compressed file may expand to a large text.
         """
@@ -268,7 +269,7 @@ async def parquet_lines(
             yield piece
         code = await child.wait()
     finally:
-        # The reader may have given up in the middle of the file.
+        # The consumer may have stopped in the middle of the file.
         if child.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 child.kill()

@@ -1,4 +1,4 @@
-"""Task lists in a manifest or a request are checked, and brought into the form in which they are stored."""
+"""Task lists in a manifest or a request, checked and brought into the form in which they are stored."""
 
 from __future__ import annotations
 

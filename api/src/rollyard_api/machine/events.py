@@ -80,7 +80,7 @@ class RunDone(Struct, frozen=True):
     tokens_in_eval: bool = False
     """Whether the handler's evaluation needs the token lists."""
     carry: bytes | None = None
-    """What Run leaves for Eval, packed, or None if Init's stays."""
+    """What Run leaves for Eval, packed, or None if that of Init stays."""
     counts: RunCounts = RunCounts()
     times: StageTimes = NO_TIMES
 
@@ -99,7 +99,7 @@ class Scored(Struct, frozen=True):
 
 
 class Failed(Struct, frozen=True):
-    """The holder reports that a stage came to no result for a reason of the infrastructure."""
+    """The holder reports that a stage was not completed because of the infrastructure."""
 
     token: int
     stage: StageName
@@ -111,7 +111,7 @@ class Failed(Struct, frozen=True):
     retryable: bool = True
     """Whether another attempt may succeed."""
     counts: bool = True
-    """Whether it is an attempt. It is false for hand-overs and preemptions."""
+    """Whether it counts as an attempt. It is false for hand-overs and preemptions."""
     pool_is_down: bool = False
     """Whether the job's pool has no ready backend, which the control plane has looked up."""
     times: StageTimes = NO_TIMES
@@ -142,7 +142,7 @@ class NodeLost(Struct, frozen=True):
 
 
 class NewWeights(Struct, frozen=True):
-    """The pool has got weights for which the rollout is too old, or its backend got others in the middle."""
+    """The pool got weights for which the rollout is too old, or its backend got others during Run."""
 
     reason: str
     message: str
@@ -158,7 +158,7 @@ class BackendAwaited(Struct, frozen=True):
 
 
 class Cancelled(Struct, frozen=True):
-    """The rollout is not needed any more: it, its group or its job was cancelled, or a target is met."""
+    """The rollout is no longer needed: it, its group or its job was cancelled, or a target is met."""
 
     reason: str
 

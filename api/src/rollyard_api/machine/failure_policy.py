@@ -1,6 +1,6 @@
-"""What becomes of a rollout that was not done: rules as data, of which the first one that matches decides.
+"""What becomes of a rollout whose stage was not completed: rules as data; the first that matches decides.
 
-A rule that is bounded does not match any more once its bound is reached, and a later rule decides then.
+A bounded rule no longer matches once its bound is reached, and a later rule then decides.
 `scripts/machine_docs.py` writes the rules into the documentation.
 """
 
@@ -24,27 +24,27 @@ MAX_EVAL_EXPIRIES: Final = 1
 to Init."""
 MAX_OUTAGES: Final = 20
 """The number of attempts of a rollout that outages of its pool excuse. Further ones count as failures, so a
-backend that is ready for moments only cannot keep a rollout for ever."""
+backend that is only ready for moments cannot keep a rollout for ever."""
 
 Mishap = Failed | LeaseLost | NodeLost | NewWeights | BackendAwaited
-"""The events after which a rollout is not done."""
+"""The events after which a stage was not completed."""
 
 
 class Action(StrEnum):
     """What a rule does with a rollout."""
 
     RETRY = "repeat the stage"
-    """Or start from the earlier stage that a report names."""
+    """Repeat the stage, or start from the earlier one that a report names."""
     RESTART = "start again at Init"
     FAIL = "end as failed"
     CANCEL = "end as cancelled"
 
 
 class Counter(StrEnum):
-    """What is counted of a rollout, and bounds the rules. The values are the names of its row's columns."""
+    """The counters of a rollout, which bound the rules. The values are the names of its row's columns."""
 
     FAILURES = "failures"
-    """The failures of one stage. The names of the columns end in the stage's."""
+    """The failures of one stage. The names of the columns end with that of the stage."""
     OUTAGES = "outages"
     EXPIRIES = "expiries"
     """The lost leases."""
@@ -52,13 +52,13 @@ class Counter(StrEnum):
     """The lost Eval leases in one sandbox."""
 
     def column(self, stage: StageName) -> str:
-        """Return the name of the column that has this counter of a rollout in a stage."""
+        """Return the name of the column that holds this counter of a rollout in a stage."""
         return f"{self.value}_{stage}" if self is Counter.FAILURES else self.value
 
 
 @dataclass(frozen=True, slots=True)
 class PolicyRule:
-    """One rule, which matches events in some stages, if the event's attributes have the given values."""
+    """One rule. It matches events in some stages whose attributes have the given values."""
 
     name: str
     action: Action
@@ -81,7 +81,7 @@ class PolicyRule:
 
 
 def bound(counter: Counter, stage: StageName, limits: Limits | None) -> int:
-    """Return how far a counter may rise before the rules that raise it match no more."""
+    """Return how far a counter may rise before the rules that raise it no longer match."""
     match counter:
         case Counter.FAILURES:
             assert limits is not None, "a failure is judged by the limits of its job"
@@ -169,4 +169,4 @@ RULES: Final[Mapping[type[Mishap], tuple[PolicyRule, ...]]] = {
         PolicyRule("BackendAwaited", Action.FAIL, "the rollout has waited for a backend for too long"),
     ),
 }
-"""The rules, by the events for which they are."""
+"""The rules, by the events that they match."""

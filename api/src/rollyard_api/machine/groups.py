@@ -1,4 +1,4 @@
-"""What the members of a group amount to once all of them have ended."""
+"""The result of a group whose members have all ended."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ class Member(Struct, frozen=True):
     """The reward's components as JSON, or None if there are none."""
     reason: str | None
     sampled_tokens: int | None
-    """The tokens that its last complete Run sampled, or None before it."""
+    """The tokens that its last complete Run sampled, or None before that."""
 
 
 class GroupResult(Struct, frozen=True):
-    """What the members of an ended group amount to."""
+    """The result of an ended group."""
 
     delivered: bool
     informative: bool
     reason: str | None
     """Why the group is not delivered, in CamelCase, or None."""
     discarded_tokens: int
-    """The sampled tokens that are known and of no use, because the group is not informative."""
+    """The known sampled tokens that are of no use, because the group is not informative."""
 
 
 class Tally(Struct):
-    """What endings add to the counters of a job with dynamic sampling."""
+    """What ended groups add to the counters of a job with dynamic sampling."""
 
     informative: int = 0
     uninformative: int = 0

@@ -1,4 +1,4 @@
-"""The next step of a job: which groups start, whether it holds, and when it is over.
+"""The next step of a job: which groups start, whether it pauses, and when it is over.
 
 With dynamic sampling, groups without a signal are filtered, and others start until the target is met. While
 it is not met, as many groups as the job allows are in flight: any of them may prove to be without a signal,
@@ -30,7 +30,7 @@ class SamplingState(Struct, frozen=True):
     groups_ended: int
     informative: int
     target: int
-    """The informative groups that are wanted in all steps together."""
+    """The target number of informative groups in all steps together."""
     closed: bool
     """Whether no more tasks or steps come."""
     holding: bool

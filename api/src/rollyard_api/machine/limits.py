@@ -1,6 +1,6 @@
 """The limits of a job: the fields of its spec that decisions about its rollouts need.
 
-They are stored beside the spec, so that nobody has to read all of it for each report.
+They are stored beside the spec, so that the whole spec need not be read for each report.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ class SamplingRules(Struct, frozen=True):
     """The rules of dynamic sampling."""
 
     target_groups: int
-    """The informative groups that are wanted; in a stream, those of one step unless the step says another."""
+    """The target number of informative groups; in a stream, that of one step unless the step says
+    otherwise."""
     groups_in_flight: int
-    """The largest number of groups that have started and not ended."""
+    """The largest number of groups that have started and have not ended."""
     max_groups: int | None
     """The largest number of groups that are started at all, or None."""
     metric: str
@@ -33,10 +34,10 @@ class SamplingRules(Struct, frozen=True):
 
 
 class Limits(Struct, frozen=True):
-    """All that decisions about a job's rollouts and groups need of its spec."""
+    """All of a job's spec that decisions about its rollouts and groups need."""
 
     max_attempts: Mapping[StageName, int]
-    """How often each stage of a rollout may fail; with the last failure the rollout ends."""
+    """How often each stage of a rollout may fail; the last failure ends the rollout."""
     samples: int
     """The rollouts of each group."""
     min_group_size: int
@@ -78,5 +79,5 @@ class Limits(Struct, frozen=True):
 
 @lru_cache(maxsize=_KEPT)
 def decoded(stored: bytes) -> Limits:
-    """Return limits that were stored as JSON. Those of the jobs that were read last are not decoded again."""
+    """Return limits that were stored as JSON. Those that were read lately are not decoded again."""
     return msgspec.json.decode(stored, type=Limits)

@@ -1,4 +1,4 @@
-"""One rollout and the decision about it: `decide` takes an event, and says what the rollout becomes.
+"""One rollout and the decision about it: `decide` takes an event and says what becomes of the rollout.
 
 Exactly one result follows from these rules. Every lease raises the fencing token, and a report is accepted
 only from the holder of the last lease, once. A rollout that has ended never moves again. Only an evaluation
@@ -22,7 +22,7 @@ from rollyard_api.machine.states import TRANSITIONS, RolloutState
 
 
 class Rollout(Struct, frozen=True):
-    """What decisions see of a rollout. The fields have the names of its row's columns, in their order."""
+    """The part of a rollout that decisions see. The fields have the names of its row's columns, in order."""
 
     id: str
     job_id: int
@@ -40,7 +40,7 @@ class Rollout(Struct, frozen=True):
     policy_index: int | None
     """The index of the weights under which Run began, or None before Run."""
     settled: str
-    """The marks of what was accepted under which token, separated by spaces."""
+    """The marks of the reports that were accepted under each token, separated by spaces."""
     timings: str
     sandbox_id: str | None
     sandbox: bytes | None
@@ -66,7 +66,7 @@ class Rollout(Struct, frozen=True):
 
     @property
     def was_moved(self) -> bool:
-        """Whether the rollout got another backend under its last lease, so its model time mixes both."""
+        """Whether the rollout got another backend under its last lease, so its model time covers both."""
         return f"m{self.token}" in self.settled.split()
 
 
@@ -78,18 +78,18 @@ class Transition(Struct, frozen=True):
     changes: dict[str, Any]
     """The new values of the row's columns, by their names."""
     rule: PolicyRule | None = None
-    """The rule of the failure policy that has decided, if one has."""
+    """The rule of the failure policy that decided, if any."""
     reason: str = ""
     """Why the rollout returned to a queue or ended without a reward, in CamelCase, or ""."""
 
     @property
     def reward(self) -> float | None:
-        """The reward that the event gives, or None if it is no evaluation."""
+        """The reward that the event gives, or None if it is not an evaluation."""
         return self.event.reward if isinstance(self.event, events.Scored) else None
 
     @property
     def returns(self) -> bool:
-        """Whether the rollout goes back to a queue without having done its stage."""
+        """Whether the rollout goes back to a queue without having completed its stage."""
         return self.rule is not None and not self.after.has_ended
 
 
@@ -97,7 +97,7 @@ class Rejection(StrEnum):
     """Why an event changes nothing."""
 
     REPEATED = "repeated"
-    """The same report has come before."""
+    """The same report was received before."""
     STALE = "stale"
     """The lease is not held with this token, or the rollout is in none of the event's states."""
     CANCELLED = "cancelled"
@@ -220,7 +220,7 @@ def _moved(rollout: Rollout, event: events.Moved) -> Transition:
 def _blamed(rollout: Rollout, event: events.Blamed) -> Transition | Rejection:
     """Blame the backend that the rollout is assigned to, once for each lease.
 
-    A lease holder can open no circuit by naming another server or by repeating its report.
+    A lease holder cannot open a circuit by naming another server or by repeating its report.
     """
     mark = f"b{event.token}:{hashlib.sha256(event.backend.encode()).hexdigest()[:12]}"
     if event.backend != rollout.backend:
@@ -231,7 +231,7 @@ def _blamed(rollout: Rollout, event: events.Blamed) -> Transition | Rejection:
 
 
 def _not_done(rollout: Rollout, event: Mishap, limits: Limits | None, now: float) -> Transition:
-    """Return what the failure policy makes of a rollout that was not done."""
+    """Return what the failure policy makes of a rollout whose stage was not completed."""
     stage = rollout.stage
     rule = next(
         rule
@@ -244,7 +244,7 @@ def _not_done(rollout: Rollout, event: Mishap, limits: Limits | None, now: float
     match rule.action:
         case Action.RETRY:
             named = event.return_to if isinstance(event, events.Failed) else None
-            # No stage is skipped: what comes before it must have been done.
+            # No stage is skipped: the stages before it must have been completed.
             after = min(RolloutState.queued(named or stage), RolloutState.queued(stage))
         case Action.RESTART:
             after = RolloutState.QUEUED_INIT
@@ -277,7 +277,7 @@ def _queued(after: RolloutState, node: str, now: float) -> dict[str, Any]:
 def _returned(rollout: Rollout, after: RolloutState, now: float) -> dict[str, Any]:
     """Return the values of a rollout that goes back to a queue.
 
-    A rollout at Init starts without a sandbox. In the other stages it keeps its sandbox and the node of it.
+    A rollout at Init starts without a sandbox. In the other stages it keeps its sandbox and its node.
     """
     if after == RolloutState.QUEUED_INIT:
         return _queued(after, "", now) | {"sandbox_id": None, "sandbox": None}

@@ -1,4 +1,4 @@
-"""The states through which a rollout passes, and which event may take it from one to which others."""
+"""The states of a rollout, and the events that may take it from one to another."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class RolloutState(IntEnum):
         return _STATUSES[self]
 
 
-# These are looked up for every lease and every report, where the cost of computing them would be noticeable.
+# These are looked up for every lease and report, where computing them would be noticeably slow.
 BY_NUMBER: tuple[RolloutState, ...] = tuple(RolloutState)
 _FIRST_ENDED: Final = int(RolloutState.SUCCEEDED)
 _QUEUED: Final = {stage: BY_NUMBER[2 * index] for index, stage in enumerate(STAGES)}
@@ -110,4 +110,4 @@ TRANSITIONS: Final[Mapping[type[events.Event], Mapping[RolloutState, frozenset[R
     events.Moved: _all([RolloutState.LEASED_RUN], RolloutState.LEASED_RUN),
     events.Blamed: _all([RolloutState.LEASED_RUN], RolloutState.LEASED_RUN),
 }
-"""For each event, the states in which it may come, and those that may follow. It is refused in the others."""
+"""For each event, the states in which it may come, and those that may follow. It is refused in all others."""

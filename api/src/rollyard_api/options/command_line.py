@@ -17,7 +17,7 @@ F = TypeVar("F", bound=Callable[..., object])
 
 
 class DeclaredOption(click.Option):
-    """An option that stands under the heading of its group."""
+    """An option that is listed under the heading of its group."""
 
     def __init__(self, *words: Any, group: str, **more: Any) -> None:
         super().__init__(*words, **more)
@@ -53,7 +53,7 @@ def declared_options(model: type[DeclaredOptions]) -> Callable[[F], F]:
         return click.option(
             "--config",
             type=click.Path(path_type=Path, dir_okay=False),
-            help="YAML file with any of these options, as `lease-seconds: 20`. The command line has "
+            help="YAML file with any of these options, such as `lease-seconds: 20`. The command line has "
             "precedence over variables, and these over the file.",
         )(function)
 
@@ -81,7 +81,7 @@ def _option(model: type[DeclaredOptions], name: str, field: FieldInfo) -> Callab
 
 
 def usual(field: FieldInfo) -> str:
-    """Return the default of a field in words, or "" if it is the natural one."""
+    """Return the default of a field in words, or "" if it goes without saying."""
     value = field.get_default(call_default_factory=True)
     if value is True:
         return "yes"

@@ -35,14 +35,14 @@ _PREFIX_FORM: Final = re.compile(r"(/[A-Za-z0-9_~][A-Za-z0-9._~-]*)+")
 _OWN_PATHS: Final = frozenset(
     {"assets", "docs", "healthz", "jobs", "metrics", "openapi.json", "readyz", "v1"}
 )
-"""What paths of the control plane itself begin with."""
+"""The first steps of the control plane's own paths."""
 
 
 def path_prefix(text: str) -> str:
     """Return a path prefix in its usual form, without a slash at its end; "" and "/" stand for the root.
 
     Raises:
-        OptionInvalid: This is no path prefix, or it begins with a path of the control plane.
+        OptionInvalid: This is not a path prefix, or it begins with a path of the control plane.
     """
     prefix = text.removesuffix("/")
     if not prefix:
@@ -62,7 +62,7 @@ def host_name(text: str) -> str:
     """Return the DNS name of a host in lower case.
 
     Raises:
-        OptionInvalid: This is no DNS name.
+        OptionInvalid: This is not a DNS name.
     """
     name = text.strip().removesuffix(".").lower()
     if address_of(name) is not None:
@@ -77,18 +77,18 @@ def host_name(text: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """What the field of an option says beside its type, bounds and default."""
+    """What the field of an option says in addition to its type, bounds and default."""
 
     help: str
     group: str
-    """The heading of a command's help under which the option stands."""
+    """The heading in a command's help under which the option is listed."""
     flag: str = ""
     """The option on the command line, if it is not the field's name."""
     metavar: str = ""
     variable: str = ""
     """Its environment variable, if it has another name than the program's other options."""
     elsewhere: tuple[str, ...] = ()
-    """The variables from which the program reads it by itself. They have precedence over a file."""
+    """The variables from which the program reads it itself. They have precedence over a file."""
     default: str = ""
     """The default in words, if the value of the field does not say it."""
     secret: bool = False
@@ -97,12 +97,12 @@ class Option:
 
 
 class DeclaredOptions(BaseModel):
-    """The base of every set of options. They cannot be changed."""
+    """The base of every set of options, which cannot be changed."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
 
     prefix: ClassVar[str] = ""
-    """What the variables of the options begin with that a class itself declares."""
+    """The prefix of the variables of the options that a class itself declares."""
 
 
 Count = Annotated[int, Field(ge=1)]
@@ -138,7 +138,7 @@ TaskPrefixes = Annotated[
 
 
 class PlaneOptions(DeclaredOptions):
-    """The options that every program has which starts a control plane."""
+    """The options of every program that starts a control plane."""
 
     prefix: ClassVar[str] = "ROLLYARD_CONTROL_PLANE_"
 
@@ -197,7 +197,7 @@ class PlaneOptions(DeclaredOptions):
         Path | None, Option("Its PEM private key, without a password", HTTP, metavar="FILE", default="none")
     ] = None
     stall_seconds: Annotated[
-        Count, Option("A client that takes nothing of its answer for so long is cut off", HTTP)
+        Count, Option("A client that reads nothing of its answer for this long is cut off", HTTP)
     ] = 60
 
     lease_seconds: LeaseSeconds = 30.0
@@ -205,11 +205,11 @@ class PlaneOptions(DeclaredOptions):
         float,
         Field(ge=1, le=365 * 86400.0),
         Option(
-            "While no backend is ready, rollouts of a job without a deadline wait so long, and then fail",
+            "While no backend is ready, rollouts of a job without a deadline wait this long, and then fail",
             LEASES,
         ),
     ] = 3600.0
-    """How long such rollouts wait in the Run queue, in seconds. Then they end as Failed/NoBackend."""
+    """How long such rollouts wait in the Run queue, in seconds, before they end as Failed/NoBackend."""
 
     allow_tasks_from: TaskPrefixes = ()
     allow_tasks_networks: Annotated[
@@ -285,7 +285,7 @@ class PlaneOptions(DeclaredOptions):
     """The largest number of simultaneous event streams. More are answered with 429."""
     max_streams_per_namespace: Annotated[Count, Option("Those of one namespace", BOUNDS)] = 256
     max_pages: Annotated[Count, Option("Pages of results in memory at the same time", BOUNDS)] = 32
-    """The largest number of pages of results that are in memory on their way to a client at the same time,
+    """The largest number of pages of results that are in memory at the same time on their way to a client,
     from the trajectory store and from the database each. Further requests wait in order."""
     max_pages_per_namespace: Annotated[Count, Option("Those of one namespace", BOUNDS)] = 8
 
@@ -320,10 +320,10 @@ class PlaneOptions(DeclaredOptions):
         ),
     ] = ()
     session_idle_seconds: Annotated[
-        float, Field(gt=0, le=_YEAR_SECONDS), Option("A session that nobody uses ends after so long", PAGE)
+        float, Field(gt=0, le=_YEAR_SECONDS), Option("A session that nobody uses ends after this time", PAGE)
     ] = 12 * 3600.0
     session_seconds: Annotated[
-        float, Field(gt=0, le=_YEAR_SECONDS), Option("Every session ends after so long", PAGE)
+        float, Field(gt=0, le=_YEAR_SECONDS), Option("Every session ends after this time", PAGE)
     ] = 7 * 86400.0
 
     prorl: Annotated[bool, Option("Offer them, on a port of their own", PRORL)] = False
@@ -393,7 +393,7 @@ class ControlPlaneOptions(ListeningOptions):
 
 
 TELEMETRY: Final = ("otlp_endpoint", "trace_sample", "log_format")
-"""The fields that workers and backends need as well. Drivers pass them on by variables."""
+"""The fields that workers and backends need as well. Drivers pass them on as variables."""
 
 
 def option_of(field: FieldInfo) -> Option:
@@ -412,9 +412,9 @@ def keys(model: type[DeclaredOptions]) -> dict[str, str]:
 
 
 def variable_of(model: type[DeclaredOptions], name: str) -> str:
-    """Return the environment variable of a field, or "" if the program reads it elsewhere by itself.
+    """Return the environment variable of a field, or "" if the program itself reads it elsewhere.
 
-    Its prefix is that of the class that declares the option first, and so the same for all that inherit it.
+    Its prefix is that of the class that first declares the option, and so the same for all that inherit it.
     """
     field = model.model_fields[name]
     option = option_of(field)
@@ -426,7 +426,7 @@ def variable_of(model: type[DeclaredOptions], name: str) -> str:
 
 
 def document(options: PlaneOptions) -> dict[str, Any]:
-    """Return what a file gives a control plane these options with, of any program that starts one.
+    """Return the content of a file that gives a control plane these options of the program that starts it.
 
     Those of traces and logs are absent, because every process inherits their variables.
     """

@@ -34,7 +34,7 @@ _MESSAGES: Final = {
     "bool_type": "must be true or false",
     "path_type": "must be a path",
 }
-"""What is said in the place of pydantic's words, by the type of its error."""
+"""What is said instead of pydantic's words, by the type of its error."""
 
 T = TypeVar("T", bound=DeclaredOptions)
 
@@ -84,7 +84,7 @@ def load(model: type[T], arguments: Mapping[str, Any], file: Path | None, progra
         layered = Layered(**arguments)
     except ValidationError as error:
         raise OptionInvalid(_problem(error, model, arguments, file, values)) from None
-    # The sources have done their work; later copies are made of the values alone.
+    # The sources have done their work; later copies are made from the values alone.
     values = {name: getattr(layered, name) for name in model.model_fields}
     return cast(T, model.model_construct(layered.model_fields_set, **values))
 
@@ -92,8 +92,8 @@ def load(model: type[T], arguments: Mapping[str, Any], file: Path | None, progra
 def drop_variables(model: type[DeclaredOptions], environ: MutableMapping[str, str]) -> None:
     """Remove the variables of the control plane and of a program's own options from an environment.
 
-    No process that is started then inherits a password. A control plane gets by a file what the variables
-    say, and finds none that would have precedence.
+    No process that is started then inherits a password. A control plane gets the values of the variables in a
+    file, and finds none that would have precedence.
     """
     of_plane = {variable_of(PlaneOptions, name) for name in PlaneOptions.model_fields} - {""}
     for name in [name for name in environ if name.startswith(_prefixes(model)) or name in of_plane]:
@@ -105,7 +105,7 @@ def holds_password(url: str) -> bool:
     try:
         parts = urlsplit(url)
     except ValueError:
-        return True  # What cannot be read may hold anything.
+        return True  # What cannot be parsed may hold anything.
     return bool(parts.password) or any(name.lower() in _PASSWORDS for name, _ in parse_qsl(parts.query))
 
 
@@ -132,7 +132,7 @@ def _refuse_unknown_variables(model: type[DeclaredOptions], program: str) -> Non
 
 
 def _unknown(name: str, known: set[str], program: str) -> str:
-    """Return why a name is none of the options, with the one that was probably meant."""
+    """Return that a name is not an option, with the one that was probably meant."""
     same = [each for each in known if _letters(each) == _letters(name)]
     near = same or difflib.get_close_matches(name, known, n=1, cutoff=0.75)
     hint = f"; did you mean {near[0]}?" if near else f"; `{program} --help` lists them"
@@ -191,7 +191,7 @@ def _from_file(model: type[DeclaredOptions], path: Path, program: str) -> dict[s
 
 
 def _without_content(error: YamlError) -> str:
-    """Return why a text is no YAML, without the line of the text, which may hold a password."""
+    """Return why a text is not YAML, without the line of the text, which may hold a password."""
     cause = error.__cause__
     if not isinstance(cause, yaml.MarkedYAMLError) or cause.problem_mark is None:
         return str(error) if cause is None else "a value cannot be read"
@@ -234,7 +234,7 @@ def _read(path: Path) -> tuple[bytes, os.stat_result]:
 def _check_secrecy(path: Path, key: str, status: os.stat_result) -> None:
     """Refuse a file with a password that others can read.
 
-    A file of root may be readable for its group, as in a mounted Secret of Kubernetes.
+    A file of root may be readable by its group, as in a mounted Kubernetes Secret.
     """
     readers = stat.S_IROTH | (stat.S_IRGRP if status.st_uid else 0)
     if status.st_mode & readers:

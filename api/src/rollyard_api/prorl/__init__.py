@@ -1,1 +1,1 @@
-"""The calls of ProRL Agent's server, on a listener of their own, mapped on a stream RolloutJob."""
+"""The calls of ProRL Agent's server, on a listener of their own, mapped to a stream RolloutJob."""

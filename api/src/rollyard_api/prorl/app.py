@@ -1,8 +1,8 @@
 """The application with ProRL Agent's calls, and nothing else: no documents, no metrics, no other call.
 
-It listens on a port of its own in the process of the control plane. A gate before the calls decides who may
-ask at all, and bounds the size, time and number of bodies. Many calls wait for the ends of rollouts, and one
-look at the database serves all of a job.
+It listens on a port of its own in the process of the control plane. A gate in front of the calls decides who
+may call at all, and bounds the size, time and number of bodies. Many calls wait for the ends of rollouts, and
+one look at the database serves all of a job.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ from rollyard_api.trajectories import records
 from rollyard_api.trajectories.delivery import Delivery
 
 FURTHER_CONNECTIONS: Final = 256
-"""The connections beside those of waiting /process calls."""
+"""The number of connections in addition to those of waiting /process calls."""
 SHUTDOWN_SECONDS: Final = 2
 
 
@@ -154,13 +154,13 @@ class Ends:
                 follower.begun.set()
                 follower.wake(list(follower.waiting) if after is None else ended, "ended")
         finally:
-            # No await stands between the last check of `waiting` and this line, so that no call is missed.
+            # There is no await between the last check of `waiting` and this line, so that no call is missed.
             del self._followers[job_id]
             follower.begun.set()
             follower.wake(list(follower.waiting), "closing")
 
     async def close(self) -> None:
-        """Answer the calls that still wait, and end what looks for them."""
+        """Answer the calls that still wait, and end the followers of their jobs."""
         tasks = [follower.task for follower in self._followers.values() if follower.task is not None]
         for task in tasks:
             task.cancel()
@@ -174,20 +174,20 @@ MAX_BODY_BYTES: Final = 64 << 10
 MAX_HELD_BYTES: Final = 256 << 20
 """The largest size of all bodies that are in memory at the same time, in bytes."""
 BODY_SECONDS: Final = 60.0
-"""The time in which a body must have arrived, in seconds."""
+"""The time within which a body must have arrived, in seconds."""
 _BROWSERS: Final = ("origin", "sec-fetch-site", "sec-fetch-mode", "access-control-request-method")
 """The headers that browsers add to the requests of web pages, and that no client of the protocol sends."""
 
 
 class BodyGate:
-    """An ASGI application that refuses web pages and bodies without bounds before the calls see them.
+    """An ASGI application that refuses web pages and unbounded bodies before they reach the calls.
 
-    A call finds the body in `request.state.body`, and awaits `request.state.body_read` when it needs it no
-    more.
+    A call finds the body in `request.state.body`, and awaits `request.state.body_read` when it no longer
+    needs it.
 
     Args:
         app: The calls.
-        hosts: The Host headers that are taken.
+        hosts: The Host headers that are accepted.
     """
 
     def __init__(self, app: ASGIApp, hosts: HostCheck) -> None:
@@ -215,7 +215,7 @@ class BodyGate:
 
     @asynccontextmanager
     async def _room(self, count: int) -> AsyncIterator[None]:
-        """Hold room in memory for so many bytes within the block, which begins once there is as much."""
+        """Hold room in memory for this many bytes within the block, which begins once there is that much."""
         while self._held + count > MAX_HELD_BYTES:
             self._freed.clear()
             await self._freed.wait()
@@ -263,7 +263,7 @@ class BodyGate:
 
 
 READING: Final = 32
-"""The `/process` calls whose bodies are read at the same time."""
+"""The largest number of `/process` calls whose bodies are read at the same time."""
 RESULT_TRIES: Final = 20
 """How often a result is read from a trajectory store that does not answer."""
 
@@ -331,7 +331,7 @@ class ProrlCalls:
         return JSONResponse({"status": "running", "running": True, "pending_jobs": pending, **counts})
 
     async def add_server(self, request: Request) -> Response:
-        """Answer POST /add_llm_server: 200 if added, also before /start; 422 if refused, 500 if unusable."""
+        """Answer POST /add_llm_server: 200 if added, even before /start; 422 if refused, 500 if unusable."""
         body = await self._body(request, AddServer)
         url = await calls.add_server(self._plane, self._config, body.address)
         return JSONResponse({"status": "success", "message": f"LLM server {url} added"})
@@ -342,7 +342,7 @@ class ProrlCalls:
         return JSONResponse({"status": "success", "message": "LLM servers cleared"})
 
     async def cancel(self, request: Request) -> Response:
-        """Answer POST /cancel: 200, also for an unknown job_id; 503 if no batch is open."""
+        """Answer POST /cancel: 200, even for an unknown job_id; 503 if no batch is open."""
         body = await self._body(request, CancelCall)
         cancelled = await self._write(partial(calls.cancel, key=calls.key_of(body.job_id)))
         await self._plane.database.write(claims.release_unneeded, durable=False)
@@ -359,7 +359,7 @@ class ProrlCalls:
             key, anonymous = new.key, new.anonymous
             names = {name: new.task.metadata[name] for name in NAMES}
             result = partial(process_answer, names=names, tools=tuple(new.spec.agent.tools))
-            del new  # The call may wait for hours, and nobody needs its task any more.
+            del new  # The call may wait for hours, and nobody needs its task any longer.
             left = asyncio.ensure_future(_disconnected(request))
             try:
                 end = await self.ends.wait(call.job_id, call.rollout, self._config.wait_seconds, left)
@@ -487,7 +487,7 @@ def _detail(status: int, detail: Any) -> Response:
 
 
 _STATUSES: Final[Mapping[int, int]] = {400: 422, 409: 500, 429: 503, 504: 503, 507: 503}
-"""What stands for the statuses that the protocol does not know. 503 is a server that cannot answer now."""
+"""The replacements of statuses that the protocol does not know. 503 is a server that cannot answer now."""
 
 
 async def _problem(_request: Request, error: Exception) -> Response:
@@ -520,7 +520,7 @@ class ProrlListener:
 
 
 class _Server(uvicorn.Server):
-    """A server beside the control plane's own, which alone handles signals."""
+    """A second server, which leaves signals to the control plane's own."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:

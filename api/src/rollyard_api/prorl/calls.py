@@ -43,7 +43,7 @@ from rollyard_api.storage.statements import by_dialect
 MAX_TRIES: Final = 4
 """The rollouts that are started for one job_id of a batch: the first, and the three retries of a client."""
 MAX_GROUPS: Final = 20_000
-"""The calls after which a job is closed at the next /start, so that no job grows for ever."""
+"""The number of calls after which a job is closed at the next /start, so that no job grows for ever."""
 MAX_KEY: Final = 512
 _FIRST: Final = by_dialect(lambda insert: insert(prorl_state).on_conflict_do_nothing())
 
@@ -66,7 +66,7 @@ def batch(conn: Connection, namespace: str, *, lock: bool = False) -> ProrlBatch
 
 
 def locked(tx: Transaction, namespace: str) -> ProrlBatch:
-    """Return what `batch` returns, with a row that is locked until the commit."""
+    """Return the same as `batch`, with a row that is locked until the commit."""
     tx.conn.execute(_FIRST[tx.sqlite], {"namespace": namespace, "batch": 0, "running": False})
     return batch(tx.conn, namespace, lock=True)
 
@@ -188,8 +188,8 @@ def key_of(job_id: str | None) -> str:
 def admit(tx: Transaction, new: NewCall) -> StartedCall:
     """Return the rollout of a call, and start it unless the same job_id has one in this batch.
 
-    A rollout that ended before its Run was complete has no messages, which clients answer by asking again.
-    They then get another rollout, at most three times, unless they cancelled the first.
+    A rollout that ended before its Run was complete has no messages, so clients ask again. They then get
+    another rollout, at most three times, unless they cancelled the first.
 
     Raises:
         Unavailable: No batch is open.
@@ -255,7 +255,7 @@ def _job(tx: Transaction, new: NewCall) -> JobRow:
 
 
 def cancel(tx: Transaction, namespace: str, key: str) -> bool:
-    """End the rollout of a call, and let the call stay cancelled; return whether there is such a call.
+    """End the rollout of a call, which stays cancelled, and return whether there is such a call.
 
     Raises:
         Unavailable: No batch is open.
@@ -312,10 +312,10 @@ def server_url(address: str, rules: Sequence[ServerRule]) -> str:
 
     Args:
         address: What the client gives.
-        rules: The networks and names that are allowed beside loopback.
+        rules: The networks and names that are allowed in addition to loopback.
 
     Raises:
-        Invalid: This is no address of a server, or one that the installer does not allow.
+        Invalid: This is not the address of a server, or it is one that the installer does not allow.
     """
     text = address.strip()
     if len(text) > MAX_ADDRESS:
@@ -358,7 +358,7 @@ async def add_server(plane: ControlPlane, config: ProrlConfig, address: str) -> 
     Raises:
         Invalid: The address is refused, or there are as many servers as may be.
         ApiError: The model is not known, and the server does not say it.
-        Conflict: Somebody else made a pool of this name.
+        Conflict: Somebody else made a pool with this name.
     """
     url = server_url(address, config.servers)
     known = await plane.database.read(partial(_pool, config=config))

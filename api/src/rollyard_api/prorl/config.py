@@ -62,12 +62,12 @@ class ProrlConfig(Model):
     tokenizer: FilePath | None = None
     """A folder with tokenizer.json and the chat template, as stage workers see it."""
     servers: Annotated[list[ServerRule], Field(max_length=256)] = Field(default_factory=list)
-    """The hosts that `/add_llm_server` may name beside loopback addresses: networks such as `10.0.0.0/8`, and
-    names such as `engine-0.engines`."""
+    """The hosts that `/add_llm_server` may name in addition to loopback addresses: networks such as
+    `10.0.0.0/8`, and names such as `engine-0.engines`."""
     max_servers: Annotated[int, Field(ge=1, le=1024)] = 64
     """The largest number of servers at the same time."""
     hosts: Annotated[list[HostPattern], Field(max_length=64)] = Field(default_factory=list)
-    """The names by which clients address this listener, beside `localhost` and its own addresses."""
+    """The names by which clients address this listener, in addition to `localhost` and its own addresses."""
     max_calls: Annotated[int, Field(ge=1, le=65_536)] = 4096
     """The largest number of `/process` calls that wait at the same time."""
     wait_seconds: Annotated[float, Field(gt=0, le=604_800)] = 21_600.0
@@ -77,7 +77,7 @@ class ProrlConfig(Model):
     max_active_rollouts: Annotated[int, Field(ge=1, le=100_000)] = 256
     """The rollouts that each server holds at the same time; more wait in the Run queue."""
     data_sources: Annotated[dict[str, FormatName], Field(max_length=256)] = Field(default_factory=dict)
-    """The task format of further data sources, by the name in `instance.data_source`."""
+    """The task formats of further data sources, by the name in `instance.data_source`."""
     specs: dict[str, Any] | None = None
     """The file `tasks.specs` of the format `swebench`, for rows from before SWE-bench 5."""
     spec: dict[str, Any] = Field(default_factory=dict)

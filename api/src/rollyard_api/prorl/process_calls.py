@@ -28,7 +28,7 @@ DEFAULT_SOURCE: Final = "swebench"
 FORMATS: Final[dict[str, str]] = {"swebench": "swebench", "deepscaler": "verl", "deepcoder": "verl"}
 """The task format of each data source. The handler `mixed` chooses swe, math or code by what a task has."""
 NAMES: Final = ("instance_id", "trajectory_id")
-"""What clients name a row and a sample by. The answer repeats both."""
+"""How clients name a row and a sample. The answer repeats both."""
 MAX_NAME: Final = 512
 _QUESTIONS: Final = ("problem", "question")
 
@@ -53,7 +53,7 @@ def task_of(
         specs: The file that the format `swebench` may need beside its rows.
 
     Raises:
-        Invalid: The row is no task of its data source. The message names the field.
+        Invalid: The row is not a task of its data source. The message names the field.
     """
     source = instance.get("data_source")
     source = DEFAULT_SOURCE if source is None else source
@@ -114,8 +114,8 @@ _OF_AGENT: Final = {"max_iterations", "max_model_len"}
 def job_spec(template: dict[str, Any], pool: str, params: RolloutParams) -> RolloutJobSpec:
     """Return the spec of the stream job whose rollouts have these parameters.
 
-    Every call is a task of its own with one sample, as the client asks for each sample by itself. The handler
-    is `mixed`, so that one job takes the rows of all data sources.
+    Every call is a task of its own with one sample, because clients ask for each sample separately. The
+    handler is `mixed`, so that one job takes the rows of all data sources.
 
     Raises:
         pydantic.ValidationError: A field of the template is wrong.
@@ -145,7 +145,7 @@ def process_answer(trajectory: Mapping[str, Any], *, names: Mapping[str, Any], t
 
     Args:
         trajectory: The record of the rollout.
-        names: What the client named the row and the sample.
+        names: The client's names of the row and the sample.
         tools: The names of the tools that the job's agent has.
     """
     scored = trajectory["status"] == "succeeded" and trajectory["reward"] is not None

@@ -1,1 +1,1 @@
-"""This package manages the life of a rollout: its leases, the reports of its workers, and its end."""
+"""The life of a rollout: its leases, the reports of its workers, and its end."""

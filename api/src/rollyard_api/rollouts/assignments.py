@@ -1,4 +1,4 @@
-"""Jobs are offered to workers that stand ready, and each offer is handed out once.
+"""The offers of jobs to ready workers, each of which is handed out once.
 
 A driver offers a job to one ready worker. The worker fetches its assignment with a token that can do nothing
 else. The row of an offer is kept after that, because it shows that the token is spent. An offer holds no
@@ -25,7 +25,7 @@ from rollyard_api.storage.schema import assignments, jobs
 from rollyard_api.storage.statements import by_dialect
 
 KEPT_SECONDS: Final = 7 * 86400.0
-"""An offer is kept at least this long, and as long as its job has a row."""
+"""An offer is kept for at least this many seconds, and as long as its job has a row."""
 
 Refusal = Literal["taken", "withdrawn"]
 

@@ -1,4 +1,4 @@
-"""Sandbox claims are filed by workers, fulfilled by a driver, and released here once no rollout needs them.
+"""Sandbox claims, which workers file, a driver fulfils, and this module releases once they are unneeded.
 
 A claim is needed while the Init or Eval lease under which it was filed is held. A claim of an Init lease is
 also needed afterwards, while its sandbox belongs to its unfinished rollout. A claim of an Eval lease, which
@@ -40,8 +40,8 @@ _ADDRESS: Final = re.compile(r"tcp://[^\s/]+:[0-9]{1,5}")
 _SHOWN: Final = ("id", "namespace", "job", "job_uid", "state", "address", "secret", "reason", "message")
 _FILING: Final = (RolloutState.LEASED_INIT, RolloutState.LEASED_EVAL)
 _KEPT_FOR_EVAL: Final = 8
-"""One in this many claims is reserved for Eval, because sandboxes that wait for Eval could otherwise take
-them all."""
+"""One in this many claims is reserved for Eval, because sandboxes that wait for Eval could otherwise use them
+all up."""
 _NEEDED: Final = sa.exists().where(
     rollouts.c.id == claims.c.rollout_id,
     sa.or_(
@@ -256,7 +256,7 @@ def listed(conn: Connection, namespace: str | None) -> dict[str, Any]:
     """Return a ClaimList: the claims that drivers handle, oldest first, and the sandboxes to keep warm.
 
     The revision is a digest of the list's content without the ages. Every replica therefore gives the same
-    list the same revision, also after a restart, and gives a different list a different revision.
+    list the same revision, even after a restart, and gives a different list a different revision.
     """
     query = sa.select(claims).where(sa.not_(claims.c.removed)).order_by(claims.c.created_at, claims.c.id)
     if namespace is not None:

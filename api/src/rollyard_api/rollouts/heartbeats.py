@@ -1,4 +1,4 @@
-"""Heartbeats renew leases, say which sandboxes a node has, and show that its workers live.
+"""Heartbeats, which renew leases, list the sandboxes of a node, and show that its workers are alive.
 
 Only workers of a node lease the rollouts that have a sandbox there. If the last of these workers has ended,
 for example because a batch job reached its time limit or a machine was lost, no worker would ever lease them.
@@ -123,8 +123,8 @@ def heard(tx: Transaction, node: str, job_id: int | None = None) -> None:
         node: The node of the worker.
         job_id: The only job that the worker works for, or None if it works for every job. A worker of one job
             counts for the rollouts of that job alone, because it could otherwise keep another job waiting for
-            a node that is gone. It counts only if some of these rollouts are on the node, because no row is
-            to be made for a name that is not a node's.
+            a node that is gone. It counts only if some of these rollouts are on the node, because no row must
+            be made for a name that is not a node's.
     """
     if node == NODE or (job_id is not None and not _has_rollouts(tx, node, job_id)):
         return
@@ -148,8 +148,8 @@ def _has_rollouts(tx: Transaction, node: str, job_id: int) -> bool:
 def give_up_silent(tx: Transaction, silent_seconds: float) -> int:
     """Send the rollouts that wait for silent nodes back to Init, and return the number of these rollouts.
 
-    A node is silent if none of its workers was heard for `silent_seconds`. An unknown node counts as heard
-    now. A caller that gets NODE_BATCH or more calls this function again.
+    A node is silent if none of its workers was heard from for `silent_seconds`. An unknown node counts as
+    heard now. A caller that gets NODE_BATCH or more calls this function again.
     """
     given_up = 0
     waited_for = rollout_rows.waited_for(tx)

@@ -1,4 +1,4 @@
-"""Leases are granted here, from the stage queues, with shares of the jobs and a backend for each Run.
+"""The granting of leases from the stage queues, shared between jobs, with a backend for each Run.
 
 A rollout whose backend failed is moved to another one, and the backend is blamed once for each lease.
 """
@@ -72,10 +72,10 @@ def allocate(
 
     Args:
         shares: The candidate jobs.
-        places: The number of rollouts that are wanted.
-        fetch: The call `fetch(job_id, limit)` returns up to `limit` waiting rollouts of a job, oldest first.
-            It is called at most once per job.
-        admit: This returns whether the job may have one more rollout, because a backend has room. It is
+        places: The largest number of rollouts to take.
+        fetch: `fetch(job_id, limit)` returns up to `limit` waiting rollouts of a job, oldest first. It is
+            called at most once per job.
+        admit: Returns whether the job may have one more rollout, because a backend has room. It is
             called once per rollout taken.
 
     Returns:

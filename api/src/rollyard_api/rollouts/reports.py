@@ -1,4 +1,4 @@
-"""What workers report of their leases becomes checked events; the fencing token decides which are accepted.
+"""Reports of workers about their leases, as checked events; the fencing token decides which are accepted.
 
 An event has what is stored already packed, so that the database's writer need not do it.
 """
@@ -36,7 +36,7 @@ MAX_CARRY_BYTES: Final = 1 << 20
 
 
 class ReportedEvent(NamedTuple):
-    """What a worker reports of one rollout."""
+    """What a worker reports about one rollout."""
 
     rollout: str
     event: events.Report
@@ -102,11 +102,11 @@ def _turn_problems(trajectory: RunRecord, lengths: Sequence[int], name: str) -> 
 
 
 def _event(result: StageResult, document: dict[str, Any], carry: bytes) -> events.Report:
-    """Return the event of a result that was checked, and of which `document` is what came."""
+    """Return the event of a result that was checked; `document` is the result as received."""
     stored = pack(carry) if carry else None
     if result.trajectory is not None:
         sizes = [segment.sizes for segment in result.segments]
-        # Nothing is added to what came but the sizes, so that a record has the fields that Run gave.
+        # Only the sizes are added to what was received, so that a record has the fields that Run gave.
         record = document["trajectory"] | {"segment_sizes": [size.model_dump() for size in sizes]}
         return RunDone(
             token=result.token,
@@ -185,8 +185,8 @@ def accept(tx: Transaction, reports: Sequence[ReportedEvent]) -> list[dict[str, 
 
     Args:
         tx: The transaction.
-        reports: The ids of rollouts, each with what a worker reports of it. Of several reports of one rollout
-            the first that is accepted counts.
+        reports: The ids of rollouts, each with what a worker reports about it. Of several reports of one
+            rollout the first that is accepted counts.
     """
     rows = rollout_rows.named(tx, (name for name, _ in reports))
     failures = [

@@ -1,4 +1,4 @@
-"""Rollouts that are too old for the pool's weights are queued at Init again or cancelled.
+"""Rollouts that are too old for the pool's weights, which are queued at Init again or cancelled.
 
 The age of a rollout is the number of weight updates since it entered Run (`rollouts.policy_index`). The
 `maxPolicyLag` of its job is the limit. The lease of a rollout ends with it. Its holder learns this from its
@@ -21,7 +21,7 @@ TOO_STALE: Final = "more weight updates than maxPolicyLag came since it entered 
 
 
 def enforce(tx: Transaction, namespace: str, pool: str) -> int:
-    """Take back the pool's rollouts that are too stale in Run or before Eval, and return their number."""
+    """Take back the pool's rollouts in Run or before Eval that are too stale, and return their number."""
     index = rollout_rows.reached(tx, namespace, pool)
     decided: list[transitions.Decided] = []
     for row, limits in rollout_rows.behind(tx, namespace, pool, index):

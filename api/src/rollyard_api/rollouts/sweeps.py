@@ -47,8 +47,8 @@ def expire(tx: Transaction) -> int:
 def worker_died(tx: Transaction, report: WorkerDied) -> WorkerDeath:
     """Take back the leases of a dead worker of one job, as if they had expired now.
 
-    A repeat finds no lease and changes nothing. A worker that is not dead after all loses its leases and
-    learns so with its next heartbeat; the fencing tokens protect its rollouts.
+    A repeat finds no lease and changes nothing. A worker that is not dead after all loses its leases, and
+    learns this from its next heartbeat; the fencing tokens protect its rollouts.
 
     Args:
         tx: The transaction.

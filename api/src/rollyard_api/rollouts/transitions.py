@@ -37,15 +37,15 @@ can no longer be leased."""
 _BACKENDS_FAULT: Final = ("BackendMismatch",)
 """The reasons of Run failures that count for a circuit. Calls of `route` report unreachable backends."""
 _TIMED: Final = ("queued_seconds", "active_seconds", "attempts")
-"""What the timings have of each stage."""
+"""The timings of each stage."""
 _MEASURED: Final = ("model_seconds", "tool_seconds", "own_seconds")
-"""What the timings have of all stages together, as workers measure it."""
+"""The timings of all stages together, as workers measure them."""
 
 
 def happened(tx: Transaction, rows: Iterable[Rollout], event: events.Event) -> None:
-    """Apply what follows from an event that has happened to each of these rollouts, and that is no report.
+    """Apply what follows from an event, other than a report, that has happened to each of these rollouts.
 
-    It changes nothing of a rollout that is in none of the event's states.
+    A rollout that is in none of the event's states is not changed.
     """
     decided = ((row, decide(row, event, None, tx.now)) for row in rows)
     apply(tx, [(row, decision) for row, decision in decided if not isinstance(decision, Rejection)])
@@ -58,7 +58,8 @@ def apply(tx: Transaction, decided: Iterable[Decided]) -> None:
         tx: The transaction that has read and locked the rollouts' rows.
         decided: What was decided about each of them.
     """
-    # Every change of several rows goes in the order of the ids, since two replicas could deadlock otherwise.
+    # Several rows are always changed in the order of their ids, because two replicas could deadlock
+    # otherwise.
     ordered = sorted(decided, key=lambda pair: pair[0].id)
     if not ordered:
         return
@@ -93,7 +94,7 @@ def advance(tx: Transaction, job_id: int) -> None:
     if step.concludes is not None:
         job_rows.conclude(tx, job_id, step.concludes)
         if step.concludes == TARGET_MET:
-            # What another replica has locked is left to the sweep: to wait for it could be a deadlock.
+            # What another replica has locked is left to the sweep: waiting for it could be a deadlock.
             surplus = rollout_rows.unfinished(tx, job_id, limit=CANCEL_BATCH, skip_locked=True)
             happened(tx, surplus, events.Cancelled(TARGET_MET))
         return
@@ -141,7 +142,7 @@ class _Batch:
         changes["timings"] = dumps(timings).decode()
         leased = rollout.state.is_leased
         if transition.returns or (leased and after == RolloutState.FAILED):
-            # Every lease of a stage is one of its attempts, counted as one or not.
+            # Every lease of a stage is one of its attempts, whether it counts or not.
             number: int = timings[stage]["attempts"]
             changes["attempts"] = attempts.added(rollout.attempts, self._attempt(rollout, transition, number))
         traces.left(tx, rollout, reason=transition.reason)
@@ -164,7 +165,7 @@ class _Batch:
                 self.dropped.append(rollout.id)
 
     def _attempt(self, rollout: Rollout, transition: Transition, number: int) -> dict[str, Any]:
-        """Return the attempt that ends now without having done its stage."""
+        """Return the attempt that ends now without having completed its stage."""
         message = getattr(transition.event, "message", "")
         # While a rollout waits in a queue, its row names the worker of the stage before.
         worker = (rollout.worker or "") if rollout.state.is_leased else ""
@@ -216,7 +217,7 @@ class _Batch:
     def _ran(self, rollout: Rollout, event: events.RunDone, seconds: float) -> None:
         tx, counts = self.tx, event.counts
         tx.count("stage_seconds", "run", value=seconds)
-        tx.wake(queue_topic("eval"), queue_topic("run"))  # The backend has room for another one.
+        tx.wake(queue_topic("eval"), queue_topic("run"))  # The backend has room for another rollout.
         values = {
             "rollout_id": rollout.id,
             "trajectory": event.record,
@@ -239,7 +240,7 @@ class _Batch:
     def write(self) -> None:
         """Write what was gathered, and end the groups and jobs that are complete."""
         tx = self.tx
-        # The rows of backends are locked before those of jobs, since two replicas could deadlock otherwise.
+        # The rows of backends are locked before those of jobs, because two replicas could deadlock otherwise.
         circuits.completed(tx, self.answering)
         self._count_calls()
         counted = [(job_id, self._count(job_id)) for job_id in sorted(self.endings)]
@@ -250,7 +251,7 @@ class _Batch:
             self._complete(job_id, job)
 
     def _count_calls(self) -> None:
-        """Count the calls of complete Runs, since a job none of whose calls can be read says so."""
+        """Count the calls of complete Runs, since a job reports it if none of its calls can be read."""
         for job_id, runs in sorted(self.runs.items()):
             written = sum(counts.written_calls for counts in runs)
             malformed = sum(counts.malformed_calls for counts in runs)
@@ -303,7 +304,7 @@ class _Batch:
         elif job.closed and job.ended == job.total:
             job_rows.finish(tx, job_id)
         if any(ending.transition.reward is None for ending in endings):
-            # Such a rollout may have had a place at a backend. One that was evaluated had none any more.
+            # Such a rollout may have had a place on a backend. One that was evaluated no longer had one.
             tx.wake(QUEUE)
 
 
@@ -311,8 +312,8 @@ def _add_timings(timings: dict[str, Any], rollout: Rollout, transition: Transiti
     """Add the time in the state that a rollout leaves to its decoded timings, which its row keeps as JSON.
 
     The times that the worker measured and what a Run counted are added, too. All of it accumulates over
-    stages and attempts. Beside the sums, which become part of its record, the row keeps what only pages show:
-    when the rollout entered each state, and what a Run counted. `trajectories.traces` reads it.
+    stages and attempts. Besides the sums, which become part of its record, the row keeps what only pages
+    show: when the rollout entered each state, and what a Run counted. `trajectories.traces` reads it.
     """
     event, before = transition.event, rollout.state
     entry = timings.setdefault(rollout.stage, dict.fromkeys(_TIMED, 0))

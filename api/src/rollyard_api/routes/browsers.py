@@ -1,7 +1,7 @@
-"""What browsers call: sign-in and sessions, and the files of `/docs`.
+"""The calls of browsers: sign-in and sessions, and the files of `/docs`.
 
 The latter are Swagger UI from an installed package, and the document that starts it. Nothing is loaded from
-the internet, and no script stands in the document, because the content security policy permits neither.
+the internet, and the document contains no script, because the content security policy permits neither.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class CodeRequest(Model, strict=True):
     """The body of `POST /v1/session/codes`."""
 
     role: Literal["viewer", "admin"] = "viewer"
-    """The role of the session that the code becomes: `viewer` reads, and `admin` may cancel, too."""
+    """The role of the session that the code becomes: `viewer` may read, and `admin` may also cancel."""
 
 
 class SignIn(Model, strict=True):
@@ -74,7 +74,7 @@ async def sign_in(call: Call) -> Response:
 async def session(call: Call) -> Response:
     """Return what the caller may do: its role, when its session ends, and whether it may cancel.
 
-    The answer has the path prefix of the page, too, for programs that print links to it.
+    The answer also has the path prefix of the page, for programs that print links to it.
     """
     browser: BrowserSession | None = call.request.state.session
     role = call.caller.role if browser is None else browser.role
@@ -98,7 +98,7 @@ async def sign_out(call: Call) -> Response:
 
 @router.post("/session/codes", status_code=201, openapi_extra=body_schema(CodeRequest))
 async def make_code(call: Call) -> Response:
-    """Make a one-time code for a session. It ends with the token that has asked for it."""
+    """Make a one-time code for a session. The session ends with the token that requested it."""
     plane, role = call.plane, call.caller.role
     body = await call.body(CodeRequest)
     if body.role == "admin" and role != "admin":
@@ -118,7 +118,7 @@ async def end_sessions(call: Call) -> Response:
 
 
 def _token_of(call: RestCall) -> str:
-    """Return the bearer token of a request that the gate has admitted by it."""
+    """Return the bearer token by which the gate has admitted a request."""
     return call.request.headers["authorization"].partition(" ")[2].strip()
 
 
@@ -168,5 +168,5 @@ async def documents(request: Request, plane: Plane) -> Response:
 @of_docs.api_route("/docs/{name}", methods=["GET", "HEAD"])
 async def document_asset(request: Request, name: str) -> Response:
     """Return a file of the document."""
-    # The first call reads and packs the files.
+    # The first call reads and compresses the files.
     return (await asyncio.to_thread(asset, name)).answer(request.headers)

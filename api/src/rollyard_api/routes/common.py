@@ -38,11 +38,11 @@ Wait = Annotated[float, Query(ge=0, le=MAX_WAIT)]
 
 
 class StrictRoute(APIRoute):
-    """A route that refuses query parameters which it does not have, so that no typing error is ignored.
+    """A route that refuses query parameters that it does not have, so that no typing error is ignored.
 
     Raises:
-        Invalid: There is one, and the message suggests the parameter that was probably meant. Or a parameter
-            has a NUL, which no text in PostgreSQL has.
+        Invalid: There is such a parameter, and the message suggests the one that was probably meant. Or a
+            parameter has a NUL, which no text in PostgreSQL can have.
     """
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
@@ -73,7 +73,7 @@ def _unknown(name: str, known: list[str]) -> str:
 
 
 class RestCall:
-    """A request on its way to the answer of a route, and the control plane that answers it."""
+    """A request that a route answers, and the control plane that answers it."""
 
     def __init__(self, request: Request) -> None:
         self.request = request
@@ -162,7 +162,7 @@ class RestCall:
         """
 
         def checked(tx: Transaction) -> T | Forbidden:
-            # A refusal is returned, because an exception would make the writer run all ops beside this one
+            # A refusal is returned, because an exception would make the writer run all other ops of the batch
             # again.
             return self.refusal(tx.conn, rollouts, sandboxes) or op(tx)
 
@@ -173,7 +173,7 @@ class RestCall:
 
 
 class NamedCall(RestCall):
-    """A call of one object, of which the request gives the name and the namespace."""
+    """A call about one object, whose name and namespace the request gives."""
 
     def __init__(self, request: Request, namespace: str, name: str) -> None:
         super().__init__(request)
@@ -183,7 +183,7 @@ class NamedCall(RestCall):
     async def read(
         self, query: Callable[Concatenate[Connection, str, str, P], T], *args: P.args, **kwargs: P.kwargs
     ) -> T:
-        """Return what a query says of the object. It takes the namespace and the name first."""
+        """Return the result of a query about the object, which takes the namespace and the name first."""
         return await self.plane.database.read(
             lambda conn: query(conn, self.namespace, self.name, *args, **kwargs)
         )
@@ -251,7 +251,7 @@ def page_answer(items: list[dict[str, Any]], more: str | None, **fields: Any) ->
 
 
 def body_schema(model: type[BaseModel]) -> dict[str, Any]:
-    """Return the OpenAPI description of a body that the route reads by itself.
+    """Return the OpenAPI description of a body that the route itself reads.
 
     The model takes the place of its JSON schema until `describe_bodies` is called, because a process that
     nobody asks for its OpenAPI document need not generate the schemas.

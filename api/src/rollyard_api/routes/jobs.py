@@ -68,9 +68,9 @@ class Target(Model, strict=True):
     """A step of a stream with dynamic sampling."""
 
     id: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._:/-]*$", max_length=128)]
-    """A name of the trainer's choice. The same name again is the same step."""
+    """A name that the trainer chooses. The same name again means the same step."""
     groups: Annotated[int, Field(ge=1, le=MAX_STEP_GROUPS)] | None = None
-    """The number of groups with a signal that the step wants; default: the job's `targetGroups`."""
+    """The number of groups with a signal that the step needs; default: the job's `targetGroups`."""
 
 
 MAX_TASKS_READ: Final = 32
@@ -188,7 +188,7 @@ async def submit(call: Call, namespace: DefaultNamespace = None) -> Response:
     """Submit a manifest: 201 created, 200 the same job exists, 409 it has another spec, 422 refused."""
     plane = call.plane
     job: RolloutJob = await manifest_of(call, "RolloutJob", namespace)
-    # A repeat is answered before its tasks are read, since their file may have been removed since.
+    # A repeat is answered before its tasks are read, because their file may have been removed since.
     bare = manifests.prepare(job)
     if await plane.database.read(partial(jobs.same, new=bare)):
         created = False
@@ -216,7 +216,7 @@ class Registration(Model):
 async def register(call: Call, name: str, namespace: DefaultNamespace = None) -> Response:
     """Register a driver's job: 201 created, 200 exists and updated, 409 another job exists, 422 refused.
 
-    The annotation `rollyard.dev/object-uid` distinguishes a new job of the same name, which replaces the
+    The annotation `rollyard.dev/object-uid` distinguishes a new job with the same name, which replaces the
     old one, from a changed one. The answer omits inline tasks (`spec.tasks` then has `stream`).
     """
     plane = call.plane
@@ -316,7 +316,7 @@ async def put_status(job: Named) -> Response:
 
 @router.post("/{name}/tasks")
 async def push_tasks(job: Named) -> Response:
-    """Push tasks to a stream, as NDJSON or {"tasks": [...]}. Repeats are harmless because of task ids."""
+    """Push tasks to a stream, as NDJSON or {"tasks": [...]}. Repeats are harmless because of the task ids."""
     if "ndjson" in job.request.headers.get("content-type", ""):
         try:
             text = (await job.request.body()).decode()

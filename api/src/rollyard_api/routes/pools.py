@@ -76,7 +76,7 @@ async def create(call: Call, namespace: DefaultNamespace = None) -> Response:
 async def register(call: Call, name: str, namespace: DefaultNamespace = None) -> Response:
     """Register a driver's pool: 201 created, 200 exists and updated, 409 another pool exists, 422 refused.
 
-    The annotation `rollyard.dev/object-uid` distinguishes a new pool of the same name, which replaces the
+    The annotation `rollyard.dev/object-uid` distinguishes a new pool with the same name, which replaces the
     old one, from a changed one.
     """
     pool: BackendPool = registered(await call.document(), "BackendPool", namespace, name)
@@ -104,7 +104,7 @@ async def get_pool(pool: Named) -> Response:
 
 
 class TokenizerAnswer(Model):
-    """What is known of a pool's tokenizer."""
+    """What is known about a pool's tokenizer."""
 
     name: str
     """The folder or the model of the pool's spec."""
@@ -119,7 +119,7 @@ async def get_tokenizer(call: Named) -> Response:
     """Return the hash of the pool's tokenizer, with which a trainer compares its own.
 
     The status is 404 (`TokenizerUnseen`) if the control plane's machine has no such folder or model, and 422
-    (`TokenizerInvalid`) if the file there is no tokenizer.json.
+    (`TokenizerInvalid`) if the file there is not a tokenizer.json.
     """
     pool = await call.read(pool_rows.find)
 
@@ -198,7 +198,8 @@ async def _require(
     """Check that the ready servers support the requested mode.
 
     Args:
-        labels: Whether rollouts continue over the update, so servers must report which tokens came after it.
+        labels: Whether rollouts continue across the update, so servers must report which tokens came after
+            it.
 
     Raises:
         Conflict: A server lacks support; the message names it.
@@ -246,7 +247,7 @@ def _choice(modes: Collection[PauseMode]) -> str:
     openapi_extra=body_schema(WeightUpdateRequest),
 )
 async def update_weights(call: Named) -> Response:
-    """Bring every backend to new weights: 202 if the update begins, 200 if it was requested before.
+    """Update every backend to new weights: 202 if the update begins, 200 if it was requested before.
 
     An update that is still running is superseded. The call returns at once; follow the update by its id.
     """

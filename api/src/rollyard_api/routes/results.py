@@ -1,7 +1,7 @@
 """The results of a job: trajectories and groups, page by page after a cursor, and summaries of rollouts.
 
-Beside them are the events of the job as a stream, and the cursors that the readers of results acknowledge
-under a name, and resume from.
+In addition, the events of the job as a stream, and the cursors that readers of results acknowledge under a
+name and resume from.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ CursorName = Annotated[str, Path(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_le
 
 @dataclass(frozen=True, slots=True)
 class ResultPage:
-    """The results that one long poll found, with a place held for the answer."""
+    """The results of one long poll, with a place held for the answer."""
 
     plane: ControlPlane
     kind: cursors.Kind
@@ -82,7 +82,7 @@ class ResultPage:
         return await read(rows, self.job, self.plane.settings.page_bytes)
 
     async def answer(self, lines: Sequence[Piece], places: Sequence[int]) -> Response:
-        """Return the answer with these documents, which are the first of those with these places."""
+        """Return the answer with these documents, which are the first of the results at these places."""
         encode = partial(delivery.encode, lines, self.form)
         data = await self.plane.archive.builds.run(encode, self.job.namespace)
         return self.deliver(data, places, len(lines))
@@ -112,7 +112,7 @@ async def result_page(
     wait: float,
     look: Callable[[Connection, int, int], EndedResults],
 ) -> AsyncIterator[ResultPage]:
-    """Wait for results of a job after a cursor, and hold a place for the answer with them.
+    """Wait for results of a job after a cursor, and hold a place for the answer.
 
     Args:
         look: Reads results, given the job's number and the cursor's place.
@@ -260,8 +260,8 @@ async def list_rollouts(
     """List rollouts in brief: stage, status, attempts so far, reward, timings and worker.
 
     `retried=true` leaves out those without an attempt that did not end well. With `slim=true` rows are
-    shorter, at most 200 come at once, and they are sorted and filtered: an order by what only ended
-    rollouts have, and a filter of it, lists these alone, and `sort=since` lists those that have not ended.
+    shorter, at most 200 come at once, and they are sorted and filtered: an order or a filter by what only
+    ended rollouts have lists only these, and `sort=since` lists those that have not ended.
     """
     if slim:
         return await slim_page(call, filters, min(limit, MAX_ROWS), after)
@@ -288,7 +288,7 @@ async def list_rollouts(
 async def get_rollout(call: Named, rollout: str, download: bool = False) -> Response:
     """Return the trajectory of a rollout that has ended.
 
-    With `download=true` a browser saves it as a text, and shows and runs nothing of it.
+    With `download=true` a browser saves it as text, and shows and runs nothing of it.
     """
     async with AsyncExitStack() as stack:
         line = await record_line(call.plane, stack, call.namespace, call.name, rollout)

@@ -1,6 +1,6 @@
 """The routes of stage workers: leases and their results, sandbox claims, and the processes themselves.
 
-Beside them are the calls by which drivers fulfil claims, report dead workers, and give ready ones their jobs.
+In addition, the calls by which drivers fulfil claims, report dead workers, and give ready ones their jobs.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ async def heartbeat(request: Request) -> Response:
     beat = await call.body(HeartbeatRequest)
     leases = [(ref.rollout, ref.token) for ref in beat.leases]
     job_id = None if call.bound is None else call.bound.id
-    # The list of one job's workers is kept apart, so it does not replace what other workers listed.
+    # The list of one job's workers is kept separately, so it does not replace what other workers listed.
     node = beat.node if call.bound is None else f"{beat.node} {job_id}"
     watches = plane.views.watching.possible(time.time())
 
@@ -226,7 +226,7 @@ async def job_spec(job: Named, uid: str | None = None) -> Response:
 
 @router.get("/images", responses={200: {"model": WaitingImages}})
 async def waiting_images(job: Named, uid: str | None = None) -> Response:
-    """Return the images that the next tasks in a job's queue of Init name, in the order of the queue.
+    """Return the images that the next tasks in a job's Init queue name, in the order of the queue.
 
     Workers bring them to their nodes before they lease these rollouts.
     """
@@ -312,9 +312,7 @@ async def get_claim(call: Call, claim: str, wait: Wait = 0.0) -> Response:
 async def release(call: Call, claim: str) -> Response:
     """Release a claim that no rollout needs, so that its sandbox is removed. A repeat changes nothing."""
     if call.bound is not None:
-        await _find_claim(
-            call, claim
-        )  # It is refused if it is of another job. A claim never changes its job.
+        await _find_claim(call, claim)  # A claim of another job is refused. A claim never changes its job.
     await call.plane.database.write(partial(claims.release, claim=claim), durable=False)
     return Response(status_code=204)
 
@@ -345,7 +343,7 @@ async def died(call: Call) -> Response:
     "/offers", responses={200: {"model": AssignmentOffered}}, openapi_extra=body_schema(AssignmentOffer)
 )
 async def offer(call: Call) -> Response:
-    """Offer a job to one worker that stands ready. A repeat of the offer changes nothing."""
+    """Offer a job to one ready worker. Repeating the offer changes nothing."""
     body = await call.body(AssignmentOffer)
     return answer({"taken": await call.plane.database.write(partial(assignments.offer, request=body))})
 

@@ -1,4 +1,4 @@
-"""What the page and the command line show of the fleet, of a job, and of a rollout piece by piece."""
+"""What the page and the command line show of the fleet, of a job, and of a rollout, piece by piece."""
 
 from __future__ import annotations
 
@@ -59,9 +59,9 @@ _Namespace = Annotated[str | None, Query(max_length=63)]
 
 @router.get("/v1/overview")
 async def overview(plane: Plane) -> Response:
-    """Return the fleet at a glance: jobs by phase, queues, rates, pools, nodes and workers.
+    """Return an overview of the fleet: jobs by phase, queues, rates, pools, nodes and workers.
 
-    All who ask within a second get the same answer. `time` says when it was read.
+    All calls within a second get the same answer. `time` says when it was read.
     """
     return answer((await plane.views.fleet.look()).overview)
 
@@ -73,16 +73,16 @@ async def list_slim_jobs(
     limit: Annotated[int, Query(ge=1, le=lists.MAX_ROWS)] = 100,
     after: Annotated[str, Query(alias="continue", max_length=512)] = "",
 ) -> Response:
-    """List jobs as slim rows, those that are late first; `metadata.continue` begins the next page."""
+    """List jobs as slim rows, late ones first; `metadata.continue` begins the next page."""
     fleet = await plane.views.fleet.look()
     return page_answer(*slim_jobs.page(fleet.jobs, filters, limit, after))
 
 
 @router.get("/v1/workers/{name}/rollouts")
 async def worker_rollouts(plane: Plane, name: str, namespace: _Namespace = None) -> Response:
-    """List the rollouts that a worker of this name holds, as slim rows with `namespace` and `job`.
+    """List the rollouts that a worker with this name holds, as slim rows with `namespace` and `job`.
 
-    At most 200 are listed, those that it has held for longest first.
+    At most 200 are listed, with those that it has held for longest first.
     """
 
     def query(conn: Connection) -> list[dict[str, Any]]:
@@ -122,18 +122,18 @@ async def fleet_events(plane: Plane, job: Annotated[str, Query(max_length=127)] 
 
 
 FOLDS: Final = 20
-"""The number of transactions with which a request folds what has just ended, before it answers."""
+"""The largest number of transactions in which a request folds what has just ended before it answers."""
 CHUNK: Final = 2000
-"""The number of rollouts whose hashes one query looks at."""
+"""The number of rollouts whose hashes one query reads."""
 READ_AT_ONCE: Final = 16
 """The number of records that are read together."""
 SECONDS: Final = 1.5
-"""The time after which a search answers with what it has found."""
+"""The time after which a search answers with what it has found so far."""
 MAX_WORDS: Final = 16
 
 
 async def folded(call: NamedCall) -> JobRow:
-    """Return a job after what has ended of it was folded, as far as FOLDS transactions go.
+    """Return a job after its ended rollouts were folded, as far as FOLDS transactions go.
 
     Raises:
         NotFound: There is no such job.
@@ -189,7 +189,7 @@ async def gantt(
 ) -> Response:
     """List rollouts with their time in each state: [state, begin, end] in seconds since the epoch.
 
-    Those that worked longest come first, or with `sort=started` the newest in the order of their begins. A
+    Those that worked longest come first, or with `sort=started` the newest in the order of their starts. A
     rollout that has not ended has `open` and ends at `time`.
     """
     now, job = time.time(), await folded(call)
@@ -216,8 +216,8 @@ async def _searched(plane: ControlPlane, job: JobRow, filters: RolloutFilter, li
     """Return the rollouts after a place whose conversations have all words of the search.
 
     The rows of the list are taken in its order, CHUNK at a time. Those whose hashes have all words are read
-    to find out whether they really do. When the time of a request is over, it answers with what it has found,
-    and its `continue` begins there, so that a page may be empty and not the last.
+    to find out whether they really do. When a request's time is up, it answers with what it has found, and
+    its `continue` begins there, so a page may be empty without being the last.
     """
     search_words = _words(filters.search)
     query, order = lists.ended(job.id, filters)
@@ -441,10 +441,10 @@ async def get_tokens(
 
 @router.get(f"{_ROLLOUT_PATH}/live")
 async def live(plane: Plane, name: str, rollout: str, namespace: Namespace = "default") -> Response:
-    """Return a rollout that has not ended as far as it has come, and mark it as watched for ten seconds.
+    """Return what there is of a rollout that has not ended, and mark it as watched for ten seconds.
 
     Its worker then sends new turns with its heartbeats. The status is 409 (`RolloutEnded`) once it has
-    ended, and 429 while as many rollouts as may be are watched.
+    ended, and 429 while the largest number of rollouts is watched.
     """
     look = partial(live_rollouts.look, namespace=namespace, name=name, rollout=rollout)
     async with plane.looks.turn(namespace):

@@ -1,14 +1,14 @@
-"""The database, with one writer that uses group commit, and a few readers with a snapshot each.
+"""The database, with one writer that uses group commit, and a few readers that each have a snapshot.
 
 Changes are functions `op(tx) -> result`. The writer thread takes all waiting ops, runs them in one
 transaction and answers each only after the commit, so one fsync serves many requests. If any op fails,
-the transaction is rolled back and each op is run again alone. For this reason ops use nothing but the
-connection, and record in `tx` what is to be announced after the commit.
+the transaction is rolled back and each op is run again alone. Ops therefore use nothing but the connection,
+and record in `tx` what is to be announced after the commit.
 
 SQLite runs in WAL mode. What a caller was promised (a job, tasks, a result) is committed with
-synchronous=FULL, so it is on the disk before it is answered, even through a power cut. Group commit
+synchronous=FULL, so it is on disk before it is answered, and survives a power cut. Group commit
 makes the fsync cheap enough. A transaction whose ops are all `durable=False` (leases, heartbeats,
-expiry) uses NORMAL. A killed process loses nothing of it either, but a power cut may, and then the
+expiry) uses NORMAL. It survives a killed process as well, but perhaps not a power cut, after which the
 rollout is leased again.
 
 Every replica of a PostgreSQL control plane has a writer of its own. Rows are locked, and after a
@@ -40,7 +40,7 @@ T = TypeVar("T")
 MAX_GROUP: Final = 64
 """The largest number of ops in one transaction."""
 MAX_WAITING: Final = 10_000
-"""The number of ops that may wait for the writer, and of queries for a reader. More are answered 503."""
+"""The largest number of ops that wait for the writer, and of queries for a reader. More are answered 503."""
 MAX_RETRIES: Final = 8
 """How often one op is tried again after a deadlock or a serialization failure."""
 READERS: Final = 2
@@ -170,7 +170,7 @@ _RETRY_STATES: Final = ("40001", "40P01")
 
 
 def translate(error: Exception) -> Exception:
-    """Return a database error as the API error with which callers are answered."""
+    """Return the API error with which callers are answered for a database error."""
     if isinstance(error, ApiError):
         return error
     if is_storage_full(error):
@@ -204,7 +204,7 @@ class Database:
                 pool_pre_ping=True,
             )
         # These queues are written in C. Those with a bound, and the futures of an executor, take longer than
-        # many a query. Only the event loop's thread adds to them, and it keeps to MAX_WAITING.
+        # many queries. Only the event loop's thread adds to them, and it keeps to MAX_WAITING.
         self._waiting: queue.SimpleQueue[_Waiting[Any] | None] = queue.SimpleQueue()
         self._queries: queue.SimpleQueue[_Query[Any] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
@@ -317,7 +317,7 @@ class Database:
             except RuntimeError:
                 # The loop is closed, so no caller waits any more.
                 return
-            # Nothing of this answer stays in memory until the next query.
+            # This answer must not stay in memory until the next query.
             del request, error
 
     def _write_forever(self) -> None:
@@ -343,7 +343,7 @@ class Database:
                 if retries == MAX_RETRIES or not _retryable(error):
                     self._answer(batch, translate(error))
                     return
-                time.sleep(0.005 * (retries + 1))  # These seconds let the other side of the deadlock commit.
+                time.sleep(0.005 * (retries + 1))  # This pause lets the other side of the deadlock commit.
             else:
                 self._answer(batch, None)
                 return
@@ -361,7 +361,7 @@ class Database:
                 self._job_changes += 1
 
     def _watch_jobs(self, connection: sqlite3.Connection, _record: object) -> None:
-        """Notice what changes JOB_COLUMNS through a new connection, if the table of jobs is there.
+        """Notice changes of JOB_COLUMNS through a new connection, if the table of jobs exists.
 
         Triggers notice it, whichever code makes the change. They are temporary: they belong to this
         connection, and nothing of them is stored in the database.

@@ -63,7 +63,7 @@ def numbers(conn: Connection, job_id: int, task_ids: Sequence[str]) -> dict[str,
 
 
 def stick(tx: Transaction, job_id: int, no: int, backend: str) -> None:
-    """Let the samples that follow use this backend, which keeps a group that must be split in few parts."""
+    """Let later samples use this backend, which keeps a group that must be split in few parts."""
     tx.conn.execute(_UPDATE, {"b_job": job_id, "b_no": no, "backend": backend})
 
 

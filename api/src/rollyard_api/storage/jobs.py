@@ -1,6 +1,6 @@
 """Every statement that writes `jobs`, `dynamic_sampling` or `sampling_targets`, and the shared reads.
 
-A change wakes all who wait for it, so no caller has to know who they are. Where a function says that it needs
+A change wakes all waits for it, so no caller has to know of them. Where a function says that it needs
 the lock of the job's row, `find_locked` or an earlier change of the row in the same transaction gives it.
 """
 
@@ -57,7 +57,7 @@ _BY_ID: Final = sa.select(jobs).where(_THIS)
 
 
 def named(conn: Connection, namespace: str, name: str, *, lock: bool = False) -> JobRow | None:
-    """Return the job of this name that is not deleted, or None; `lock` locks its row until the commit."""
+    """Return the job with this name that is not deleted, or None; `lock` locks its row until the commit."""
     rows = conn.execute(_FIND_LOCKED if lock else _FIND, {"b_namespace": namespace, "b_name": name})
     return read_one(JobRow, rows.one_or_none())
 
@@ -65,10 +65,10 @@ def named(conn: Connection, namespace: str, name: str, *, lock: bool = False) ->
 def find(
     conn: Connection, namespace: str, name: str, *, uid: str | None = None, lock: bool = False
 ) -> JobRow:
-    """Return the job of this name that is not deleted, and has this uid if one is given.
+    """Return the job with this name that is not deleted, and has this uid if one is given.
 
     Raises:
-        NotFound: There is no such job in this namespace, or another job of this name has replaced it.
+        NotFound: There is no such job in this namespace, or another job with this name has replaced it.
     """
     job = named(conn, namespace, name, lock=lock)
     if job is None:
@@ -79,7 +79,7 @@ def find(
 
 
 def find_locked(tx: Transaction, namespace: str, name: str) -> JobRow:
-    """Return what `find` returns, and lock the row until the commit."""
+    """Return the same as `find`, and lock the row until the commit."""
     return find(tx.conn, namespace, name, lock=True)
 
 
@@ -152,7 +152,7 @@ def change(tx: Transaction, job_id: int, values: Mapping[str, Any]) -> None:
 
 
 def put_status(tx: Transaction, job_id: int, status: bytes) -> None:
-    """Write what the driver reported of a job, as JSON."""
+    """Write what the driver reported about a job, as JSON."""
     _set(tx, job_id, status=status)
     tx.wake(job_topic(job_id), CLAIMS)
 
@@ -212,7 +212,7 @@ def note_read(tx: Transaction, job_id: int, kind: Kind, position: int) -> None:
 
 
 class EndedCounts(NamedTuple):
-    """What an ending has to know of its job: the counts after it, and what the job wants."""
+    """What an ending needs to know about its job: the counts after it, and the job's target."""
 
     ended: int
     total: int
@@ -241,8 +241,8 @@ def count_ended(
 ) -> EndedCounts:
     """Count ended rollouts, and lock the row of the job. `rewards` is the sum of their rewards.
 
-    The lock lasts until the commit. The places in the order of a job's results are therefore in the order of
-    the commits, and a reader's cursor skips nothing.
+    The lock lasts until the commit. The order of a job's results is therefore the order of the commits, and a
+    reader's cursor skips nothing.
     """
     counted = {
         "b_ended": succeeded + failed + cancelled,
@@ -309,13 +309,13 @@ _REMOVE_PARTS: Final = (
 
 
 def delete(tx: Transaction, job_id: int) -> None:
-    """Hide a job, whose name is free from now on. `remove` removes its row."""
+    """Hide a job, whose name is then free. `remove` removes its row."""
     _set(tx, job_id, deleted_at=tx.now)
     tx.wake(job_topic(job_id), UNFINISHED)
 
 
 def ask_for_deletion(tx: Transaction, job_id: int) -> None:
-    """Let the driver of a job's object know that the object is to be deleted, and then the job."""
+    """Ask the driver of a job's object to delete the object, and then the job."""
     _set(tx, job_id, cancel_reason=DELETED)
     tx.wake(job_topic(job_id), UNFINISHED)
 
@@ -374,7 +374,7 @@ _COUNT_GROUPS: Final = _UPDATE_SAMPLING.values(
 
 
 def begin_sampling(tx: Transaction, job_id: int, *, target: int, samples: int) -> None:
-    """Create the counters of a new job, which wants `target` groups of `samples` rollouts with a signal."""
+    """Create the counters of a new job, which needs `target` groups of `samples` rollouts with a signal."""
     values = {"job_id": job_id, "target": target, "samples": samples, "started": 0}
     tx.conn.execute(sa.insert(dynamic_sampling), values | msgspec.structs.asdict(Tally()))
 

@@ -1,4 +1,4 @@
-"""What comes before the database is opened: a lock on the state folder, and a schema that is up to date.
+"""The steps before the database is opened: locking the state folder, and bringing the schema up to date.
 
 An empty database gets the tables that `schema.metadata` describes, and the revision of the last
 migration. A migration therefore only changes a database that an earlier release has made.
@@ -27,14 +27,6 @@ _LOCK: Final = 7_382_946_110
 """The key of a PostgreSQL advisory lock. If several replicas start at once, one migrates, others wait."""
 
 
-class StateRefused(ControlPlaneError):
-    """The state folder or the database cannot be used, so the program does not start."""
-
-    def __init__(self, message: str, *, reason: str) -> None:
-        super().__init__(message)
-        self.reason = reason
-
-
 @contextmanager
 def locked(state_dir: Path) -> Iterator[None]:
     """Hold the lock of a state folder, which permits one control plane where the database is a file in it.
@@ -42,13 +34,13 @@ def locked(state_dir: Path) -> Iterator[None]:
     The kernel frees the lock when the process ends, even if it is killed.
 
     Raises:
-        StateRefused: Another process holds the lock.
+        ControlPlaneError: Another process holds the lock.
     """
     with (state_dir / "lock").open("a") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            raise StateRefused(
+            raise ControlPlaneError(
                 f"another control plane uses {state_dir}: stop it, or choose another --state-dir "
                 "(several replicas need a PostgreSQL --db)",
                 reason="StateFolderInUse",
@@ -75,7 +67,7 @@ def upgrade(engine: Engine) -> None:
     """Create all tables in an empty database, or run the migrations that it lacks, in one transaction.
 
     Raises:
-        StateRefused: The database is that of a version which this one does not know.
+        ControlPlaneError: The database is that of a version that this one does not know.
     """
     known = revisions()
     with engine.begin() as connection:
@@ -85,7 +77,7 @@ def upgrade(engine: Engine) -> None:
         if present == [known[-1]]:
             return
         if unknown := sorted(set(present) - set(known)):
-            raise StateRefused(
+            raise ControlPlaneError(
                 f"the database has the schema {', '.join(unknown)}, and this version of Rollyard knows none "
                 f"after {known[-1]}: start the version that has written it, or name an empty database (--db)",
                 reason="UnknownSchema",

@@ -21,7 +21,7 @@ from rollyard_api.storage.schema import backends, jobs, pools, weight_updates
 
 
 class MeasuredRuns(NamedTuple):
-    """What Runs that were completed on a server show of it, each value as their mean."""
+    """What completed Runs show about a server, each value as their mean."""
 
     url: str
     weight: float
@@ -94,14 +94,14 @@ _FOLD: Final = (
 
 
 def named(conn: Connection, namespace: str, name: str, *, lock: bool = False) -> PoolRow | None:
-    """Return the pool of this name, or None; `lock` locks its row until the commit."""
+    """Return the pool with this name, or None; `lock` locks its row until the commit."""
     query = _NAMED.with_for_update() if lock else _NAMED
     rows = conn.execute(query, {"b_namespace": namespace, "b_name": name})
     return read_one(PoolRow, rows.one_or_none())
 
 
 def find(conn: Connection, namespace: str, name: str, *, lock: bool = False) -> PoolRow:
-    """Return what `named` returns.
+    """Return the same as `named`.
 
     Raises:
         NotFound: There is no such pool in this namespace.
@@ -114,7 +114,7 @@ def find(conn: Connection, namespace: str, name: str, *, lock: bool = False) -> 
 
 def by_id(conn: Connection, pool_id: int, *, lock: bool = False) -> PoolRow | None:
     """Return the row of a pool by its number, or None if it is gone; `lock` locks it until the commit."""
-    # Backends may be added to the pool meanwhile, whose rows refer to its key.
+    # Backends whose rows refer to the pool's key may be added meanwhile.
     query = _BY_ID.with_for_update(key_share=True) if lock else _BY_ID
     return read_one(PoolRow, conn.execute(query, {"b_pool": pool_id}).one_or_none())
 
@@ -149,7 +149,7 @@ def backends_of(conn: Connection, pool_id: int, *, lock: bool = False) -> list[B
 
 
 def with_pools(conn: Connection, *where: sa.ColumnElement[bool]) -> list[tuple[BackendRow, PoolRow]]:
-    """Return backends, each with its pool, that fulfil conditions on the rows of both."""
+    """Return backends, each with its pool, that meet conditions on the rows of both."""
     query = sa.select(backends, pools).join_from(backends, pools, pools.c.id == backends.c.pool_id)
     width = len(backends.c)
     rows = conn.execute(query.where(*where)).all()

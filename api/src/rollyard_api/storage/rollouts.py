@@ -1,4 +1,4 @@
-"""Every statement that writes `rollouts` or `payloads`, and the reads on which decisions about rollouts rest.
+"""Every statement that writes `rollouts` or `payloads`, and the reads for decisions about rollouts.
 
 Only `rollouts.transitions` changes the state of a rollout. A statement names the changed columns alone:
 SQLite writes the entry of every index that has a named column.
@@ -35,9 +35,9 @@ _AMONG: Final = bindparam("b_ids", type_=sa.String, expanding=True)
 _UPDATE: Final = sa.update(rollouts).where(_THIS)
 
 
-# Rollouts are found, and their rows are locked until the commit, in the order of the ids where they are many:
-# two replicas could deadlock otherwise. Rows that another replica has locked are left out where a later round
-# takes them.
+# Finding rollouts, and locking their rows until the commit. Several are locked in the order of their ids,
+# because two replicas could deadlock otherwise. Rows that another replica has locked are left out where a
+# later round takes them.
 
 _NAMED: Final = _SELECT.where(rollouts.c.id.in_(_AMONG)).order_by(rollouts.c.id).with_for_update()
 _SEGMENTS_IN_EVAL: Final = sa.case((payloads.c.tokens_in_eval, payloads.c.segments))
@@ -93,7 +93,7 @@ def _found(
 
 
 def expired(tx: Transaction, limit: int) -> list[Rollout]:
-    """Return the rollouts whose leases have expired, those that expired first before the others."""
+    """Return the rollouts whose leases have expired, in the order of their expiry."""
     expires = rollouts.c.lease_expires
     return _found(tx, expires < tx.now, limit=limit, skip_locked=True, order=expires)
 
@@ -133,7 +133,7 @@ def unfinished(
 
 
 def overdue(tx: Transaction, since: float, limit: int) -> list[Rollout]:
-    """Return what has waited for Init or Run since that time, in an outage, in jobs without a deadline."""
+    """Return rollouts of jobs without a deadline that have waited for Init or Run in an outage since then."""
     late = sa.select(jobs.c.id).where(*OPEN, jobs.c.deadline_at.is_(None), jobs.c.outage_began <= since)
     states = [RolloutState.QUEUED_INIT, RolloutState.QUEUED_RUN]
     where = (rollouts.c.job_id.in_(late), rollouts.c.state.in_(states), rollouts.c.since <= since)
@@ -180,7 +180,7 @@ _LEASES: Final = sa.select(rollouts.c.id, rollouts.c.token, rollouts.c.state).wh
 
 
 class JobOfRollouts(NamedTuple):
-    """What decisions about failures have to know of a job."""
+    """What decisions about failures need to know about a job."""
 
     namespace: str
     pool: str | None
@@ -223,7 +223,7 @@ def oldest_init(tx: Transaction, node: str) -> float | None:
 
 
 def waited_for(tx: Transaction) -> list[tuple[str, int]]:
-    """Return each node with sandboxes of its own whose workers are waited for, and each job that waits."""
+    """Return each node for whose workers rollouts wait with their sandboxes, and the waiting job."""
     query = sa.select(rollouts.c.node, rollouts.c.job_id).distinct().where(_IN_SANDBOX)
     rows = tx.conn.execute(query.where(rollouts.c.node.not_in(("", NODE))))
     return sorted((row.node, row.job_id) for row in rows)
@@ -248,7 +248,7 @@ def reached(tx: Transaction, namespace: str, pool: str) -> int:
     return tx.conn.execute(query.where(*its)).scalar_one() or 0
 
 
-# Rollouts begin, change and are removed.
+# Creating, changing and removing rollouts.
 
 
 def add(tx: Transaction, job_id: int, prefix: str, numbers: range, samples: int) -> None:
@@ -304,7 +304,7 @@ def renew(tx: Transaction, renewed: Iterable[tuple[str, int]], expires: float) -
 
 
 def grace(tx: Transaction, lease_seconds: float) -> None:
-    """Give every lease its full time. This is called after a start, before which workers could not renew."""
+    """Give every lease its full time. Called after a start, before which workers could not renew leases."""
     until = tx.now + lease_seconds
     short = sa.update(rollouts).where(_IS_HELD, rollouts.c.lease_expires < until)
     tx.conn.execute(short.values(lease_expires=until))
@@ -331,7 +331,7 @@ _PAYLOADS: Final = sa.select(
 
 
 class Payload(NamedTuple):
-    """What a lease carries of a row of `payloads`."""
+    """The part of a row of `payloads` that a lease carries."""
 
     rollout_id: str
     carry: bytes | None
@@ -366,7 +366,7 @@ def drop(tx: Transaction, ids: Sequence[str]) -> None:
         tx.conn.execute(_DELETE_PAYLOADS, {"b_ids": batch})
 
 
-# Ended rollouts move into the parts of the trajectory store.
+# Moving ended rollouts to the parts of the trajectory store.
 
 _PENDING: Final = rollouts.c.pending.is_not(None)
 _PLACE: Final = _UPDATE.where(_PENDING).values(
@@ -388,7 +388,7 @@ def begin_part(tx: Transaction, job_id: int, part: int, limit: int) -> None:
 
 
 def place(tx: Transaction, job_id: int, part: int, lengths: Sequence[tuple[str, int]]) -> None:
-    """Note where the records of a part stand, in their order, and drop their copies in the database.
+    """Note where the records of a part are, in their order, and drop their copies in the database.
 
     Members of the part that are not named wait for another part.
     """

@@ -1,7 +1,7 @@
-"""Rows of the tables as typed values, with a class for each table and for each partial read of it.
+"""Rows of the tables as typed values, with a class for each table and for each partial read of one.
 
 The fields of a class have the names of the columns, in the order in which `columns` selects them, so a
-row `row` of that query is read by `JobRow(*row)`. `schema` makes tables of the classes for whole rows, and
+row `row` of that query is read by `JobRow(*row)`. `schema` makes tables from the classes for whole rows, and
 explains the columns of the other tables. The default of a field is the value of its column in a new row.
 """
 
@@ -40,7 +40,8 @@ def columns(kind: Callable[..., Any], *tables: sa.Table) -> list[sa.Column[Any]]
 
 def read_all(kind: Callable[..., R], result: Iterable[sa.Row[Any]]) -> list[R]:
     """Return all rows of a query that selects the columns of `kind`."""
-    # A result that is iterated asks the database's cursor row by row, which takes several times as long.
+    # Iterating over a result fetches row by row from the database's cursor, which takes several times as
+    # long.
     rows = result.all() if isinstance(result, sa.Result) else result
     return [kind(*row) for row in rows]
 
@@ -62,7 +63,7 @@ class JobRow:
     metadata: bytes
     spec: bytes
     digest: Annotated[str, sa.String(64)]
-    """The digest of the spec as first submitted, so that a repeat after a later PATCH is no conflict."""
+    """The digest of the spec as first submitted, so that a repeat after a PATCH is not a conflict."""
     limits: Limits
     status: bytes
     pool: Chars63 | None
@@ -80,7 +81,7 @@ class JobRow:
     object_uid: Chars128 | None
     """The uid of the Kubernetes object that the job was last registered for, or null if there is none."""
     warm: bytes | None
-    """The sandboxes to keep warm beside workers on Kubernetes, as JSON ({"shape", "count"}), or null."""
+    """The sandboxes to keep warm besides workers on Kubernetes, as JSON ({"shape", "count"}), or null."""
     blob_id: int | None
     """The upload that the tasks were read from, which is kept as long as the job's row, or null."""
     outage_began: float | None
@@ -98,7 +99,7 @@ class JobRow:
     parts: int = 0
     read_trajectories: int = 0
     """The results that precede the furthest cursor that was sent with a request. They lag behind by a part of
-    the bound on unread results, so that not every page is a write."""
+    the bound on unread results, so that not every page causes a write."""
     read_groups: int = 0
     malformed_rollouts: int = 0
     """The rollouts with tool calls and these calls, until a well-formed one came. All calls are malformed."""
@@ -180,7 +181,7 @@ class ClaimRow:
     created_at: float
     state: ClaimState = "Pending"
     removed: bool = False
-    """Whether the driver has nothing left of it, so that only its worker may still ask why."""
+    """Whether the driver has nothing left of it, so that only its worker may still ask for the reason."""
     address: Annotated[str, sa.String(512)] = ""
     secret: Chars128 = ""
     reason: Chars128 = ""
@@ -250,7 +251,7 @@ class BackendRow:
 
 @dataclass(frozen=True, slots=True)
 class RoutedBackend:
-    """What routing reads of a ready backend and its pool. The first eight fields belong to the pool."""
+    """What routing reads about a ready backend and its pool. The first eight fields belong to the pool."""
 
     id: int
     namespace: str

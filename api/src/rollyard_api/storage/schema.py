@@ -185,7 +185,7 @@ dynamic_sampling = sa.Table(
     sa.Column("job_id", sa.Integer, sa.ForeignKey("jobs.id"), primary_key=True, autoincrement=False),
     # The rollouts of each group.
     sa.Column("samples", sa.Integer, nullable=False),
-    # The informative groups that are wanted in all steps together.
+    # The target number of informative groups in all steps together.
     sa.Column("target", sa.BigInteger, nullable=False),
     sa.Column("started", sa.Integer, nullable=False),
     sa.Column("informative", sa.Integer, nullable=False),
@@ -226,7 +226,7 @@ payloads = sa.Table(
     metadata,
     sa.Column("rollout_id", sa.String(128), primary_key=True),
     sa.Column("carry", sa.LargeBinary),
-    # What Run recorded: a Transcript as JSON, and apart from it its token lists in the form of `packed`.
+    # What Run recorded: a Transcript as JSON, and separately its token lists in the form of `packed`.
     sa.Column("trajectory", sa.LargeBinary),
     sa.Column("segments", sa.LargeBinary),
     # Whether the leases of Eval carry the token lists.
@@ -263,8 +263,8 @@ nodes = sa.Table(
 # A claim outlives the rows of its rollout and job, because the driver must still remove its sandbox.
 claims = _table("claims", ClaimRow, sa.PrimaryKeyConstraint("id"), sa.UniqueConstraint("rollout_id", "token"))
 
-# The jobs that drivers offered to workers that stand ready. A row outlives its offer, because it shows that
-# the worker's token is spent.
+# The jobs that drivers offered to ready workers. A row outlives its offer, because it shows that the worker's
+# token is spent.
 assignments = sa.Table(
     "assignments",
     metadata,
@@ -363,10 +363,10 @@ def _secrets(name: str, *columns: sa.Column[Any]) -> sa.Table:
 
 
 sign_in_codes = _secrets("sign_in_codes")
-# When a request last used the session is written from time to time only.
+# When a request last used the session; written only from time to time.
 browser_sessions = _secrets("browser_sessions", sa.Column("used_at", sa.Double, nullable=False))
 
-# The single row, with the number 1, has the name that the cookies of this installation end in.
+# The single row, with the number 1, has the name in which the cookies of this installation end.
 installation = sa.Table(
     "installation",
     metadata,

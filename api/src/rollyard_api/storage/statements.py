@@ -1,8 +1,8 @@
-"""How statements are made and run where the two databases differ.
+"""Making and running statements where the two databases differ.
 
-Statements of the hot path are compiled once, and SQLite's driver then runs them by itself. SQLAlchemy
-compiles them and knows the types. What else it does at each execution takes longer than SQLite needs for most
-of them. PostgreSQL, which is further away, is always asked through SQLAlchemy.
+Statements of the hot path are compiled once, and SQLite's driver then runs them directly. SQLAlchemy compiles
+them and knows the types. What else it does at each execution takes longer than SQLite needs for most of them.
+PostgreSQL, which is further away, is always used through SQLAlchemy.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def rows_of(conn: Connection, query: sa.Select[Any], values: Mapping[str, Any]) 
 
     Args:
         conn: The connection, on which a transaction begins if there is none.
-        query: A query that exists once, and not one that is made for each call.
+        query: A query that is made once, and not for each call.
         values: A value for each of its parameters, which is a list for one that expands.
     """
     if conn.dialect.name != "sqlite":
@@ -119,12 +119,12 @@ def _plan(statement: Any, dialect: Dialect, shape: tuple[tuple[str, int | None],
 
 
 def by_dialect(make: Callable[[Callable[[sa.Table], Any]], Any]) -> dict[bool, Any]:
-    """Return the statement that `make` builds of a dialect's `insert`, by whether the dialect is SQLite's."""
+    """Return the statements that `make` builds from the `insert` of SQLite (True) and PostgreSQL (False)."""
     return {True: make(sqlite.insert), False: make(postgresql.insert)}
 
 
 class PlaceIn(FunctionElement[int]):
-    """The place, from 1, of a second text or binary in a first one, or 0. No sign in them has a meaning."""
+    """The position, from 1, of a second text or binary in a first one, or 0. No character is special."""
 
     type = sa.Integer()
     inherit_cache = True

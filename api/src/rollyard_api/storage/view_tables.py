@@ -1,4 +1,4 @@
-"""The tables that pages are made from. Their content follows from the other tables and can be made again."""
+"""The tables from which pages are made. Their content follows from the other tables and can be rebuilt."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ ended_groups = sa.Table(
     sqlite_with_rowid=False,
 )
 
-# The statistics of a job up to a place in the order of its ends, as JSON.
+# The statistics of a job up to a place in the order in which its rollouts ended, as JSON.
 job_statistics = sa.Table(
     "job_statistics",
     metadata,
@@ -66,7 +66,7 @@ rates = sa.Table(
     sa.Column("tokens", sa.BigInteger, nullable=False),
 )
 
-# The stage workers that were heard lately, and the last trouble of each.
+# The stage workers that were heard from lately, and the last trouble of each.
 seen_workers = sa.Table(
     "seen_workers",
     metadata,

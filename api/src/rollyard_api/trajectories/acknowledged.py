@@ -1,6 +1,6 @@
 """Cursors that readers of a job's results acknowledge, each under a name, so that they can resume there.
 
-A cursor moves forward only, unless its reader asks to rewind it, and a reader may say which cursor it expects
+A cursor only moves forward, unless its reader asks to rewind it, and a reader may say which cursor it expects
 to replace. A trainer that was thought dead and comes back therefore never undoes what its successor did.
 
 A cursor that is acknowledged, or sent with a request, shows that all results before it were read. A trainer
@@ -79,8 +79,8 @@ def acknowledge(
 
     Raises:
         NotFound: There is no such job.
-        Malformed: The text is no such cursor.
-        Gone: The cursor belongs to another job of this name.
+        Malformed: The text is not such a cursor.
+        Gone: The cursor belongs to another job with this name.
         Conflict: The cursor lies past the end, would move backwards, is of another kind than the one that is
             kept, or does not replace the expected one, or the job has MAX_CURSORS cursors.
     """
@@ -174,11 +174,11 @@ def _document(job: JobRow, row: Any) -> dict[str, Any]:
 
 
 _PARTS: Final = 16
-"""A cursor is noted when it is this part of the bound ahead, so that few pages are followed by a write."""
+"""A cursor is noted when it is ahead by this fraction of the bound, so that few pages cause a write."""
 
 
 def is_ahead(job: JobRow, kind: Kind, position: int, bound: int) -> bool:
-    """Return whether a cursor is so far ahead of what is noted that it should be noted.
+    """Return whether a cursor is far enough ahead of the noted one to be noted.
 
     Args:
         job: The job, as it was last read.
@@ -205,7 +205,7 @@ def check_unread(job: JobRow, bound: int) -> None:
     Raises:
         Conflict: The bound is reached.
     """
-    # A trainer reads trajectories or groups, and seldom both.
+    # A trainer reads trajectories or groups, but seldom both.
     unread = min(job.ended - job.read_trajectories, (job.groups_ended - job.read_groups) * job.limits.samples)
     if unread >= bound:
         raise Conflict(

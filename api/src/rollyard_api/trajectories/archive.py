@@ -37,7 +37,7 @@ P = TypeVar("P", bytes, Piece)
 
 PART_RECORDS: Final = 256
 PART_BYTES: Final = 32 << 20
-"""The most bytes in a part with several records. A new value changes parts that are unfinished."""
+"""The most bytes in a part with several records. A new value changes unfinished parts."""
 READ_THREADS: Final = 4
 WRITE_THREADS: Final = 2
 BUILD_THREADS: Final = 2
@@ -94,7 +94,7 @@ def _content(conn: Connection, part: Part) -> tuple[JobRow | None, list[EndedRol
 
 @dataclass(frozen=True, slots=True)
 class _Objects:
-    """What is made of the members of a part, as many as fit into it."""
+    """What is made from the members of a part, as many as fit into it."""
 
     lines: list[bytes]
     """The records, each with its newline."""
@@ -197,7 +197,7 @@ class Archive:
         Raises:
             StorageFull, TimedOut, Unavailable: The store refuses or hangs. The next call tries again.
         """
-        # A second call waits for the first, and stores what has come since.
+        # A second call waits for the first, and stores what has arrived since.
         async with self._flushing:
             if not self._left:
                 if not await self._database.read(_anything_pending):
@@ -233,7 +233,7 @@ class Archive:
     async def lines(self, rows: Sequence[EndedRollout], job: JobRow, max_bytes: int) -> list[bytes]:
         """Return the records of ended rollouts, from the store or the database, in the order of the rows.
 
-        If all together would have more than `max_bytes`, fewer are returned, but at least one.
+        If they would have more than `max_bytes` together, fewer are returned, but at least one.
 
         Raises:
             TimedOut, Unavailable: The store does not answer, or its object was changed.
@@ -243,7 +243,7 @@ class Archive:
     async def arrays(self, rows: Sequence[EndedRollout], job: JobRow, max_bytes: int) -> list[Piece]:
         """Return the same records with their token lists as raw arrays, as `packed` says.
 
-        Those of a part whose object with arrays was deleted to save space are made of its lines.
+        Those of a part whose object with arrays was deleted to save space are made from its lines.
 
         Raises:
             TimedOut, Unavailable: The store does not answer, or its object was changed.
@@ -262,7 +262,7 @@ class Archive:
         make: Callable[[EndedRollout], bytes],
         read: Callable[[Sequence[PartRange]], list[P]],
     ) -> list[P]:
-        """Return the records of rows, each made of its row while it waits for the store, or read from it."""
+        """Return the records of rows, each made from its row until the store has it, or read from there."""
         waiting = [row for row in rows if row.pending is not None]
         placed = [row for row in rows if row.pending is None]
         by_id: dict[str, Any] = {}

@@ -15,7 +15,7 @@ from rollyard_process.log_text import one_line
 from rollyard_api.core.codec import dumps, loads, pack, unpack
 
 MAX_NAME: Final = 253
-"""The largest number of characters of a worker's and a node's name, and of a reason."""
+"""The largest number of characters of a worker's or node's name, and of a reason."""
 
 
 def attempt(
@@ -45,7 +45,7 @@ def attempt(
 
 
 def _cut(text: str, limit: int) -> str:
-    # Escaping makes a text longer at most, so what is beyond the limit is not read.
+    # Escaping never makes a text shorter, so what is beyond the limit is not read.
     escaped = one_line(text[:limit])
     return escaped if len(escaped) <= limit and len(text) <= limit else f"{escaped[: limit - 1]}…"
 

@@ -37,7 +37,7 @@ def encode(lines: Sequence[Piece], form: str) -> bytes:
     """Encode records in the media type `form`. This call blocks, so it belongs in a thread.
 
     Args:
-        lines: The records, as JSON, but for ARRAYS as msgpack in that form.
+        lines: The records, as JSON, or for ARRAYS as msgpack in that form.
         form: The media type.
     """
     if form == PARQUET:

@@ -29,11 +29,11 @@ def ended_after(
     dropped: bool,
     max_bytes: int,
 ) -> EndedResults:
-    """Return groups that ended after a cursor: at most `limit`, with at most `max_bytes` if several.
+    """Return groups that ended after a cursor: at most `limit`, and if several at most `max_bytes`.
 
     Args:
         informative: Whether to return only groups whose rewards are not all equal.
-        dropped: Whether to return also the groups with too few rewards.
+        dropped: Whether to also return the groups with too few rewards.
     """
     ended = conn.execute(sa.select(jobs.c.groups_ended).where(jobs.c.id == job_id)).scalar_one()
     query = sa.select(*columns(EndedGroup, groups)).where(groups.c.job_id == job_id, groups.c.seq > cursor)

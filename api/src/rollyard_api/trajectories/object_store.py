@@ -18,17 +18,17 @@ from rollyard_api.core.problems import RETRY_AFTER, StorageFull, Unavailable
 from rollyard_api.storage.database import is_storage_full
 
 LEFT_SECONDS: Final = 600.0
-"""The age in seconds from which on a scratch file counts as abandoned."""
+"""The age in seconds from which a scratch file counts as abandoned."""
 
 
 class ObjectMissing(Unavailable):
-    """Raised if the store has no such object. For a caller it is one that cannot be read."""
+    """Raised if the store has no such object. For callers it is an object that cannot be read."""
 
     reason = "Unavailable"
 
 
 class TrajectoryStore(ABC):
-    """Objects that are written whole. Writing one again with the same content changes nothing."""
+    """Objects that are written as a whole. Writing one again with the same content changes nothing."""
 
     @abstractmethod
     def open(self) -> None:
@@ -118,7 +118,7 @@ def _remove_left(target: Path) -> None:
 
 
 class RemoteStore(TrajectoryStore):
-    """Any file system that fsspec knows, if its objects appear whole or not at all (S3 and similar ones).
+    """Any file system that fsspec knows, if its objects appear as a whole or not at all (S3 and the like).
 
     Args:
         fs: The file system.
@@ -151,7 +151,7 @@ class RemoteStore(TrajectoryStore):
         except OSError:
             raise
         except Exception as error:
-            # Libraries of object stores have exceptions of their own, which are no OSErrors.
+            # Libraries of object stores have exceptions of their own, which are not OSErrors.
             raise OSError(f"{type(error).__name__}: {error}") from error
 
 

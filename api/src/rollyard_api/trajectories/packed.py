@@ -2,7 +2,8 @@
 
 A record in this form is the JSON record, but each list of numbers in a segment is a map
 `{"dtype": D, "data": B}`, and `policy_versions` is `{"runs": [[version, count], …]}`, as
-`rollyard_crds.token_arrays` makes them. The segments of a rollout that has not ended are kept in it, too.
+`rollyard_crds.token_arrays` makes them. The segments of a rollout that has not ended are also kept in this
+form.
 
 The object of a part in this form begins with an index, which has HEAD_BYTES bytes. After MAGIC come, for
 each record, two little-endian unsigned integers of 64 bits: where the record begins in the NDJSON object,
@@ -34,7 +35,7 @@ def of_segments(segments: Iterable[PackedSegment]) -> bytes:
 
 
 def segments_of(stored: bytes | None) -> list[PackedSegment]:
-    """Return stored segments, which were checked when they came; none if there are none."""
+    """Return stored segments, which were checked when they arrived; none if there are none."""
     return [] if stored is None else [PackedSegment.unchecked(segment) for segment in msgpack.unpackb(stored)]
 
 
@@ -54,7 +55,7 @@ def packed(head: dict[str, Any], stored: bytes | None) -> bytes:
 
 
 def repacked(document: dict[str, Any]) -> bytes:
-    """Return in this form a record that was JSON."""
+    """Return a record that was JSON in this form."""
     segments = of_segments(PackedSegment.of(**segment) for segment in document["segments"])
     return packed(document, segments)
 
@@ -85,7 +86,7 @@ def places(head: bytes, path: str) -> dict[int, tuple[int, int]]:
         path: The object, for the message of an error.
 
     Raises:
-        Unavailable: It is no index.
+        Unavailable: It is not an index.
     """
     index = array("Q")
     index.frombytes(head[len(MAGIC) :])

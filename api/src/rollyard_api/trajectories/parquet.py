@@ -31,7 +31,7 @@ _TYPES: dict[Any, pa.DataType] = {
 
 
 def _columns(model: type[BaseModel], lists: Mapping[str, pa.DataType]) -> list[tuple[str, pa.DataType]]:
-    """Return the columns of a model, in which all but these lists are numbers, truth values or texts."""
+    """Return the columns of a model, all of which except these lists are numbers, truth values or texts."""
     fields = model.model_fields.items()
     return [(name, lists.get(name) or _TYPES.get(field.annotation, pa.string())) for name, field in fields]
 

@@ -56,7 +56,7 @@ def line_of(head: dict[str, Any], row: EndedRollout) -> bytes:
 
 def head_of(row: EndedRollout, job: JobRow) -> dict[str, Any]:
     """Return the Trajectory of an ended rollout without its segments, before it is encoded."""
-    document: dict[str, Any] = {"messages": [], "turns": []}  # Records without Run have them.
+    document: dict[str, Any] = {"messages": [], "turns": []}  # Records without a Run have these.
     if row.trajectory is not None:
         document |= loads(unpack(row.trajectory))
         del document["segment_sizes"]
@@ -202,7 +202,7 @@ class EndedResults:
     groups: Sequence[tuple[EndedGroup, list[RolloutSize]]] = ()
     """The groups, with the rows of their trajectories."""
     large: bool = False
-    """Whether the first group has more than a page's bytes. Then it is alone and must be read in parts."""
+    """Whether the first group is larger than a page. It is then alone and must be read in parts."""
 
 
 def _chosen(job_id: int, cursor: int, states: Sequence[RolloutState]) -> tuple[sa.ColumnElement[bool], ...]:

@@ -1,4 +1,4 @@
-"""The course of a rollout over time: in its row for pages that draw it, and as the spans that are sent.
+"""The course of a rollout over time: in its row, for pages that draw it, and as spans that are sent.
 
 The key `_` of the row's timings says when the rollout entered each of its states, and records leave it out.
 The times are whole milliseconds after the first of them, in one flat list: the first time in seconds since
@@ -6,7 +6,7 @@ the epoch, then a state's number and a time for each state that the rollout ente
 
 The spans are the rollout as a whole, its waits, and its stages. They are made where the timings are added up,
 from the same two times, and leave with the commit. A rollout's spans therefore add up to its timings, and
-they are complete whatever became of the workers: those only add what happened within a stage. How long a
+they are complete whatever became of the workers, which only add what happened within a stage. How long a
 rollout has existed follows from its timings, because its states follow each other without a gap.
 """
 
@@ -112,7 +112,7 @@ def left(tx: Transaction, rollout: Rollout, *, reason: str = "") -> None:
 
 
 def ended(tx: Transaction, rollout: str, job: EndedCounts, transition: Transition, seconds: float) -> None:
-    """Add the root span of a rollout, which ends now and has existed for so many seconds by its timings."""
+    """Add the root span of a rollout, which ends now and has existed for this many seconds by its timings."""
     if not _traced(tx, rollout):
         return
     attributes: dict[str, Value] = {

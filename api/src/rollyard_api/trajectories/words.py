@@ -1,6 +1,6 @@
 """The words of a conversation as hashes, by which a search finds the rollouts that may have them.
 
-A word is a run of letters, digits and underscores, in any case of letters. The hashes are CRC-32, four bytes
+A word is a run of letters, digits and underscores, in upper or lower case. The hashes are CRC-32, four bytes
 each, sorted and joined. Two words may share a hash, and one may be found across the bounds of two others, so
 a search reads the records that it finds.
 """

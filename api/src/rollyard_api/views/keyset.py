@@ -1,7 +1,7 @@
 """Keyset pages: a page continues after a sort key and a number, and never skips or repeats a row.
 
 The `continue` of a page is bound to the sort order and the filters that made it, and to the job. A forged one
-can name any place of the same list, which shows nothing that the list does not show.
+can name any place in the same list, which reveals nothing that the list does not.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Page = tuple[list[dict[str, Any]], str | None]
 
 
 def encode(filters: BaseModel, place: Sequence[Any]) -> str:
-    """Return the `continue` of a place in the list that was asked for."""
+    """Return the `continue` of a place in the requested list."""
     data = msgspec.json.encode((_digest(filters), *place))
     return base64.urlsafe_b64encode(data).rstrip(b"=").decode()
 
@@ -66,7 +66,7 @@ def text(job: JobRow, filters: BaseModel, place: Place | None) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """An order of rows by a key and a number, in which those without a key come last."""
+    """An order of rows by a key and a number, with those without a key last."""
 
     key: sa.ColumnElement[Any]
     number: sa.ColumnElement[Any]

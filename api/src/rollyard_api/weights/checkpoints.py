@@ -86,7 +86,7 @@ def _require(field: str, folder: Path, name: str) -> str:
 
 
 def _json(field: str, folder: Path, name: str, *keys: str) -> Any:
-    """Return what a JSON file of a folder holds, or what is there at a path of keys."""
+    """Return the content of a JSON file of a folder, or the value at a path of keys in it."""
     file = folder / _require(field, folder, name)
     try:
         document = json.loads(file.read_bytes())
@@ -194,7 +194,7 @@ class Forward:
             return replace(self._known[key], tolerance=tolerance)
 
     async def look(self, function: Callable[[], T]) -> T:
-        """Run a function that reads a folder of weights, apart from the event loop and for a limited time.
+        """Run a function that reads a folder of weights, outside of the event loop and for a limited time.
 
         Raises:
             Unverifiable: The folder did not answer in time, or too many others are being read.
@@ -238,7 +238,7 @@ class Forward:
 
 
 def _identity_and_prompt(folder: Path) -> tuple[tuple[Any, ...], list[int]]:
-    """Return what changes with the content of a folder for transformers, and a prompt for its model."""
+    """Return a value that changes with the content of a transformers folder, and a prompt for its model."""
     weights, file = sorted(folder.glob("*.safetensors")), folder / "config.json"
     if not weights or not file.is_file():
         raise Unverifiable(f"no reference was given, and {folder} is no Hugging Face folder seen here")

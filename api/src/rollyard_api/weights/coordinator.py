@@ -46,7 +46,7 @@ from rollyard_api.weights.verification import Reference, Unverifiable
 log = logging.getLogger("rollyard.api")
 
 LOAD_ATTEMPTS: Final = 3
-"""The number of loads that a server may answer with an error before it is given up."""
+"""The number of loads that may fail on a server before it is given up."""
 MEASURE_SECONDS: Final = 20.0
 """The limit for measuring what a server gives before an update. The server samples in the meantime."""
 _COMMON_IDS: Final = 256
@@ -70,7 +70,7 @@ class UpdateLimits(WeightCallLimits):
 
 @dataclass(slots=True)
 class _Pace:
-    """When a backend is handled again, and its failures, as long as it needs the same."""
+    """When a backend is handled again, and its failures while it needs the same."""
 
     needed: tuple[Need, int, int]
     again_at: float = 0.0
@@ -214,7 +214,7 @@ class Coordinator:
         """Bring a backend from any state to the pool's weights, and return the last step.
 
         Raises:
-            Superseded: Another update is wanted now, or another control plane owns the update.
+            Superseded: The pool wants another update now, or another control plane owns the update.
             LoadFailed: The server could not load the weights.
             BackendError: The server failed in another step. Another attempt may succeed.
         """
@@ -242,7 +242,7 @@ class Coordinator:
     ) -> Observation:
         """Carry out a step, and return what is known after it."""
         version = steps.version_of(target, observation)
-        # No rollout continues over such an update, so the server may lack calls.
+        # No rollout continues across such an update, so the server may lack calls.
         may_lack = suppress(NoSuchCall) if target.lenient else nullcontext()
         match step:
             case WeightStep.LOOK:
@@ -298,7 +298,7 @@ class Coordinator:
                     await self._mark(target, weights="Stale", weights_message=message)
             case WeightStep.REFUSE:
                 if observation.last is WeightStep.VERIFY:
-                    # It has other weights than it should, so it must not sample with them any more.
+                    # It has other weights than it should, so it must no longer sample with them.
                     with suppress(BackendError):
                         await server.pause("abort")
                     part = {"step": "Failed", "message": message, "max_difference": observation.difference}
@@ -316,7 +316,7 @@ class Coordinator:
     async def _refer(
         self, target: BackendTarget, server: WeightControl, observation: Observation
     ) -> Observation:
-        """Find the reference of the wanted weights, and of the first weights also their folder and label.
+        """Find the reference of the wanted weights, and for the first weights also their folder and label.
 
         A server that may hold refused weights is compared with what it gave itself before the update, since a
         difference from another computation of the same weights may be what the update was refused for.

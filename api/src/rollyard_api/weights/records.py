@@ -1,6 +1,6 @@
 """The tables of weight updates: how updates are requested, owned, carried out, ended and superseded.
 
-Every statement that writes `weight_updates` stands here; `storage/pools.py` removes those of a pool that is
+Every statement that writes `weight_updates` is here; `storage/pools.py` removes those of a pool that is
 removed. The columns of `pools` and `backends` that say which weights are wanted, and which a server has, are
 written from here, apart from what a driver or a health check reports about a server (`backends/pools.py`).
 The steps of a backend are recorded by the control plane that owns the update.
@@ -55,7 +55,7 @@ _OF_POOL: Final = (
 
 
 class Superseded(ControlPlaneError):
-    """Another update is wanted now, or another control plane owns the update."""
+    """The pool wants another update now, or another control plane owns the update."""
 
 
 def targets(conn: Connection) -> tuple[list[BackendTarget], set[int]]:
@@ -182,7 +182,7 @@ def note(tx: Transaction, row: WeightUpdateRow, url: str, **values: Any) -> Weig
 def add(
     tx: Transaction, namespace: str, name: str, request: WeightUpdateRequest, note: str
 ) -> tuple[WeightUpdateRow, bool]:
-    """Record an update. A running update is superseded, since a trainer wants its newest weights.
+    """Record an update. A running update is superseded, because a trainer wants its newest weights.
 
     Returns:
         The row, and whether it is new.
@@ -244,7 +244,7 @@ def add(
 
 
 def _again(tx: Transaction, row: WeightUpdateRow) -> WeightUpdateRow:
-    """Repeat an update, which changes nothing unless servers lack pushed weights: restarted or new ones."""
+    """Repeat an update, which changes nothing unless restarted or new servers lack pushed weights."""
     rows = pool_rows.backends_of(tx.conn, row.pool_id)
     lost = [backend.url for backend in rows if backend.weights in ("Stale", "Failed")]
     if not request_of(row).source.pushed or not lost:
@@ -254,7 +254,7 @@ def _again(tx: Transaction, row: WeightUpdateRow) -> WeightUpdateRow:
 
 
 def pause(tx: Transaction, namespace: str, name: str, mode: PauseMode | None) -> None:
-    """Pause the pool, in which no rollout enters Run then, and whose servers sample nothing.
+    """Pause the pool, so that no rollout enters Run and its servers sample nothing.
 
     With the mode None its rollouts continue, each backend's as soon as its server has been resumed.
     """
@@ -321,13 +321,13 @@ def begin(
 ) -> None:
     """Record that the backend gets no more rollouts and that this process may have paused its server.
 
-    Rollouts that do not continue over the update, or that refused weights may have served, return to Init.
+    Rollouts that do not continue across the update, or that refused weights may have served, return to Init.
     """
     if row is not None:
         values: dict[str, Any] = {"weights": "Updating", "weights_message": f"to {row.policy_version}"}
         if target.restored:
-            values["weights"] = "Failed"  # It stays so until it is verified, also for a successor.
-        # An earlier attempt may have loaded some of the weights without a label, and is not seen any more.
+            values["weights"] = "Failed"  # It stays so until it is verified, even for a successor.
+        # An earlier attempt may have loaded some of the weights without a label, and can no longer be seen.
         tried = target.row.url in _touched([row])
         if tried or target.row.policy_index == row.policy_index or target.row.weights in ("Stale", "Failed"):
             values["policy_index"] = BEHIND

@@ -1,4 +1,4 @@
-"""Decide what a backend needs, and by which steps it gets to the weights that its pool wants.
+"""Decide what a backend needs, and by which steps it gets the weights that its pool wants.
 
 `need` says what a backend needs by its row and its pool's row. A backend that needs other weights is brought
 to them by the steps of `WeightStep`, one after another: `following` says which one comes next, from the
@@ -94,7 +94,7 @@ class BackendTarget:
 
     @property
     def lenient(self) -> bool:
-        """Whether the server may lack calls, since no rollout continues over the update."""
+        """Whether the server may lack calls, because no rollout continues across the update."""
         return self.request is not None and self.request.in_flight == "restart"
 
     @property
@@ -144,12 +144,12 @@ LAST: Final = frozenset(
 """The steps after which nothing follows."""
 _ORDER: Final = tuple(WeightStep)
 RECORDED: Final[dict[WeightStep, UpdateStep]] = {WeightStep.LOAD: "Loading", WeightStep.LABEL: "Verifying"}
-"""What the update's record calls a backend from the beginning of a step."""
+"""The state of a backend in the update's record from the beginning of a step."""
 
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """What the steps so far have shown."""
+    """What the steps have shown so far."""
 
     last: WeightStep | None = None
     """The last step that was carried out."""
@@ -174,7 +174,7 @@ class Observation:
 
     @property
     def difference(self) -> float | None:
-        """The largest difference from the reference, or None if there is none that is finite."""
+        """The largest difference from the reference, or None if none is finite."""
         return None if self.comparison is None else self.comparison.finite
 
     @property
@@ -189,7 +189,7 @@ def version_of(target: BackendTarget, observation: Observation) -> str:
 
 
 def lacking(target: BackendTarget, observation: Observation) -> tuple[tuple[WeightSource, ...], str]:
-    """Return what a server has to load, in this order, to get to the wanted weights, and what prevents it."""
+    """Return what a server has to load, in order, to get the wanted weights, and what prevents it."""
     if target.update is None:
         first = (
             None
@@ -220,14 +220,14 @@ def _trusts_label(target: BackendTarget) -> bool:
 
 
 def _restarted(target: BackendTarget) -> bool:
-    """Return whether the server was to be restarted, and has been since as far as its driver knows."""
+    """Return whether the server had to be restarted, and has been since, as far as its driver knows."""
     return target.row.weights == "Failed" and not target.restored
 
 
 def following(target: BackendTarget, observation: Observation) -> tuple[WeightStep, str]:
-    """Return the step that comes after `observation.last`, and where it is the last one, the reason.
+    """Return the step that comes after `observation.last`, with the reason if it is the last step.
 
-    The weights that a server was started with are loaded and compared as those of an update are. Where this
+    The weights that a server was started with are loaded and compared as those of an update are. If this
     fails, nobody knows what the server has, so it must be restarted.
     """
     match observation.last:
@@ -264,7 +264,7 @@ def _after_look(target: BackendTarget, observation: Observation) -> tuple[Weight
 
 
 def _after_refer(target: BackendTarget, observation: Observation) -> tuple[WeightStep, str]:
-    """Return what becomes of weights that cannot be compared with anything: most may be used nevertheless."""
+    """Return what becomes of weights that cannot be compared with anything: most may still be used."""
     request = target.request
     if request is None and observation.folder is None:
         return WeightStep.GIVE_UP, _of_first(target, "it does not say which folder it was started on")

@@ -1,6 +1,6 @@
-"""An update as its row stores it: what was requested, and how far each backend is.
+"""An update as its row stores it: what was requested, and how far each backend has got.
 
-Nothing here reads a table, asks a server or reads a clock.
+Nothing here reads a table, calls a server or reads a clock.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class EarlierLogprobs(Model):
     label: str
     """The label that the server had for them."""
     folder: str | None = None
-    """The folder that the server was started on, if it says it."""
+    """The folder that the server was started on, if the server says so."""
     prompt_ids: tuple[int, ...]
     """Token ids, length n."""
     logprobs: tuple[float, ...]

@@ -1,7 +1,7 @@
 """Verify that a server has the right weights, by the log-probabilities of a fixed prompt.
 
-A server may answer that it has loaded a checkpoint and still sample with a part of the old one (vLLM
-with tied embeddings does). Only the numbers show this.
+A server may answer that it has loaded a checkpoint and still sample with parts of the old one (vLLM with tied
+embeddings does). Only the numbers show this.
 """
 
 from __future__ import annotations

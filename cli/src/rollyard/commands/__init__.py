@@ -1,1 +1,1 @@
-"""The commands of `rollyard`, with one module for each. A module is imported only when it is called."""
+"""The commands of `rollyard`. A module is imported only when one of its commands is called."""

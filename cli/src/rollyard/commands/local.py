@@ -48,7 +48,7 @@ def down(home: Path | None) -> None:
 @click.option(
     "--profile",
     type=click.Path(path_type=Path, dir_okay=False),
-    help="A Slurm site's YAML file, as of `slurm-bridge up`: its slurmrestd is tried.",
+    help="A Slurm site's YAML file, as for `slurm-bridge up`: its slurmrestd is tried.",
 )
 def doctor(profile: Path | None) -> int:
     """Show what works on this machine, and what to do about the rest. Exit with 1 if something is missing."""
@@ -100,7 +100,7 @@ def doctor(profile: Path | None) -> int:
     type=click.Path(path_type=Path),
     help="A Python that has vLLM (scripts/vllm-env prints one).",
 )
-@click.option("--update-weights", is_flag=True, help="Give the vLLM servers new weights in the middle.")
+@click.option("--update-weights", is_flag=True, help="Give the vLLM servers new weights during the job.")
 @click.option("--backend", metavar="URL", help="A running vLLM-compatible server instead.")
 @click.option(
     "--sandbox", type=click.Choice(["bubblewrap", "process"]), default="bubblewrap", show_default=True
@@ -163,7 +163,7 @@ def quickstart(
 )
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def worker(arguments: tuple[str, ...]) -> None:
-    """Run a stage worker against a control plane (arguments as of `python -m rollyard_pipeline`)."""
+    """Run a stage worker against a control plane (arguments as for `python -m rollyard_pipeline`)."""
 
     require("`rollyard worker`", "worker")
     sys.stdout.flush()

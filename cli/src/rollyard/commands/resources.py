@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 @click.option("--wait", is_flag=True, help="Show progress until the job has ended.")
 @server_options
 def submit(path: Path, name: str | None, wait: bool, server: Server) -> None:
-    """Submit a job or a backend pool from a manifest. The same manifest twice is the same as once."""
+    """Submit a job or a backend pool from a manifest. Submitting the same manifest again changes nothing."""
     from rollyard_crds import BackendPool, RolloutJob
     from rollyard_crds.fields.signals import warnings_of
 
@@ -137,7 +137,7 @@ def named(command: str, kind: str, name: str | None) -> tuple[Literal["rj", "bp"
     """Return the kind and the name that `[KIND] NAME` of a command gives. The kind is None for a NAME alone.
 
     Raises:
-        click.UsageError: There is a KIND alone, or a word that is none.
+        click.UsageError: There is a KIND alone, or a word that is not a KIND.
     """
     known: Literal["rj", "bp"] | None = "rj" if kind in JOB_WORDS else "bp" if kind in POOL_WORDS else None
     if name is None and known is not None:
@@ -171,7 +171,7 @@ def find(
 
 
 MAX_RETRIED: Final = 10_000
-"""The number of retried rollouts whose attempts are counted."""
+"""The largest number of retried rollouts whose attempts are counted."""
 
 
 @click.command()
@@ -218,8 +218,8 @@ def describe(kind: str, name: str | None, server: Server) -> None:
 def scale(kind: str, name: str | None, replicas: int, server: Server) -> None:
     """Change the number of a pool's backends: `scale bp NAME --replicas N`.
 
-    Those that go take no new rollouts and end when they have none, or after half a minute;
-    rollouts that they still have then continue elsewhere.
+    Backends that go take no new rollouts, and end when they have none left or after half a minute; rollouts
+    that they still have then continue elsewhere.
     """
     if name is None:
         kind, name = "bp", kind
@@ -249,7 +249,7 @@ def watch(name: str, server: Server) -> None:
 @click.option("--rollout", help="Only this rollout.")
 @server_options
 def cancel(name: str, group: str | None, rollout: str | None, server: Server) -> None:
-    """Cancel a job, a group or a rollout, wherever it is: queued, running or in evaluation."""
+    """Cancel a job, a group or a rollout, wherever it is: queued, running or being evaluated."""
     from rollyard_client.finish import finished
 
     if group and rollout:

@@ -1,6 +1,6 @@
 """The commands of `rollyard slurm-bridge`.
 
-They run the bridge in this terminal or in the background, print its batch scripts, and end it or show it. The
+They run the bridge in this terminal or in the background, print its batch scripts, end it, or show it. The
 options of `up` are checked together and converted to those of the bridge.
 """
 
@@ -30,7 +30,7 @@ from rollyard_api.options.sources import drop_variables
 
 from rollyard import terminal
 from rollyard.declared import load_options, speaker
-from rollyard.errors import CliError, HomeInUse, UsageProblem
+from rollyard.errors import CliError, UsageProblem
 from rollyard.extras import require
 from rollyard.local.options import (
     BACKENDS,
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 
 
 SLURM: Final = "Slurm"
-JOINING: Final = "A control plane that runs already"
+JOINING: Final = "A running control plane"
 
 
 def bridge_home(home: Path | None) -> Home:
@@ -92,7 +92,7 @@ class BridgeCommandOptions(PlaneOptions):
     rest_url: Annotated[
         str,
         Option(
-            "slurmrestd in place of Slurm's commands: unix:/PATH or http://HOST:PORT", SLURM, metavar="URL"
+            "slurmrestd instead of Slurm's commands: unix:/PATH or http://HOST:PORT", SLURM, metavar="URL"
         ),
     ] = ""
     command_timeout: Annotated[float, Field(ge=1, le=600), Option("Seconds for one Slurm command", SLURM)] = (
@@ -103,7 +103,7 @@ class BridgeCommandOptions(PlaneOptions):
     ] = 16
 
     join: Annotated[
-        str, Option("Use a control plane that runs, beside its other drivers", JOINING, metavar="URL")
+        str, Option("Use a running control plane, alongside its other drivers", JOINING, metavar="URL")
     ] = ""
     namespaces: Annotated[
         tuple[str, ...],
@@ -116,7 +116,7 @@ class BridgeCommandOptions(PlaneOptions):
     ] = ()
     all_namespaces: Annotated[
         bool,
-        Option("With --join: serve those of every namespace. Their authors can run programs as you", JOINING),
+        Option("With --join: serve those of every namespace; their authors can run programs as you", JOINING),
     ] = False
     token_file: Annotated[
         Path | None,
@@ -141,13 +141,13 @@ class BridgeCommandOptions(PlaneOptions):
             "Address to listen on; `unix`: a socket, for one node",
             HTTP,
             metavar="ADDRESS",
-            default="that of this host in the cluster",
+            default="this host's address in the cluster",
         ),
     ] = ""
     advertise: Annotated[
         str, Option("Host name that the nodes use", HTTP, metavar="HOST", default="--listen")
     ] = ""
-    port: Annotated[Port, Option("Port", HTTP, default="that of the last run, else a free one")] = 0
+    port: Annotated[Port, Option("Port", HTTP, default="the port of the last run, else a free one")] = 0
 
     sandbox: Annotated[
         Literal["apptainer", "bubblewrap", "process"],
@@ -193,7 +193,7 @@ class BridgeCommandOptions(PlaneOptions):
 
 
 def bridge_options(options: BridgeCommandOptions) -> BridgeOptions:
-    """Return the options of the bridge for those of its command.
+    """Return the options of the bridge from those of its command.
 
     Raises:
         UsageProblem: Options contradict each other, or one of them has a value that cannot be used.
@@ -257,7 +257,7 @@ def bridge_options(options: BridgeCommandOptions) -> BridgeOptions:
 
 
 def _refuse_options_of_a_plane(options: BridgeCommandOptions) -> None:
-    """Refuse options of a control plane that is not the bridge's.
+    """Refuse options of a control plane that is not the bridge's own.
 
     Those of traces and logs are the bridge's and its workers' as well.
     """
@@ -296,8 +296,8 @@ def _sandbox_options(options: BridgeCommandOptions, home: Path) -> list[str]:
 def _allowed_images(options: BridgeCommandOptions) -> list[str]:
     """Return the workers' options about the images that jobs may name.
 
-    Whoever uses a control plane of this bridge holds this user's token. Authors of a control plane that the
-    bridge joins do not, and an image shows them files of this user.
+    Whoever uses the bridge's own control plane holds this user's token. Authors of a control plane that the
+    bridge joins do not, and an image may show them files of this user.
     """
     entries = list(options.allow_images) or (["none"] if options.join else [])
     words = []
@@ -387,8 +387,8 @@ def up(
 ) -> None:
     """Start the control plane here, and workers and backends as Slurm jobs.
 
-    Ctrl-C or `down` ends them all; SIGTERM ends the bridge alone, and the next `up` on the same
-    home finds its Slurm jobs again.
+    Ctrl-C or `down` ends all of it; SIGTERM ends the bridge alone, and the next `up` on the same home finds
+    its Slurm jobs again.
     """
     if not arguments["join"]:
         require("`rollyard slurm-bridge up`", "slurm", "api")
@@ -468,9 +468,9 @@ def print_scripts(options: BridgeOptions, files: tuple[Path, ...]) -> None:
 
 
 def require_extras(options: BridgeOptions, engine: str) -> None:
-    """Check that the packages are installed which the bridge, its control plane and its jobs need.
+    """Check that the packages that the bridge, its control plane and its jobs need are installed.
 
-    Jobs whose profile names another Python bring their own.
+    Jobs whose profile names another Python use the packages of that one.
 
     Raises:
         UsageProblem: A package is missing.
@@ -525,7 +525,7 @@ def start_detached(ctx: click.Context, options: BridgeOptions) -> None:
     """Start the same command in the background, and wait until the bridge is ready.
 
     Raises:
-        HomeInUse: A bridge runs on this home already.
+        CliError: A bridge runs on this home already.
         StartFailed: The bridge ended, or it was not ready within DETACH_SECONDS.
     """
     from rollyard_drivers.host.home import read_json
@@ -535,9 +535,10 @@ def start_detached(ctx: click.Context, options: BridgeOptions) -> None:
     home = bridge_home(options.home)
     running = home.supervisor()
     if running is not None:
-        raise HomeInUse(
+        raise CliError(
             f"a bridge runs already on {home.root} (process {running.pid}); "
-            "stop it with `rollyard slurm-bridge down`"
+            "stop it with `rollyard slurm-bridge down`",
+            reason="HomeInUse",
         )
     home.make()
 

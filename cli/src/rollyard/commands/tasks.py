@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 def validate(
     files: tuple[Path, ...], handler: str | None, task_format: str | None, oracle: bool, sandbox: str
 ) -> None:
-    """Check manifests and the tasks that they name. Every fault is named; exit status 1 if there is one."""
+    """Check manifests and the tasks that they name. Every fault is shown; exit status 1 if there is any."""
     from rollyard.jobs.manifests import check_file
 
     further: TasksCheck | None = None
@@ -61,7 +61,7 @@ def validate(
 
 
 WITHOUT_CHOICES: Final = ("math", "code", "swe")
-"""The handlers that look at no choices and at no number of a task."""
+"""The handlers that use neither choices nor a number of a task."""
 
 
 # An answer may begin with a minus sign.
@@ -124,7 +124,7 @@ def grade(
     rollyard grade --handler math --file pairs.jsonl
 
     ANSWER is the policy's last message; `-` reads it from standard input. The exit status is 0 if each answer
-    was graded, and got the reward that its line of --file expects; 2 for wrong usage, else 1.
+    was graded and got the reward that its line of --file expects, 2 for wrong usage, and 1 otherwise.
     """
     from rollyard.jobs import grading
 
@@ -178,7 +178,7 @@ def images() -> None:
     "bases",
     multiple=True,
     metavar="NAME=IMAGE",
-    help="What is taken for an image that Dockerfiles name: a SIF file, docker-archive:/PATH.tar, …; "
+    help="What to use for an image that Dockerfiles name: a SIF file, docker-archive:/PATH.tar, …; "
     "repeatable.",
 )
 @click.option(
@@ -200,7 +200,7 @@ def build(
 ) -> None:
     """Build the images that the Dockerfiles of FOLDER need, without root.
 
-    FOLDER has a Dockerfile, or it is a folder of Harbor task folders. Each Dockerfile becomes a definition
+    FOLDER has a Dockerfile, or is a folder of Harbor task folders. Each Dockerfile becomes a definition
     file of Apptainer. What cannot be translated faithfully is refused by line before anything is built. The
     commands of the Dockerfiles run on this machine, as you.
     """

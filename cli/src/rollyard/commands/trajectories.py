@@ -1,4 +1,4 @@
-"""The commands that read, export and evaluate again what rollouts have left."""
+"""The commands that read, export and re-evaluate trajectories."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ if TYPE_CHECKING:
     "--output",
     required=True,
     type=click.Path(path_type=Path),
-    help="A .parquet, .jsonl or .jsonl.gz.",
+    help="A .parquet, .jsonl or .jsonl.gz file.",
 )
 @click.option("--follow", is_flag=True, help="Continue until the job has ended (.jsonl only).")
 @server_options
 def trajectories(name: str, output: Path, follow: bool, server: Server) -> None:
-    """Write a job's ended rollouts to a file. A file is there whole or not at all."""
+    """Write a job's ended rollouts to a file, which is written as a whole or not at all."""
     from rollyard.trajectories.export import write
 
     if output.suffix == ".parquet":
@@ -65,7 +65,7 @@ def trajectories(name: str, output: Path, follow: bool, server: Server) -> None:
     "--reward",
     "reward_file",
     type=click.Path(path_type=Path, dir_okay=False),
-    help="YAML with a section `reward`, in place of the job's.",
+    help="YAML with a section `reward`, instead of the job's.",
 )
 @click.option(
     "--sandbox",
@@ -85,7 +85,7 @@ def rescore(
 ) -> None:
     """Evaluate a job's kept trajectories again on this machine, and report how many rewards change.
 
-    No rollout runs, and the control plane keeps the rewards that it has. Each trajectory in the file
+    No rollout runs, and the control plane's rewards do not change. Each trajectory in the file
     says what its reward was, and who evaluated it again, when and with which handler.
     """
     from rollyard.jobs import rescoring
@@ -107,7 +107,7 @@ SORTS: Final = ("id", "ended", "-ended", "reward", "-reward", "duration", "-dura
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The rollouts to show if none is named, and how to show them."""
+    """Which rollouts to show if none is named, and how to show them."""
 
     failed: bool
     listing: bool
@@ -127,10 +127,10 @@ class Choice:
 @click.option("--sort", type=click.Choice(SORTS), help="With --list: the order; `-` begins with the largest.")
 @click.option("--status", help="With --list: queued, leased, succeeded, failed or cancelled.")
 @click.option("--reason", help="With --list: only rollouts that ended for this reason.")
-@click.option("--min-reward", type=float, help="With --list: only rewards from this one on.")
-@click.option("--max-reward", type=float, help="With --list: only rewards up to this one.")
+@click.option("--min-reward", type=float, help="With --list: only rewards of at least this.")
+@click.option("--max-reward", type=float, help="With --list: only rewards of at most this.")
 @click.option("--task", help="With --list: only the samples of the task with this id.")
-@click.option("--search", help="With --list: only conversations with all of these words.")
+@click.option("--search", help="With --list: only conversations that have all of these words.")
 @click.option("--step", is_flag=True, help="Show them one after another.")
 @click.option("--web", is_flag=True, help="Print the link of the page instead; `rollyard open` signs in.")
 @click.option("--tokenizer", type=click.Path(path_type=Path), help="Model folder, to show the exact tokens.")
@@ -282,7 +282,7 @@ def _view(
 
 
 CODE_SECONDS: Final = 60
-"""The seconds in which the link must be opened, as the control plane has them."""
+"""The seconds within which the link must be opened, as the control plane sets them."""
 
 
 @click.command()
@@ -292,7 +292,7 @@ CODE_SECONDS: Final = 60
     type=click.Choice(["viewer", "admin"]),
     default="viewer",
     show_default=True,
-    help="What the browser may do: a viewer reads, an admin may cancel, too.",
+    help="What the browser may do: a viewer may read, an admin may also cancel.",
 )
 @click.option(
     "--browser/--no-browser",

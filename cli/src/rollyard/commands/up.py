@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 DETACH_SECONDS: Final = 90.0
 MODEL_SECONDS: Final = 60.0
-"""The time in seconds after which `--detach` returns although no backend is ready. vLLM may load a model for
+"""The time in seconds after which `--detach` returns even if no backend is ready. vLLM may load a model for
 minutes."""
 PROGRAM: Final = "rollyard up"
 
@@ -35,8 +35,8 @@ def up(ctx: click.Context, /, config: Path | None, detach: bool, **arguments: An
 
     With vLLM: `rollyard up --engine vllm --model DIR --replicas 2 --gpus 1
     --engine-arg=--max-model-len=32768`. `$(BACKEND_INDEX)` in --engine-arg and --engine-env is
-    the replica's number, from 0. The options from "State" on are those of the control plane,
-    as of `rollyard control-plane`, beside --home.
+    the replica's number, from 0. The options from "State" on, except --home, are those of `rollyard
+    control-plane`.
     """
     from rollyard.declared import load_options
     from rollyard.extras import require
@@ -63,7 +63,7 @@ def up(ctx: click.Context, /, config: Path | None, detach: bool, **arguments: An
 
 
 def _checked(options: Options) -> Options:
-    """Return the options with whole paths, and with what a running server says of its model.
+    """Return the options with absolute paths, and with what a running server says about its model.
 
     Raises:
         UsageProblem: Options contradict each other, or name something that cannot be used.
@@ -122,13 +122,15 @@ def _detach(ctx: click.Context, options: Options) -> None:
     from rollyard_drivers.host.home import Home, default_home, read_json
 
     from rollyard import detached
-    from rollyard.errors import HomeInUse, StartFailed
+    from rollyard.errors import CliError, StartFailed
 
     home = Home(options.home)
     running = home.supervisor()
     if running is not None:
-        raise HomeInUse(
-            f"`rollyard up` runs already on {home.root} (process {running.pid}); stop it with `rollyard down`"
+        raise CliError(
+            f"`rollyard up` runs already on {home.root} (process {running.pid}); stop it with "
+            "`rollyard down`",
+            reason="HomeInUse",
         )
     home.make()
     log = home.logs / "up.log"

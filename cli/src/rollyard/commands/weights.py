@@ -45,8 +45,8 @@ MODES: Final = click.Choice(["abort", "wait", "keep"])
     help='{"promptIds": […], "logprobs": […], "tolerance": 0.5 (optional)} under the new weights.',
 )
 @click.option("--require-verified", is_flag=True, help="Fail if the weights cannot be verified.")
-@click.option("--wait", is_flag=True, help="Wait for the end; exit status 1 unless it succeeded.")
-@click.option("--timeout", type=float, metavar="SECONDS", help="With --wait: for at most so long.")
+@click.option("--wait", is_flag=True, help="Wait for the end; the exit status is 1 unless it succeeded.")
+@click.option("--timeout", type=float, metavar="SECONDS", help="With --wait: for at most this long.")
 @click.option("--pause", "pause", type=MODES, metavar="MODE", help="Pause the pool: abort, wait or keep.")
 @click.option("--resume", is_flag=True, help="Undo --pause.")
 @server_options
@@ -66,7 +66,7 @@ def weights(
     resume: bool,
     server: Server,
 ) -> None:
-    """Bring POOL to new weights (--version and a source); without --version, list its updates."""
+    """Update POOL to new weights (--version and a source); without --version, list its updates."""
     if (version is not None) + (pause is not None) + resume > 1:
         raise UsageProblem("give one of --version, --pause and --resume")
     if version is not None and (checkpoint is not None) + (lora is not None) + pushed != 1:

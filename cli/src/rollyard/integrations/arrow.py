@@ -1,7 +1,7 @@
 """Arrow tables and Parquet files of rollouts, with one row for each segment, and back without loss.
 
-`rollyard trajectories -o FILE.parquet` writes one row for each rollout. These rows are for trainers, which
-want sequences.
+`rollyard trajectories -o FILE.parquet` writes one row for each rollout. The rows here are for trainers, which
+need sequences.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ COLUMNS: Final[tuple[tuple[str, str], ...]] = (
 )
 """The columns and their types, in order. docs/integrations/arrow.md describes each of them."""
 ROWS: Final = 512
-"""The rows of a batch, and of a row group in a file."""
+"""The number of rows of a batch, and of a row group in a file."""
 _PLAIN: Final = tuple(name for name, _ in COLUMNS if name in Trajectory.model_fields and name != "segments")
 """The columns that are fields of the rollout."""
 _TOKENS: Final = tuple(name for name, _ in COLUMNS if name in Segment.model_fields)
@@ -114,7 +114,7 @@ def read(source: pyarrow.Table | str | Path) -> Iterator[Trajectory]:
     """Yield the rollouts of a table of `table`, or of a file of `write_parquet`, as they were.
 
     Raises:
-        TrainerMismatch: It is no such table, or rows of a rollout are missing, out of order or broken.
+        TrainerMismatch: It is not such a table, or rows of a rollout are missing, out of order or broken.
         OSError: The file cannot be read.
     """
     rollout: list[dict[str, Any]] = []

@@ -20,7 +20,8 @@ def run_answers(
 
     The output of the response has an assistant message for each stretch of sampled tokens. It carries
     `prompt_token_ids` (all ids before the stretch, so each begins with the ids of the one before),
-    `generation_token_ids` and `generation_log_probs`. Most rollouts have one segment, and so one answer.
+    `generation_token_ids` and `generation_log_probs`. Most rollouts have one segment, and therefore one
+    answer.
 
     A rollout without a reward has `mask_sample` set and the reward 0.0, which NeMo-Gym leaves out of scores.
     It carries no token ids.
@@ -28,7 +29,7 @@ def run_answers(
     Args:
         trajectory: The rollout.
         model: The name of the policy's model in the response.
-        decode: What makes the text of a message of its token ids. Without it the text is empty; trainers read
+        decode: Makes the text of a message from its token ids. Without it the text is empty; trainers read
             the ids.
     """
     rows: list[TrainingSequence | None] = [*sequences([trajectory])]
@@ -70,7 +71,7 @@ def datum_specs(
     """Return NeMo-RL's `DatumSpec` rows, one for each segment, with tensors of token ids.
 
     In `message_log`, each stretch of sampled tokens is an `assistant` message with `generation_logprobs`, and
-    what stands before it is a `user` message: NeMo-RL trains on assistant messages alone. A last `user`
+    what comes before it is a `user` message: NeMo-RL trains on assistant messages alone. A last `user`
     message holds what follows the last sampled token. `loss_multiplier` is 0.0 for a rollout without a
     reward, whose `total_reward` is the mean of its group. `idx` is the group's number.
 

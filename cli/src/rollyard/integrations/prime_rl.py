@@ -1,7 +1,7 @@
 """prime-rl: rows of `TrainingSample`, as the orchestrator sends them to the trainer.
 
-prime-rl packs the struct as an array, in which the order of its fields matters. The rows are therefore made
-by the installed class, from names.
+prime-rl packs the struct as an array, in which the order of the fields matters. The rows are therefore made
+by the installed class, with fields given by name.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ def sample_fields(
     Args:
         trajectories: The rollouts, whole groups of them.
         env_name: The name of the environment in prime-rl's configuration.
-        advantages: The advantage of each rollout, by its id. By default it is the reward less the mean reward
-            of the group, as prime-rl computes it. The rows of one rollout share it.
+        advantages: The advantage of each rollout, by its id. By default it is the reward minus the mean
+            reward of the group, as prime-rl computes it. The rows of one rollout share it.
 
     Raises:
         TrainerMismatch: A rollout does not say at which temperature it was sampled.
@@ -71,9 +71,9 @@ def sample_fields(
 
 
 def training_samples(trajectories: Sequence[Trajectory], **options: Any) -> list[Any]:
-    """Return `TrainingSample` objects. The options are those of `sample_fields`.
+    """Return `TrainingSample` objects. The arguments are those of `sample_fields`.
 
-    An advantage that the struct wants for each token is repeated over the row.
+    If the struct needs an advantage for each token, it is repeated over the row.
 
     Raises:
         TrainerMismatch: The installed `TrainingSample` lacks a field that every row needs.

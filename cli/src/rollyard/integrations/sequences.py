@@ -22,12 +22,12 @@ _STEP: Final = re.compile(r"(\d+)$")
 
 @dataclass(frozen=True, slots=True)
 class TrainingSequence:
-    """One sequence of a rollout: what a trainer pads, batches and computes a loss on."""
+    """One sequence of a rollout, which a trainer pads, batches and computes a loss on."""
 
     trajectory: Trajectory
     segment: Segment
     index: int
-    """The segment's place in `trajectory.segments`, or -1 for a placeholder."""
+    """The segment's index in `trajectory.segments`, or -1 for a placeholder."""
     trained: bool
     """Whether the trainer may learn from it. False if no evaluation gave the rollout a reward."""
     reward: float
@@ -123,13 +123,13 @@ def sequences(
 ) -> list[TrainingSequence]:
     """Return the sequences of rollouts, in the order of the rollouts and of their segments.
 
-    A segment in which nothing was sampled is left out, as nothing in it can be trained on.
+    A segment in which nothing was sampled is left out, because nothing in it can be trained on.
 
     Args:
         trajectories: The rollouts, whole groups of them.
-        pad_token_id: If it is given, a rollout without any sampled token has one sequence nevertheless, for
-            trainers that want a row for each rollout. That placeholder has the prompt of another member of
-            the group, or only this token, and this token as its response, with mask 0.
+        pad_token_id: If it is given, a rollout without any sampled token still has one sequence, for trainers
+            that need a row for each rollout. That placeholder has the prompt of another member of the group,
+            or only this token, and this token as its response, with mask 0.
     """
     every = list(trajectories)
     prompts: dict[Group, list[int]] = {}

@@ -30,7 +30,7 @@ def generator_output(
         trajectories: The rollouts in the order of the generator's input.
         pad_token_id: The token of rows that hold no token of their rollout.
         step_wise: Give a rollout of several segments a row for each, as SkyRL's `step_wise_trajectories`
-            wants. The reward is that of the last row, and 0.0 in the rows before it.
+            needs. The reward is that of the last row, and 0.0 in the rows before it.
         trajectory_ids: The `TrajectoryID` of each rollout, as the generator's input has them. By default they
             are the rollout's group and the number of its sample.
 

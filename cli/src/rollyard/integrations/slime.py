@@ -25,8 +25,8 @@ def sample_fields(
 ) -> list[list[dict[str, Any]]]:
     """Return the fields of the `Sample` rows of each group, with `status` as its text.
 
-    The rows of one rollout follow each other, and share `rollout_id` and `index`. `loss_mask` and
-    `rollout_log_probs` have `response_length` entries; `tokens` holds the prompt, too. A rollout without a
+    The rows of one rollout are consecutive, and share `rollout_id` and `index`. `loss_mask` and
+    `rollout_log_probs` have `response_length` entries; `tokens` also holds the prompt. A rollout without a
     reward is `failed` or `aborted`, with `remove_sample` set, mask 0, and the mean reward of its group.
 
     Args:
@@ -35,7 +35,7 @@ def sample_fields(
         first_group: The `group_index` of the first group; further ones count up.
         first_index: The `index` of the first rollout; further ones count up.
         labels: The `label` of each task, by the id of the task.
-        decode: What makes the text `response` of token ids. Without it the text is empty; slime trains on
+        decode: Makes the text `response` from token ids. Without it the text is empty; slime trains on
             `tokens` alone.
     """
     groups: dict[str, list[TrainingSequence]] = {}
@@ -57,7 +57,7 @@ def sample_fields(
 
 
 def samples(trajectories: Sequence[Trajectory], **options: Any) -> list[list[Any]]:
-    """Return the `Sample` objects of each group. The options are those of `sample_fields`.
+    """Return the `Sample` objects of each group. The arguments are those of `sample_fields`.
 
     Raises:
         TrainerMismatch: The installed slime has a `Sample` without one of the fields.
@@ -72,7 +72,7 @@ def samples(trajectories: Sequence[Trajectory], **options: Any) -> list[list[Any
     for group in groups:
         rows = []
         for row in group:
-            # Versions before `rollout_id` give each rollout one row, and need none.
+            # Versions without `rollout_id` do not need it if each rollout has one row.
             values = {name: value for name, value in row.items() if name in names or name != "rollout_id"}
             missing = sorted(values.keys() - names)
             if missing:

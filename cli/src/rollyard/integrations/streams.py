@@ -1,4 +1,4 @@
-"""A stream that plays the tasks of a trainer's batch, and hands each task its own trajectories.
+"""A stream that plays the tasks of a trainer's batch, and returns the trajectories of each task.
 
 Trainers whose rollouts are a function (TRL, verl, SkyRL) call this: prompts go in, and whole rollouts come
 out.
@@ -44,11 +44,11 @@ class StreamPlayer:
 
     Args:
         client: The client of the control plane.
-        job: The manifest of a stream, with `spec.tasks.stream: true`. Each task that is played gives
+        job: The manifest of a stream, with `spec.tasks.stream: true`. Each task that is played makes
             `spec.samplesPerTask` rollouts.
 
     Raises:
-        TrainerMismatch: The job is no stream.
+        TrainerMismatch: The job is not a stream.
         RollyardError: The control plane refuses the job.
     """
 
@@ -66,7 +66,7 @@ class StreamPlayer:
         self.name: str = self.job.metadata.name
         self.namespace: str = self.job.metadata.namespace
         self.samples: int = self.job.spec.samples_per_task
-        # Tasks of another life of the trainer may be in the stream, so that ids must differ from theirs.
+        # Tasks of an earlier run of the trainer may be in the stream, so ids must differ from theirs.
         self._life = uuid.uuid4().hex[:8]
         self._lock = threading.Lock()
         self._pending: dict[str, _Pending] = {}
@@ -138,12 +138,12 @@ class StreamPlayer:
             ) from None
 
     def play_each(self, tasks: Sequence[Task], *, timeout: float = PLAY_SECONDS) -> list[Trajectory]:
-        """Play a batch in which each task stands once for each of its samples, and return a rollout for each.
+        """Play a batch in which each task occurs once for each of its samples, and return a rollout for each.
 
         Entries with the same id are played as groups of `spec.samplesPerTask`.
 
         Raises:
-            TrainerMismatch: The number of entries of a task is no multiple of that.
+            TrainerMismatch: The number of entries of a task is not a multiple of that.
             RolloutsLate: Rollouts have not ended within `timeout` seconds. They stay in the job.
             StreamEnded: The job ended before they did.
             RollyardError: The control plane refuses the tasks, or does not answer any more.
@@ -167,7 +167,7 @@ class StreamPlayer:
         return [rows[index] for index in range(len(tasks))]
 
     def close(self) -> None:
-        """Close the stream. Rollouts that are under way end, and their futures are cancelled."""
+        """Close the stream. Rollouts in progress run to their end, but their futures are cancelled."""
         with self._lock:
             if self._closed:
                 return
@@ -206,7 +206,7 @@ class StreamPlayer:
         except RollyardError as problem:
             error = problem
         except Exception as problem:
-            # A page that cannot be read would otherwise leave everybody waiting.
+            # Otherwise, a page that cannot be read would leave all callers waiting.
             error = StreamEnded(f"the trajectories of job {self.name} cannot be read: {problem}")
         with self._lock:
             left = list(self._pending.values())

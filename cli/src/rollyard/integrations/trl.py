@@ -23,7 +23,8 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 
 from rollyard_crds.trajectory import Trajectory
 
-from rollyard.integrations.errors import TrainerMismatch, WeightsRefused
+from rollyard.errors import CliError
+from rollyard.integrations.errors import TrainerMismatch
 from rollyard.integrations.sequences import TrainingSequence, is_scored, sequences
 from rollyard.integrations.streams import PLAY_SECONDS, StreamPlayer
 
@@ -37,7 +38,7 @@ __all__ = ["Several", "TrlRollouts", "TrlWeights", "rollout_output", "rollyard_r
 
 Several = Literal["refuse", "longest", "last"]
 TASK_KEY: Final = "rollyard_task"
-"""The key of a prompt's last message that names the task. TRL hands prompts on as they are in the dataset."""
+"""The key of a prompt's last message that names the task. TRL passes prompts on unchanged."""
 Convert = Callable[[Path, Path], None]
 UPDATE_SECONDS: Final = 600.0
 
@@ -55,8 +56,9 @@ def rollout_output(
     Args:
         trajectories: The rollouts, in the order of the prompts.
         pad_token_id: The token of rows that hold no token of their rollout.
-        several: What happens to a rollout of several segments, as TRL takes one row of each prompt. `longest`
-            and `last` keep one segment, and `tokens_left_out` counts the sampled tokens of the others.
+        several: What happens to a rollout of several segments, because TRL takes one row for each prompt.
+            `longest` and `last` keep one segment, and `tokens_left_out` counts the sampled tokens of the
+            others.
 
     Raises:
         TrainerMismatch: A rollout has several segments (`SegmentsRefused`), and `several` is `refuse`.
@@ -92,16 +94,16 @@ class TrlRollouts:
 
     Args:
         client: The client of the control plane.
-        job: The manifest of a stream. `num_generations` of the trainer must be a multiple of its
-            `samplesPerTask`: equal, so that the samples of a prompt are one group, which share a backend.
-        tasks: The tasks of the dataset. Their ids name them, and differ.
-        weights: What brings the trainer's weights to the pool before rollouts begin. Without it, the caller
-            does.
+        job: The manifest of a stream. The trainer's `num_generations` must be a multiple of its
+            `samplesPerTask`; if they are equal, the samples of a prompt are one group, which shares a
+            backend.
+        tasks: The tasks of the dataset, which have different ids.
+        weights: Brings the trainer's weights to the pool before rollouts begin. Without it, the caller does.
         timeout: The seconds that the rollouts of one call may take.
         several: See `rollout_output`.
 
     Raises:
-        TrainerMismatch: The job is no stream, or two tasks have one id.
+        TrainerMismatch: The job is not a stream, or two tasks have the same id.
     """
 
     def __init__(
@@ -134,11 +136,11 @@ class TrlRollouts:
         """Play the prompts, and return a row for each, in their order. TRL calls this.
 
         Raises:
-            TrainerMismatch: A prompt is not of `dataset()`, the number of a prompt's generations does not fit
-                the job, or the trainer samples at another temperature.
+            TrainerMismatch: A prompt is not from `dataset()`, the number of a prompt's generations does not
+                fit the job, or the trainer samples at another temperature.
             RolloutsLate: The rollouts took too long.
             StreamEnded: The job ended before they did.
-            WeightsRefused: The pool did not get the new weights.
+            CliError: The pool did not get the new weights.
         """
         self._check(trainer)
         batch = [self.tasks[self._named(prompt)] for prompt in prompts]
@@ -193,19 +195,20 @@ def _chosen(rows: Sequence[TrainingSequence], several: Several) -> TrainingSeque
 class TrlWeights:
     """Brings the weights of each optimizer step to every backend of a pool.
 
-    Each version is saved to a folder of its own, `FOLDER/RUN-step-N`, and is complete before the pool hears
-    of it. Policy versions are the names of these folders.
+    Each version is saved to a folder of its own, `FOLDER/RUN-step-N`, which is complete before the pool is
+    asked to load it. Policy versions are the names of these folders.
 
     Args:
         client: The client of the control plane.
         pool: The pool from which the job samples.
         folder: A folder that the trainer can write and every backend can read.
-        convert: What makes the folder that the servers load (second argument) from the Hugging Face folder
-            (first argument). Without it, the servers load the Hugging Face folder, as vLLM and SGLang do.
+        convert: Makes the folder that the servers load (second argument) from the Hugging Face folder (first
+            argument). Without it, the servers load the Hugging Face folder, as vLLM and SGLang do.
         mode: How servers are paused; see the client's `update_weights`.
         timeout: The seconds that an update may take.
-        keep: How many of the newest folders stay, at least 1.
-        at_once: Bring the weights before the first rollouts, too. By default the pool is taken to have them.
+        keep: How many of the newest folders are kept, at least 1.
+        at_once: Also bring the weights before the first rollouts. By default the pool is assumed to have
+            them.
     """
 
     client: Client
@@ -235,7 +238,7 @@ class TrlWeights:
         """Bring the weights to the pool, unless it has those of this step. All processes must call it.
 
         Raises:
-            WeightsRefused: The update failed on a backend.
+            CliError: The update failed on a backend.
             RollyardError: The control plane refuses the update, or it takes longer than `timeout`.
             OSError: The checkpoint cannot be written.
         """
@@ -266,8 +269,9 @@ class TrlWeights:
         update = self.client.update_weights(self.pool, version, checkpoint=str(checkpoint), mode=self.mode)
         update = self.client.wait_weights(self.pool, update.id, self.timeout)
         if update.state != "Succeeded":
-            raise WeightsRefused(
-                f"weights {version} did not reach pool {self.pool}: {update.message or update.state}"
+            raise CliError(
+                f"weights {version} did not reach pool {self.pool}: {update.message or update.state}",
+                reason="WeightsRefused",
             )
         self.version = version
         self._folders.append(checkpoint)

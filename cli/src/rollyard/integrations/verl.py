@@ -19,7 +19,7 @@ _BESIDE: Final = (
     "min_global_steps",
     "max_global_steps",
 )
-"""The extra fields of an output that a batch has beside its tensors."""
+"""The extra fields of an output that a batch has in addition to its tensors."""
 _ONE_EACH: Final = (
     ", and verl takes one sequence of each: use data_proto(several='rows'), or keep the chat template from "
     "rewriting history"
@@ -50,7 +50,7 @@ def agent_loop_output(trajectory: Trajectory, *, pad_token_id: int, reward: floa
 
     Raises:
         TrainerMismatch: The rollout has no reward, and `reward` is None (`RolloutUnscored`): play its task
-            again. Or it has several segments, and verl takes one output of each run (`SegmentsRefused`).
+            again. Or it has several segments, and verl takes one output for each run (`SegmentsRefused`).
     """
     from verl.experimental.agent_loop.agent_loop import AgentLoopMetrics, AgentLoopOutput
 
@@ -80,7 +80,7 @@ def data_proto(
 
     Tensors, with B rows, P tokens of prompt (padded left) and R of response (padded right): `prompts` (B, P),
     `responses`, `response_mask`, `rollout_log_probs` (float32, nats) and `rm_scores` (float32, the reward at
-    the last token) (B, R), `input_ids`, `attention_mask` and `position_ids` (B, P + R). Beside them: `uid`
+    the last token) (B, R), `input_ids`, `attention_mask` and `position_ids` (B, P + R). In addition: `uid`
     (the group), `rollout_id`, `task_id`, `status`, `policy_versions`, `min_global_steps`, `max_global_steps`
     and `__num_turns__`.
 

@@ -1,1 +1,1 @@
-"""Jobs before and while they run: their manifests and tasks are read, submitted and watched."""
+"""Jobs before and while they run: reading, submitting and watching them."""

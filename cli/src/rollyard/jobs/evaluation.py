@@ -1,4 +1,4 @@
-"""Answers are evaluated, and reference solutions played, on this machine, without a control plane."""
+"""The evaluation of answers and reference solutions on this machine, without a control plane."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 _ORACLE: Final = "oracle"
 SAME_REWARD: Final = 1e-9
-"""Rewards that differ by no more are the same, as for dynamic sampling."""
+"""Rewards that differ by at most this are the same, as for dynamic sampling."""
 
 
 def same_reward(first: float | None, second: float | None) -> bool:
@@ -41,7 +41,7 @@ def shown_reward(reward: float | None) -> str:
 
 
 def count_bounded(counter: Counter[str], name: str, most: int, others: str) -> str:
-    """Count a name, or `others` in the place of a new one where there are `most`, and return what counted."""
+    """Count a name, or `others` for a new one beyond `most`, and return what was counted."""
     counted = name if name in counter or len(counter) < most else others
     counter[counted] += 1
     return counted
@@ -60,13 +60,13 @@ def open_rescorer(
         handler: The name of the handler.
         spec: The spec of the job.
         reward: The section `reward` that counts.
-        by: Who asks for it, for the record.
+        by: Who requests it, for the record.
         sandbox: The kind of the sandboxes, for a handler that needs some.
 
     Raises:
         UsageProblem: The handler needs a sandbox, whose modules are not installed.
-        InvalidInput: The handler judges more than an answer, the reward needs a service, a name stands for
-            nothing, or no sandbox can be started here.
+        InvalidInput: The handler judges more than an answer, the reward needs a service, a name is unknown,
+            or no sandbox can be started here.
     """
     from rollyard_pipeline.errors import PipelineError
     from rollyard_pipeline.sandboxes import open_provider
@@ -103,7 +103,7 @@ def play(job: RolloutJob | str, tasks: Sequence[Task], *, sandbox: str) -> Check
     """Play the reference solutions, and report each that does not get the reward 1.
 
     Args:
-        job: The job, or the name of the handler of tasks that come without one.
+        job: The job, or the name of the handler for tasks that come without a job.
         tasks: The tasks.
         sandbox: The kind of the sandboxes, such as `bubblewrap`.
 

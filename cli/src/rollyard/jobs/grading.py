@@ -1,4 +1,4 @@
-"""Answers and their keys are read, graded a few at a time, and shown."""
+"""The reading, grading and showing of answers, a few at a time."""
 
 from __future__ import annotations
 
@@ -38,17 +38,17 @@ if TYPE_CHECKING:
 CHUNK: Final = 8
 """The number of answers that are graded at the same time."""
 MAX_ANSWER: Final = 1 << 20
-"""The largest number of characters of an answer, as of any message."""
+"""The largest number of characters of an answer, as for any message."""
 MAX_LINE: Final = 8 << 20
 """The largest number of characters of a line of a file with answers."""
 MAX_REWARDS: Final = 10
-"""The number of different rewards that a summary counts one by one."""
+"""The largest number of different rewards that a summary counts one by one."""
 MAX_SHOWN_ID: Final = 32
-"""The number of characters of a pair's name on a terminal, which shows the reward after it."""
+"""The largest number of characters of a pair's name on a terminal, which shows the reward after it."""
 MAX_COMPARED_IDS: Final = 10_000
-"""The number of ids of tasks among which those near to an unknown one are looked for."""
+"""The largest number of task ids that are compared with an unknown one."""
 NO_TASK: Final = "grade"
-"""The id of the task that is made of a pair. Nobody has named it, so no message does."""
+"""The id of the task that is made from a pair. The user did not choose it, so no message shows it."""
 OPTIONS: Final = {
     "answer": "ANSWER",
     "key": "--key",
@@ -58,7 +58,7 @@ OPTIONS: Final = {
     "numeric.relative": "--tolerance",
     "task": "--task",
 }
-"""What gives the fields of a pair on the command line."""
+"""The options that give the fields of a pair on the command line."""
 RECORDED: Final = (
     "status",
     "reason",
@@ -72,7 +72,7 @@ RECORDED: Final = (
 
 
 def _text_of_integer(value: Any) -> Any:
-    # A boolean is an int, too, but its text is not what the file says.
+    # A boolean is also an int, but its text is not what the file says.
     return str(value) if type(value) is int else value
 
 
@@ -84,23 +84,23 @@ class Pair(Model):
     key: Annotated[str, Field(max_length=1 << 16), BeforeValidator(_text_of_integer)] | None = None
     """The right answer. An integer stands for its text."""
     choices: Annotated[list[Choice], Field(max_length=26)] = Field(default_factory=list)
-    """The choices, of which the key is the letter."""
+    """The choices, of which the key is a letter."""
     numeric: NumericAnswer | None = None
-    """Says that the key is a number."""
+    """Given if the key is a number."""
     task: str | None = None
     """The id of a task of `--tasks`, instead of `key`, `choices` and `numeric`."""
     expect: Annotated[float, Field(allow_inf_nan=False)] | None = None
-    """The reward that is right."""
+    """The expected reward."""
     id: Annotated[str, Field(max_length=128), BeforeValidator(_text_of_integer)] | None = None
-    """What names the pair in the output, instead of its line. An integer stands for its text."""
+    """The name of the pair in the output, instead of its line. An integer stands for its text."""
 
 
 @dataclass(frozen=True, slots=True)
 class RefusedLine:
-    """A line of a file that holds no pair."""
+    """A line of a file that does not hold a pair."""
 
     id: str
-    """What names it in the output."""
+    """Its name in the output."""
     message: str
     """Why it is refused."""
     task: None = None
@@ -137,7 +137,7 @@ def pairs_of(path: Path) -> Iterator[Pair | RefusedLine]:
 
     Raises:
         LookupFailed: There is no such file.
-        InvalidInput: The file is no text, or has a line without an end. The message names it.
+        InvalidInput: The file is not text, or has a line that is too long. The message names it.
     """
     name = "standard input" if path == Path("-") else str(path)
     try:
@@ -161,7 +161,7 @@ def pairs_of(path: Path) -> Iterator[Pair | RefusedLine]:
 
 
 def _opened(path: Path) -> AbstractContextManager[IO[str]]:
-    """Open a text, which editors may have begun with a byte order mark; `-` stands for standard input."""
+    """Open a text file, which may begin with a byte order mark; `-` stands for standard input."""
     if path == Path("-"):
         return click.open_file("-", encoding="utf-8-sig")
     return text_file(path, "utf-8-sig")
@@ -185,7 +185,7 @@ def _pair(document: dict[str, Any]) -> Pair:
 
 
 def _with_options(message: str) -> str:
-    """Return a message about a field of a pair as one about the option that gives it."""
+    """Turn a message about a field of a pair into one about the option that gives it."""
     field, colon, rest = message.partition(":")
     option = OPTIONS.get(field.partition("[")[0])
     rest = re.sub(r"'(choices|numeric\.unit)'", lambda named: OPTIONS[named[1]], rest)
@@ -194,7 +194,7 @@ def _with_options(message: str) -> str:
 
 @dataclass(slots=True)
 class GradeCounts:
-    """What a file of pairs came to."""
+    """The results of a file of pairs."""
 
     rewards: Counter[str] = field(default_factory=Counter)
     differing: int = 0
@@ -257,8 +257,8 @@ def grade(
         tasks_file: The tasks that pairs name. None stands for the keys of the pairs.
         task_format: The format of the tasks.
         sandbox: The kind of the sandboxes, for a handler that needs some.
-        summed: Whether the pairs are those of a file: there is a line for each of them, also for one that is
-            refused, and a summary, also of those before an error or before Ctrl-C.
+        summed: Whether the pairs are those of a file: there is a line for each of them, even for one that is
+            refused, and a summary, even after an error or Ctrl-C.
         as_json: Whether each pair is shown as a JSON object, without a summary.
 
     Raises:
@@ -323,7 +323,7 @@ def _graded(
 
 
 def _spec(handler: str) -> RolloutJobSpec:
-    """Return the spec of a job with this handler, in which the policy's answer is all that there is.
+    """Return the spec of a job with this handler, in which the policy gives nothing but its answer.
 
     Raises:
         InvalidInput: No handler can have this name, or it gives no reward of its own.
@@ -348,7 +348,8 @@ def _task(pair: Pair, tasks: Mapping[str, Task], rescorer: Rescorer) -> Task:
     """Return the task of a pair, which the handler accepts.
 
     Raises:
-        InvalidInput: There is none, or the handler refuses it. The message begins with a field of the pair.
+        InvalidInput: There is no task, or the handler refuses it. The message begins with a field of the
+            pair.
     """
     from rollyard_pipeline.errors import PipelineError
 
@@ -373,7 +374,7 @@ def _named_task(pair: Pair, tasks: Mapping[str, Task]) -> Task:
     name = next(iter(tasks)) if pair.task is None and len(tasks) == 1 else pair.task
     if name is None:
         raise InvalidInput(f"task: required, because --tasks has {len(tasks)} tasks")
-    # Formats escape characters of the names that rows have; some of them do so between slashes.
+    # Formats escape characters in the names that rows have; some do so between slashes.
     spellings = (name, task_id(name), task_id(*name.split("/")))
     for spelling in spellings:
         if spelling in tasks:
@@ -406,7 +407,7 @@ def _refused(record: Trajectory, why: str) -> Trajectory:
 
 
 def _trajectory(pair: Pair | RefusedLine, number: int) -> Trajectory:
-    """Return the record of a rollout in which the policy has said the answer, and nothing else."""
+    """Return the record of a rollout in which the policy gave the answer, and nothing else."""
     return Trajectory(
         id=f"grade-{number}",
         job="grade",
@@ -428,7 +429,7 @@ def _in_full(pair: Pair | RefusedLine, record: Trajectory, differs: bool) -> Non
         raise CliError(_verdict(record))
     console = terminal.console()
     console.print(Text(_verdict(record), style="bold"), soft_wrap=True)
-    # The answer may have written it, and no line of it may look like one of these.
+    # The text may come from the answer, and none of its lines may look like the lines here.
     for line in record.reward_output.splitlines():
         console.print(Text(f"  │ {line}"), soft_wrap=True)
     if record.reward_components:
@@ -437,9 +438,9 @@ def _in_full(pair: Pair | RefusedLine, record: Trajectory, differs: bool) -> Non
 
 
 def _as_line(pair: Pair | RefusedLine, record: Trajectory, differs: bool) -> None:
-    """Print a pair as one line, which a terminal gets as wide as it is and a pipe in full.
+    """Print a pair as one line, which is cut to the width of a terminal and complete in a pipe.
 
-    What handlers show last is what the reward comes from, so it is first here, where no terminal cuts it.
+    Handlers show last where the reward comes from, so it is first here, where no terminal cuts it.
     """
     console = terminal.console()
     expected = f", not {pair.expect:g}" if differs else ""

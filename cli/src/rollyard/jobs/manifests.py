@@ -1,4 +1,4 @@
-"""Manifests and task lists on this machine. They are read and checked, and their paths are made absolute."""
+"""Manifests and task lists on this machine, which are read and checked, with their paths made absolute."""
 
 from __future__ import annotations
 
@@ -30,7 +30,6 @@ from rollyard_tasks.file_rows import FileRow, header, is_text
 from rollyard_tasks.formats.harbor import folder_rows
 from rollyard_tasks.formats.parquet_rows import MAGIC, PIECE_BYTES, converted
 from rollyard_tasks.formats.registry import DEFAULT
-from rollyard_tasks.harbor.archive import FolderRefused
 from rollyard_tasks.harbor.plan import harbor_plan, resource_problems
 from rollyard_tasks.row_texts import FileRefused
 from rollyard_tasks.task_file import MAX_FILE_BYTES, TaskFile
@@ -41,10 +40,10 @@ from rollyard.errors import InvalidInput, LookupFailed
 MAX_MANIFEST_BYTES: Final = 16 << 20
 MAX_PROBLEMS: Final = 20
 SHOWN_TASKS: Final = 2
-"""The number of mapped tasks that `rollyard validate` shows."""
+"""The largest number of mapped tasks that `rollyard validate` shows."""
 SHOWN_CHARACTERS: Final = 600
 _RECOGNISED_BYTES: Final = 64 << 10
-"""The size of the part of a file that tells manifests from tasks."""
+"""The size of the part of a file by which manifests are distinguished from tasks."""
 _YAML: Final = re.compile(rb"""#|---|%YAML|["']?[A-Za-z]+["']?[ \t]*:""")
 """The beginning of a text that is meant to be a manifest, although it has no apiVersion."""
 _API_VERSION: Final = re.compile(rb"""(?:^|[{,])[ \t]*["']?apiVersion["']?[ \t]*:""", re.MULTILINE)
@@ -84,7 +83,7 @@ def read_manifests(path: Path) -> list[Manifest]:
 
 
 def _absolute(manifest: Manifest, folder: Path) -> Manifest:
-    """Return the manifest with its task path as a URL. A path that is no URL is relative to the manifest."""
+    """Return the manifest with its task path as a URL. A path is relative to the manifest."""
     if isinstance(manifest, RolloutJob):
         tasks = manifest.spec.tasks
         if tasks.url is not None and "://" not in tasks.url:
@@ -166,7 +165,7 @@ def _specs(source: TaskSource | None) -> Mapping[str, Any] | None:
 def folder_rows_of(path: Path) -> Iterator[FileRow]:
     """Yield a row for each task folder below `path`, for the format `harbor`.
 
-    A folder that cannot be read is a row as well, which the format refuses.
+    A folder that cannot be read gives a row as well, which the format refuses.
 
     Raises:
         TaskListError: There is no task folder, or a folder above them cannot be read.
@@ -175,7 +174,7 @@ def folder_rows_of(path: Path) -> Iterator[FileRow]:
     try:
         for number, row in enumerate(folder_rows(path), 1):
             yield FileRow(number, row, unit="folder")
-    except FolderRefused as error:
+    except FileRefused as error:
         raise TaskListError([str(error)]) from error
     if not number:
         raise TaskListError(["there is no task folder: no folder below has a task.toml"])
@@ -194,7 +193,7 @@ def folder_warnings(path: Path, source: TaskSource) -> list[str]:
             if keys:
                 noted.append(Task(id=task.id, prompt="-", metadata=keys))
     except TaskListError:
-        # The control plane says why it refuses them.
+        # The control plane will say why it refuses them.
         return []
     return signals.task_warnings(noted)
 
@@ -324,7 +323,7 @@ def size_problems(job: RolloutJob, tasks: Sequence[Task]) -> list[str]:
 
 
 def reward_problems(job: RolloutJob) -> list[str]:
-    """Return the problems of the names of a job's reward components.
+    """Return the problems with the names of a job's reward components.
 
     Its handler and its reward function must be installed here.
     """
@@ -394,7 +393,7 @@ def _groups(source: TaskSource, tasks: Sequence[Task]) -> int | None:
 
 
 def shown_tasks(tasks: Sequence[Task]) -> tuple[str, ...]:
-    """Return a line for each of the first tasks that a format has made of rows: its JSON, shortened."""
+    """Return a line for each of the first tasks that a format has made from rows: its JSON, shortened."""
     lines = []
     for task in tasks[:SHOWN_TASKS]:
         text = task.model_dump_json(exclude_none=True, exclude_defaults=True)
@@ -403,7 +402,7 @@ def shown_tasks(tasks: Sequence[Task]) -> tuple[str, ...]:
 
 
 def _check_regular(path: Path) -> None:
-    """Check that a path is no pipe or device, which would have to be read twice and may never end.
+    """Check that a path is not a pipe or device, which would have to be read twice and may never end.
 
     Raises:
         LookupFailed: It is one.
@@ -428,7 +427,7 @@ def _has_manifests(path: Path) -> bool:
         return False
     line, _, _ = start.partition(b"\n")
     if line.startswith(b"{"):
-        # The row of a task list may hold the word as well, but then it is a whole object.
+        # The row of a task list may hold the word as well, but is then a whole object.
         with suppress(ValueError):
             return "apiVersion" in from_json(line)
         return _API_VERSION.search(start) is not None

@@ -1,4 +1,4 @@
-"""Kept trajectories are evaluated again on this machine, a few at a time."""
+"""The re-evaluation of stored trajectories on this machine, a few at a time."""
 
 from __future__ import annotations
 
@@ -34,33 +34,33 @@ TASKS: Final = 32
 """The number of tasks that one request reads."""
 MAX_REWARD_FILE: Final = 1 << 20
 MAX_CHANGES: Final = 20
-"""The number of different changes that a report counts one by one."""
+"""The largest number of different changes that a report counts one by one."""
 OTHER_CHANGES: Final = "other changes"
 MAX_REASONS: Final = 10
-"""The number of different reasons of failures that a report counts one by one."""
+"""The largest number of different reasons for failures that a report counts one by one."""
 OTHER_REASONS: Final = "other reasons"
 MAX_TYPE: Final = 64
-"""The largest number of characters that are shown of the type of an exception."""
+"""The largest number of characters shown of the type of an exception."""
 MAX_EXAMPLE: Final = 300
-"""The largest number of characters that are shown of a message."""
+"""The largest number of characters shown of a message."""
 
 
 @dataclass(slots=True)
 class RewardChanges:
-    """What an evaluation changed, in numbers of trajectories."""
+    """What an evaluation changed, as numbers of trajectories."""
 
     changes: Counter[str] = field(default_factory=Counter)
-    """The rewards that changed, by what they were and what they are."""
+    """The rewards that changed, by their old and new values."""
     same: int = 0
-    """Those whose reward is the same."""
+    """Trajectories whose reward is the same."""
     failed: int = 0
-    """Those that could not be evaluated, so that they have no reward now."""
+    """Trajectories that could not be evaluated, so that they have no reward now."""
     reasons: Counter[str] = field(default_factory=Counter)
-    """The same, by what was raised."""
+    """The same, by the exception that was raised."""
     examples: dict[str, str] = field(default_factory=dict)
     """The first message of each reason."""
     unrewarded: int = 0
-    """Those of rollouts that failed or were cancelled, which stay as they are."""
+    """Trajectories of rollouts that failed or were cancelled, which stay as they are."""
 
     def add(self, before: Trajectory, now: Trajectory) -> None:
         """Count a trajectory."""
@@ -82,7 +82,7 @@ class RewardChanges:
         self.examples.setdefault(reason, message[:MAX_EXAMPLE])
 
     def lines(self) -> Iterator[str]:
-        """Yield the lines of the report: a sentence, the changes, and why others could not be evaluated.
+        """Yield the lines of the report: a sentence, the changes, and why evaluations failed.
 
         The most frequent changes and reasons come first.
         """
@@ -113,14 +113,14 @@ def rescore(
         name: The job.
         namespace: The namespace of the job.
         handler: The name of the handler.
-        output: The file to write, with JSON lines. It is there whole or not at all. With None, none is.
+        output: The file of JSON lines to write, as a whole or not at all. With None, none is written.
         reward_file: A file with a section `reward`. None stands for the job's own.
         sandbox: The kind of the sandboxes, for a handler that needs some.
 
     Raises:
         LookupFailed: There is no such job or file, or the control plane has lost a task.
-        InvalidInput: The handler judges what is not kept, the reward needs a service, a name stands for
-            nothing, or no sandbox can be started here.
+        InvalidInput: The handler judges what is not stored, the reward needs a service, a name is unknown, or
+            no sandbox can be started here.
     """
     job = client.job(name, namespace)
     reward = job.spec.reward if reward_file is None else read_reward(reward_file)
@@ -175,7 +175,7 @@ def read_reward(path: Path) -> RewardSpec:
 
     Raises:
         LookupFailed: There is no such file.
-        InvalidInput: It is no such section. The message names the field.
+        InvalidInput: It is not such a section. The message names the field.
     """
     try:
         if path.stat().st_size > MAX_REWARD_FILE:

@@ -37,7 +37,7 @@ def phase_of(client: Client, job: RolloutJob) -> str | None:
 
 
 def submit_job(client: Client, job: RolloutJob) -> RolloutJob:
-    """Submit a job, and return it. If its tasks are in a file of this machine, the file is uploaded first.
+    """Submit a job, and return it. If its tasks are in a file on this machine, the file is uploaded first.
 
     Raises:
         RollyardError: The server refuses the job.
@@ -113,7 +113,7 @@ def follow(
             try:
                 job = client.job(name, namespace)
             except ServerUnavailable:
-                # A control plane that was killed is started again within seconds.
+                # A control plane that was killed is restarted within seconds.
                 silent_since = silent_since or time.monotonic()
                 if time.monotonic() - silent_since > UNREACHABLE_SECONDS:
                     raise

@@ -23,11 +23,11 @@ _MODEL_FILES: Final = {
     "embedded": ("genai_config.json", "tokenizer.json", "*.onnx"),
     "vllm": ("config.json", "tokenizer.json", _WEIGHTS),
 }
-"""The files that a model folder needs, by engine: names or patterns, of which one must be there."""
+"""The files that a model folder needs, by engine: for each, names or patterns of which one must match."""
 
 
 def whole_path(path: Path) -> Path:
-    """Return a path of the command line or of a file, without `~` and links."""
+    """Return a path from the command line or a file, without `~` and links."""
     return path.expanduser().resolve()
 
 
@@ -69,7 +69,7 @@ SandboxTemplates = Annotated[
 
 
 class Options(ListeningOptions):
-    """The options of `rollyard up`, which are the settings of its supervisor, too."""
+    """The options of `rollyard up`, which are also the settings of its supervisor."""
 
     prefix: ClassVar[str] = "ROLLYARD_UP_"
 
@@ -78,9 +78,9 @@ class Options(ListeningOptions):
         str, Option("Use a running vLLM-compatible server", BACKENDS, flag="--backend", metavar="URL")
     ] = ""
     """The URL of a running vLLM-compatible server. If it is empty, the supervisor starts backends itself."""
-    engine: Annotated[
-        Literal["embedded", "vllm"], Option("What to start in the place of --backend", BACKENDS)
-    ] = "embedded"
+    engine: Annotated[Literal["embedded", "vllm"], Option("What to start instead of --backend", BACKENDS)] = (
+        "embedded"
+    )
     """The engine of the backends that the supervisor starts."""
     model: Annotated[
         str,
@@ -136,18 +136,19 @@ class Options(ListeningOptions):
         int,
         Field(ge=0, le=64),
         Option(
-            "Processes that stand ready for the workers of jobs; 0: no process of any kind stands ready",
+            "Ready processes for the workers of jobs; 0: no ready process of any kind",
             "Workers",
         ),
     ] = 1
-    """The number of processes that stand ready to become stage workers. With 0, none stands ready, and no
-    other process does either."""
+    """The number of ready processes that can become stage workers. With 0, there are no ready processes of
+    any kind."""
 
     lease_seconds: LeaseSeconds = 15.0
-    """The default is half of that of a cluster's control plane, because on one machine no heartbeat waits for
-    a network."""
+    """The default is half that of a cluster's control plane, because on one machine no heartbeat waits for a
+    network."""
     allow_tasks_from: TaskPrefixes = ("file:///",)
-    """The control plane runs as the user who calls it, and only holders of that user's token submit jobs."""
+    """The control plane runs as the user who calls it, and only holders of that user's token can submit
+    jobs."""
 
     def sandbox_arguments(self) -> tuple[str, ...]:
         """Return the sandbox options for the command lines of stage workers and of a supervisor."""
@@ -179,7 +180,7 @@ def shipped_model() -> Path:
 
 
 def check_model_folder(folder: Path, engine: str, engine_args: Sequence[str]) -> None:
-    """Check that a folder holds what an engine needs of a model.
+    """Check that a folder holds the files that an engine needs.
 
     Args:
         folder: The folder.

@@ -62,10 +62,10 @@ WORKER: Final = WORKER_MODULE[1]
 ENGINE: Final = ENGINE_MODULE[1]
 """The package that is run as the embedded engine."""
 HAND_OVER_SECONDS: Final = 6.0
-"""A stage worker gets a second SIGTERM so many seconds before its grace ends. It then gives back the rollouts
-that it holds at once."""
+"""A stage worker gets a second SIGTERM this many seconds before its grace period ends. It then immediately
+gives back the rollouts that it holds."""
 PORT_CHECK_SECONDS: Final = 0.1
-"""The time between two checks whether an embedded engine has written its port, in seconds."""
+"""The time between two checks for the port of an embedded engine, in seconds."""
 
 
 TURN_SECONDS: Final = 0.5
@@ -77,14 +77,14 @@ WORKER_IMPORTS: Final = (
     "encodings.idna",
     "encodings.unicode_escape",
 )
-"""The modules that a stage worker imports with its first requests."""
+"""The modules that a stage worker imports for its first requests."""
 ENGINE_IMPORTS: Final = ("rollyard_engine.server", "onnxruntime_genai", "jinja2.filters")
 """The modules that the engine imports after it has read its arguments."""
 PLANE_IMPORTS: Final = ("uvloop", "httptools", "anyio.streams.tls")
 """The modules that the control plane imports when it begins to serve."""
 REPLACEMENTS_AFTER: Final = 30.0
-"""The seconds after which a control plane, an engine and a second worker stand ready. What has just begun
-needs the processor more. After one that dies sooner, the next one stands ready at once."""
+"""The seconds after which a ready control plane, engine and second worker are started. What has just begun
+needs the processor more. If one of them dies earlier, its successor is made ready at once."""
 PROFILE: Final = Profile(
     combine_stages=True, backoff_seconds=0.5, backoff_cap_seconds=30.0, stable_seconds=60.0
 )
@@ -141,16 +141,16 @@ def _tokenizer(options: Options) -> str:
 
 
 def _known(options: Options) -> tuple[str, ...]:
-    """Return the options of workers that hold for every job: their sandboxes and the usual tokenizer."""
+    """Return the options of workers that apply to every job: their sandboxes and the usual tokenizer."""
     run_dir = Home(options.home).run
     known = ("--run-dir", str(run_dir), *options.sandbox_arguments())
     return (*known, "--chat-format", _tokenizer(options))
 
 
 def ready_programs(options: Options) -> tuple[Program, ...]:
-    """Return the programs of which processes stand ready.
+    """Return the programs for which there are ready processes.
 
-    With `--ready-workers 0` there are none. Otherwise a control plane stands ready too, after a while, and an
+    With `--ready-workers 0` there are none. Otherwise there is also a control plane, after a while, and an
     engine if the backends are embedded engines, so that each of them is restarted quickly.
     """
     if options.ready_workers == 0:
@@ -179,7 +179,7 @@ class Supervisor:
         self._wake = asyncio.Event()
         self._stop = asyncio.Event()
         self._troubles: dict[str, str] = {}
-        """The last end of each backend that was reported."""
+        """The last reported end of each backend."""
         self._noted: dict[str, Any] = {}
 
     def stop(self) -> None:
@@ -190,7 +190,7 @@ class Supervisor:
         """Lock the home, start everything, and reconcile until stopped.
 
         Raises:
-            HomeInUse: Another supervisor runs on this home.
+            HostError: Another supervisor runs on this home.
             StartFailed: The control plane does not become ready.
         """
         pool = default_pool(self._options)
@@ -200,7 +200,7 @@ class Supervisor:
             self._home.backends_file.unlink(missing_ok=True)
             self._home.write_supervisor(os.getpid())
             try:
-                # Its own control plane may have a certificate that ROLLYARD_CA_FILE vouches for.
+                # Its own control plane may have a certificate whose authority is in ROLLYARD_CA_FILE.
                 trusted = verify(Context("https:" if self._options.tls_cert else "http:", ""))
                 async with (
                     httpx.AsyncClient(trust_env=False) as http,
@@ -265,7 +265,7 @@ class Supervisor:
         return lambda owner: job_token(plane.token("worker"), owner.namespace, owner.name, owner.uid)
 
     def _note_backends(self, fleet: Fleet) -> None:
-        """Report what ends backends, once for each end of another kind, and note how their start fares."""
+        """Report why backends end, once for each different end, and note how their start proceeds."""
         backends = fleet.backends()
         for backend in backends:
             if backend.trouble and self._troubles.get(backend.name) != backend.trouble:
@@ -307,7 +307,7 @@ class Supervisor:
 
     async def _loop(self, driver: Driver, fleet: Fleet) -> None:
         async def run_pass() -> None:
-            # This comes before the pass, which starts a backend again that has ended.
+            # This comes before the pass, which restarts a backend that has ended.
             self._note_backends(fleet)
             await driver.run_pass(datetime.now(UTC))
 
@@ -327,7 +327,7 @@ async def end_sandboxes(home: Home, provider_name: str, url: str, token: str) ->
     """End every sandbox of this home, after the control plane has queued the rollouts that need them at Init.
 
     A sandbox that cannot be removed ends when its own lease expires. A control plane that does not answer is
-    left alone: an attempt fails then for each of these rollouts.
+    left alone: an attempt of each of these rollouts then fails.
     """
     if not (home.run / "sandboxes").is_dir():
         return
@@ -357,7 +357,7 @@ async def run_supervisor(options: Options, say: Callable[[str], None]) -> None:
     """Run `rollyard up` in the foreground until Ctrl-C, SIGTERM or a failure to start.
 
     Raises:
-        HomeInUse: Another supervisor runs on this home.
+        HostError: Another supervisor runs on this home.
         StartFailed: The control plane does not become ready.
     """
 
@@ -379,7 +379,7 @@ class _Entry:
     probe: asyncio.Task[None] | None = None
     health: BackendHealth = field(default_factory=BackendHealth)
     blocked: bool = False
-    """Whether nothing was started because this machine lacks something, which `failure` names."""
+    """Whether nothing was started because this machine lacks something that `failure` names."""
     draining_since: datetime | None = None
     port: int = 0
     """The port that was chosen for a vLLM server."""
@@ -399,7 +399,7 @@ class _Entry:
 
 @dataclass(frozen=True, slots=True)
 class BackendNote:
-    """How a backend fares."""
+    """The health of a backend."""
 
     name: str
     owner: Owner
@@ -429,7 +429,7 @@ class Fleet:
         url: The base URL of the control plane.
         http: The client that asks for the health of backends.
         wake: Called when something has changed, so that the next pass starts early.
-        ready: The processes that stand ready.
+        ready: The ready processes.
         worker_token: Returns the token of the workers of a RolloutJob.
     """
 
@@ -466,7 +466,7 @@ class Fleet:
         )
 
     def backends(self) -> list[BackendNote]:
-        """Return how each backend fares that is not being stopped."""
+        """Return the health of each backend that is not being stopped."""
         notes = []
         for name, entry in self._entries.items():
             observed = self._observe(entry)
@@ -520,7 +520,7 @@ class Fleet:
         )
 
     async def carry_out(self, owner: Owner, plan: Plan[Any]) -> None:
-        """Start, drain and stop what the plan of one owner says. Stopping continues in the background."""
+        """Start, drain and stop what the plan for one owner says. Stopping continues in the background."""
         for stop in plan.stop:
             self.stop(stop)
         for name, entry in self._entries.items():
@@ -608,7 +608,7 @@ class Fleet:
         ]
 
     def stop(self, stop: Stop) -> None:
-        """End a workload within its grace, in the background. One that has ended is removed."""
+        """End a workload within its grace period, in the background. One that has ended is removed."""
         entry = self._entries.get(stop.name)
         if entry is None or entry.stopping is not None:
             return
@@ -634,7 +634,7 @@ class Fleet:
         self._wake()
 
     async def stop_all(self, kind: str, grace_seconds: float) -> None:
-        """End all workloads of a kind at the same time, within the grace and five seconds."""
+        """End all workloads of a kind at the same time, within the grace period and five seconds."""
         ending = [entry for entry in self._entries.values() if entry.workload.kind == kind]
         for entry in ending:
             if entry.stopping is not None:

@@ -29,7 +29,7 @@ API_SERVER: Final = "vllm.entrypoints.openai.api_server"
 PORT_TRIES: Final = 100
 LIST_SECONDS: Final = 20.0
 MODEL_SECONDS: Final = 10.0
-"""The limit of the question for the model of a running server, in seconds."""
+"""The time limit of the request for the model of a running server, in seconds."""
 _LISTED: Final = re.compile(r"^GPU (\d+): ", re.MULTILINE)
 
 
@@ -63,7 +63,7 @@ def find_program(name: str, env: Mapping[str, str]) -> str:
 
 
 def free_port(host: str, taken: Collection[int]) -> int:
-    """Return a port that no program listens on and that is not in `taken`.
+    """Return a port on which no program listens and that is not in `taken`.
 
     If another program takes the port first, the server fails and is started again on another one.
 

@@ -1,1 +1,1 @@
-"""The quickstart: one job on this machine, in the middle of which vLLM servers can get new weights."""
+"""The quickstart: one job on this machine, during which vLLM servers can get new weights."""

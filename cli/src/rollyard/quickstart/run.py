@@ -21,7 +21,7 @@ from rollyard_drivers.host import launcher
 from rollyard_drivers.host.home import Home, read_json
 
 from rollyard.detached import wait_ready
-from rollyard.errors import HomeUnusable, InvalidInput, LookupFailed
+from rollyard.errors import CliError, InvalidInput, LookupFailed
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -69,7 +69,7 @@ def prepare(options: QuickstartOptions) -> RolloutJob:
 
     Raises:
         InvalidInput: The manifest is not a single RolloutJob with a task file, or it has too few tasks.
-        HomeUnusable: The output folder cannot be written.
+        CliError: The output folder cannot be written.
     """
     from rollyard_crds import RolloutJob
     from rollyard_tasks.task_file import task_json
@@ -96,17 +96,19 @@ def prepare(options: QuickstartOptions) -> RolloutJob:
         options.out.mkdir(parents=True, exist_ok=True)
         chosen.write_text("".join(lines))
     except OSError as error:
-        raise HomeUnusable(f"--out {options.out} cannot be written: {error.strerror or error}") from error
+        raise CliError(
+            f"--out {options.out} cannot be written: {error.strerror or error}", reason="HomeUnusable"
+        ) from error
     job.spec.tasks.url = chosen.resolve().as_uri()
     job.spec.samples_per_task = options.samples
     return job
 
 
 def fresh_home(path: Path) -> Home:
-    """Return the home after the files of an earlier quickstart were removed from it.
+    """Return the home, from which the files of an earlier quickstart were removed.
 
     Raises:
-        HomeInUse: A quickstart runs there now.
+        HostError: A quickstart runs there now.
     """
     home = Home(path.resolve())
     with home.locked():
@@ -118,7 +120,7 @@ def fresh_home(path: Path) -> Home:
 
 @contextlib.contextmanager
 def running(home: Home, options: QuickstartOptions, further: Sequence[str] = ()) -> Iterator[None]:
-    """Run `rollyard up` as a child process. It is stopped when the block ends, also by an exception.
+    """Run `rollyard up` as a child process. It is stopped when the block ends, even by an exception.
 
     Raises:
         StartFailed: It ended, or it was not ready in time.
@@ -138,7 +140,7 @@ def running(home: Home, options: QuickstartOptions, further: Sequence[str] = ())
         wait_ready(process, log, "`rollyard up`", lambda: read_json(home.context_file), START_SECONDS)
         yield
     finally:
-        # Ctrl-C, SIGTERM and SIGHUP are ignored, because this already stops what they would stop.
+        # Ctrl-C, SIGTERM and SIGHUP are ignored, because this block already stops what they would stop.
         with _handled(signal.SIG_IGN, signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             process.terminate()
             try:
@@ -152,7 +154,7 @@ def running(home: Home, options: QuickstartOptions, further: Sequence[str] = ())
 def _handled(
     handler: Callable[[int, FrameType | None], None] | signal.Handlers, *numbers: signal.Signals
 ) -> Iterator[None]:
-    """Handle signals by `handler` during the block, and after it as before it."""
+    """Handle signals with `handler` during the block, and restore the old handlers after it."""
     before = {number: signal.signal(number, handler) for number in numbers}
     try:
         yield
@@ -176,7 +178,7 @@ def run(options: QuickstartOptions, console: Console) -> RolloutJob:
 
     Raises:
         InvalidInput: The manifest, its tasks or the model cannot be used.
-        HomeInUse: A quickstart runs in this home already.
+        HostError: A quickstart runs in this home already.
         StartFailed: `rollyard up` or a server did not start in time, or the weight update failed.
         CliError: Something else failed. As with the others, the message says what to do.
     """
@@ -277,7 +279,7 @@ def conclude(
 
 
 def _short(path: Path) -> str:
-    """Return the path, relative to the working folder if it is inside that."""
+    """Return the path, relative to the working folder if it is inside it."""
     with contextlib.suppress(ValueError):
         return str(path.resolve().relative_to(Path.cwd()))
     return str(path)

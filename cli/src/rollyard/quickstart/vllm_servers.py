@@ -1,6 +1,6 @@
-"""The vLLM servers of the quickstart: a pool of them, which can get new weights in the middle of the job.
+"""The vLLM servers of the quickstart: a pool that can get new weights in the middle of the job.
 
-The new checkpoint is the old one with a little noise, in place of a trainer's optimiser step. The files,
+The new checkpoint is the old one with a little noise, instead of a trainer's optimiser step. The files,
 shapes and names are those of a real checkpoint; only the values were not learnt.
 """
 
@@ -54,15 +54,15 @@ CPU_ENVIRONMENT: Final = {
     "TORCHDYNAMO_DISABLE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "$(BACKEND_INDEX)",
     "VLLM_CPU_KVCACHE_SPACE": "1",  # GB
-    # The engine computes in its own process, with one thread, where it would start another one for that. A
-    # server is ready after two thirds of the processor time, and a token costs two thirds as well.
+    # The engine computes in its own process, with one thread, instead of starting another process. A server
+    # is ready after two thirds of the processor time, and a token costs two thirds as well.
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "OMP_NUM_THREADS": "1",
 }
 _MIN_RUN_PLACES: Final = 4
 _SHARE_OF_RUN_PLACES: Final = 8
 START_AT: Final = 0.25
-"""The share of the rollouts that have ended when the update is sent."""
+"""The share of the rollouts that must have ended when the update is sent."""
 FINISH_SECONDS: Final = 180.0
 PROMPT_TOKENS: Final = 24
 _HEADER_LIMIT: Final = 100 << 20  # The safetensors format limits the header to this number of bytes.
@@ -343,7 +343,7 @@ class MidwayUpdate:
     Args:
         client: The client of the control plane.
         folder: The folder of the new checkpoint.
-        reference: The log-probabilities that it must give.
+        reference: The log-probabilities that the servers must give.
         console: The console for messages about the update.
     """
 

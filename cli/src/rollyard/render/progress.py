@@ -71,7 +71,7 @@ class Bars:
         self._shown = ""
 
     def update(self, job: RolloutJob) -> None:
-        """Move the bars to this state. A message that stays is printed above them."""
+        """Move the bars to this state. A message that persists is printed above them."""
         self._say_what_it_waits_for(job)
         for item in stage_progress(job.status.counts):
             note = f"{item.active} active, {item.queued} queued"
@@ -88,7 +88,7 @@ class Bars:
         message = "" if job.status.completion_time is not None else job.status.message
         if message != self._message:
             self._message, self._since = message, time.monotonic()
-        # Every start takes a moment, so what a job waits for is worth a line only after a while.
+        # Every start takes a moment, so only a longer wait is worth a line.
         if message and message != self._shown and time.monotonic() - self._since >= WAITING_SECONDS:
             self._shown = message
             self._progress.console.print(Text(f"{job.status.phase}: {message}"), soft_wrap=True)

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 WRAPPED: Final = frozenset({"why", "message"})
 PIPE_WIDTH: Final = 8192
 GAPS: Final = (3, 2, 1)
-"""The spaces between columns. The widest gap with which a table fits the terminal is used."""
+"""The possible gaps between columns. The widest with which a table fits the terminal is used."""
 ROLLOUT_COLUMNS: Final = (
     "rollout",
     "task",
@@ -51,7 +51,7 @@ def age(since: datetime | None, now: datetime) -> str:
 
 
 def plain_table(columns: Sequence[str]) -> Table:
-    """Return an empty table like those of kubectl, without lines and with upper-case heads.
+    """Return an empty table like those of kubectl, without rules and with upper-case headings.
 
     Columns with free text (`why`, `message`) may wrap on a terminal.
     """

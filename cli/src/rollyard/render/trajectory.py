@@ -136,7 +136,7 @@ def header(trajectory: Trajectory) -> Iterator[Text]:
         yield Text(f"reward components: {parts}", style=DIM)
     if trajectory.reward_output:
         yield Text("the evaluation printed:", style=DIM)
-        # The policy's program may have written it, and no line of it may look like one of these.
+        # The policy's program may have written it, and none of its lines may look like the lines here.
         for text in trajectory.reward_output.splitlines():
             yield Text(f"  │ {text}", style=DIM)
     yield from attempts(trajectory.attempts, trajectory.attempts_dropped)

@@ -1,1 +1,1 @@
-"""Files of trajectories, which are written from a server, read back and summarized."""
+"""Files of trajectories, which are exported from a server, read back and summarized."""

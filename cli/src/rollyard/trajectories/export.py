@@ -17,14 +17,14 @@ if TYPE_CHECKING:
 
 
 LINES: Final = (".jsonl", ".jsonl.gz")
-"""The endings of files with JSON lines."""
+"""The suffixes of files with JSON lines."""
 
 
 def write_lines(lines: Iterator[bytes], path: Path) -> int:
     """Write lines to a .jsonl or .jsonl.gz file, and return their number.
 
     Raises:
-        UsageProblem: The file's name has another ending.
+        UsageProblem: The file's name has another suffix.
         CliError: The file cannot be written.
     """
     if not path.name.endswith(LINES):
@@ -43,7 +43,7 @@ def write(client: Client, name: str, namespace: str, path: Path, follow: bool = 
     """Write a .parquet, .jsonl or .jsonl.gz file, and return the number of its trajectories.
 
     Raises:
-        UsageProblem: The file's name has another ending.
+        UsageProblem: The file's name has another suffix.
         CliError: The file cannot be written.
     """
     if path.name.endswith(LINES):

@@ -70,7 +70,7 @@ def _from_row(row: dict[str, Any], path: Path) -> Trajectory:
 
 
 def find(trajectories: Iterator[Trajectory], rollout: str) -> Trajectory:
-    """Return the trajectory with this id, or else the only one whose id ends so or whose task has this id.
+    """Return the trajectory with this id, or the only one whose id ends with it or whose task has it.
 
     Raises:
         LookupFailed: There is no such trajectory, or there are several.
@@ -103,8 +103,8 @@ def tokenizer_of(path: Path) -> Path | None:
 def most_telling(trajectories: Iterator[Trajectory]) -> Trajectory | None:
     """Return the trajectory that is most useful to read first, or None if there is none.
 
-    Solved ones are preferred, and then those with more turns, of which three are enough. Of equally useful
-    ones, it is the earliest.
+    Solved ones are preferred, and then those with more turns, up to three. Of equally useful ones, the
+    earliest is returned.
     """
     best: Trajectory | None = None
     rank = (-1, -1)

@@ -1,4 +1,4 @@
-"""The summary of a run, made of its trajectories: counts, rewards, tokens, times and policy versions."""
+"""The summary of a run, made from its trajectories: counts, rewards, tokens, times and policy versions."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def summarize(trajectories: Iterable[Trajectory], wall_seconds: float) -> Summar
 
 @dataclass(frozen=True, slots=True)
 class BackendSummary:
-    """The work of one backend for the job, and the backend's state at the job's end."""
+    """The work of one backend for the job, and the backend's state when the job ended."""
 
     url: str
     rollouts: int
@@ -187,7 +187,7 @@ def summarize_policies(
         tokens.update(own)
         holders.update(own.keys())
         several += len(own) > 1
-    # A version that no update brought was in the servers from the start.
+    # A version that no update brought was on the servers from the start.
     brought = [update.policy_version for update in updates]
     order = [*(version for version in tokens if version not in brought), *brought]
     newest = len(order) - 1

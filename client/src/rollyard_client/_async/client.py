@@ -61,7 +61,7 @@ SUBMIT_SECONDS = 600.0
 
 
 class AsyncResultIterator(AsyncIterator[T], Generic[T]):
-    """An iterator of a job's results. It keeps its place if a call fails, so it can be used further."""
+    """An iterator of a job's results. It keeps its place if a call fails, so it can still be used."""
 
     def __init__(
         self,
@@ -77,8 +77,8 @@ class AsyncResultIterator(AsyncIterator[T], Generic[T]):
     def cursor(self) -> str:
         """The cursor after the last result that was returned.
 
-        An iteration with this cursor begins with the result that follows. It is the cursor of the call, or
-        empty, before the first result.
+        An iteration with this cursor begins with the result that follows. Before the first result, it is the
+        cursor of the call, or empty.
         """
         return self._pages.cursor
 
@@ -130,7 +130,8 @@ class AsyncClient:
         retry: Retry | None = None,
         tls: ssl.SSLContext | None = None,
     ) -> None:
-        # The HTTP library is imported for the first client, because that takes longer than all the rest.
+        # The HTTP library is imported for the first client, because the import takes longer than all the
+        # rest.
         from rollyard_client._async.transport import AsyncTransport
 
         self.namespace = namespace
@@ -177,7 +178,7 @@ class AsyncClient:
         await self._transport.send(ready())
 
     async def submit(self, manifest: RolloutJob | Mapping[str, Any]) -> RolloutJob:
-        """Submit a RolloutJob and return it, in the client's namespace if its manifest names none.
+        """Submit a RolloutJob, in the client's namespace if its manifest names none, and return it.
 
         Submitting the same job twice has no further effect.
         """
@@ -268,7 +269,7 @@ class AsyncClient:
         Args:
             name: The job.
             step: The id of the step, which the trainer chooses.
-            groups: How many groups with a signal the step wants. None stands for the job's `targetGroups`.
+            groups: How many groups with a signal the step needs. None stands for the job's `targetGroups`.
             namespace: The namespace of the job. None stands for the client's own.
 
         Returns:
@@ -276,7 +277,7 @@ class AsyncClient:
             and `opened` (whether this call opened it).
 
         Raises:
-            Conflict: The job is no open stream with dynamic sampling, or the step was opened with another
+            Conflict: The job is not an open stream with dynamic sampling, or the step was opened with another
                 number of groups.
         """
         return await self._transport.send(jobs.open_target(name, namespace or self.namespace, step, groups))
@@ -288,7 +289,7 @@ class AsyncClient:
     async def tasks(self, name: str, ids: Sequence[str], namespace: str | None = None) -> list[Task]:
         """Return the tasks of a job with these ids, at most 32.
 
-        An unknown id is left out, and so are tasks beyond the bytes of a page: ask again for those.
+        An unknown id is left out, and so are tasks beyond the size of a page: ask again for those.
         """
         return await self._transport.send(results.tasks(name, namespace or self.namespace, ids))
 
@@ -325,7 +326,7 @@ class AsyncClient:
         return await self._transport.send(views.statistics(name, namespace or self.namespace))
 
     async def overview(self) -> dict[str, Any]:
-        """Return the fleet at a glance: jobs by phase, queues, rates, pools, nodes and workers."""
+        """Return an overview of the fleet: jobs by phase, queues, rates, pools, nodes and workers."""
         return await self._transport.send(views.overview())
 
     def parquet(self, name: str, *, cursor: str = "", namespace: str | None = None) -> AsyncIterator[bytes]:
@@ -355,7 +356,7 @@ class AsyncClient:
         return await self._transport.send(sign_in.prefix())
 
     async def end_sessions(self) -> int:
-        """End the page's sessions, and return their number: all, or those of a viewer's own token."""
+        """End the page's sessions and return their number: all, or those of a viewer's own token."""
         return await self._transport.send(sign_in.end_all())
 
     async def create_pool(self, manifest: BackendPool | Mapping[str, Any]) -> BackendPool:
@@ -399,7 +400,7 @@ class AsyncClient:
     ) -> WeightUpdate:
         """Begin to update every backend of a pool to new weights, and return the update at once.
 
-        Call `wait_weights` to wait for its end.
+        Call `wait_weights` to wait until it has ended.
 
         Args:
             checkpoint: A model folder that the servers can read.
@@ -412,8 +413,8 @@ class AsyncClient:
 
         Raises:
             pydantic.ValidationError: Not exactly one source is given, or a field is wrong.
-            Invalid: `lora` is no pair of texts.
-            Conflict: The version names other weights already, a server cannot do what is asked, or `pushed`
+            Invalid: `lora` is not a pair of texts.
+            Conflict: The version already names other weights, a server cannot do what is asked, or `pushed`
                 is given for a pool that has no backend.
         """
         request = crds.WeightUpdateRequest.model_validate(
@@ -533,15 +534,15 @@ class AsyncClient:
     ) -> AsyncIterator[ArrayPage]:
         """Yield the ended rollouts in pages of up to 1,000, with their token lists as numpy arrays.
 
-        Nothing on the way decodes the lists number by number, so this is the fastest way to many tokens. The
-        last page ends with the last rollout that has ended by now.
+        Nothing on the way decodes the lists number by number, so this is the fastest way to read many tokens.
+        The last page ends with the last rollout that has ended by now.
 
         Args:
             cursor: The place at which to begin. An empty one begins with the first rollout.
             status: Yield only rollouts that ended with this status.
 
         Raises:
-            MissingLibrary: numpy or msgpack is not installed.
+            RollyardError: numpy or msgpack is not installed.
         """
         return self._walk(ArrayPages(name, namespace or self.namespace, status, cursor))
 
@@ -565,12 +566,12 @@ class AsyncClient:
         Args:
             job: The job.
             groups: How many groups the batch has. It has fewer only if no more will follow.
-            max_lag: Leave out, and count, the groups of which a token was sampled with weights that are
-                more than this many weight updates old. None leaves out none.
+            max_lag: Leave out, and count, the groups that have a token sampled with weights that are more
+                than this many weight updates old. None leaves out none.
             cursor: The place at which to begin. None begins with the first group, or where `consumer` says.
             consumer: Begin at the cursor that was acknowledged under this name.
             informative: Leave out the groups whose rewards are all equal.
-            timeout: How long to wait, in seconds. Groups that have ended already are read beyond that.
+            timeout: How long to wait, in seconds. Groups that have already ended are read even after that.
             namespace: The namespace of the job. None stands for the client's own.
 
         Raises:
@@ -608,7 +609,7 @@ class AsyncClient:
         where trajectories are long.
 
         Raises:
-            MissingLibrary: numpy or msgpack is not installed.
+            RollyardError: numpy or msgpack is not installed.
         """
         steps = gather(
             RAW_ARRAYS,
@@ -649,9 +650,9 @@ class AsyncClient:
 
         Raises:
             Conflict: The cursor would move backwards (`CursorBehind`), another reader has moved it
-                (`CursorMoved`), it counts something else than the kept one (`CursorKindDiffers`), or the job
+                (`CursorMoved`), it counts something other than the kept one (`CursorKindDiffers`), or the job
                 has no room for another name (`TooManyCursors`).
-            CursorGone: The cursor belongs to a job that was deleted.
+            JobReplaced: The cursor belongs to a job that was deleted.
         """
         where = namespace or self.namespace
         return await self._transport.send(
@@ -663,11 +664,11 @@ class AsyncClient:
         return await self._transport.send(cursors.listed(job, namespace or self.namespace))
 
     async def forget(self, job: str, consumer: str, namespace: str | None = None) -> None:
-        """Remove an acknowledged cursor, or raise NotFound if there is none of this name."""
+        """Remove an acknowledged cursor, or raise NotFound if there is none with this name."""
         await self._transport.send(cursors.forget(job, namespace or self.namespace, consumer))
 
     async def check_tokenizer(self, pool: str, tokenizer: Any, namespace: str | None = None) -> None:
-        """Check, before the first step, that a pool and its trainer have tokenizers with the same ids.
+        """Check, before the first step, that the tokenizers of a pool and its trainer have the same ids.
 
         Their vocabularies are compared by a hash, including added tokens.
 
@@ -680,7 +681,7 @@ class AsyncClient:
         Raises:
             TokenizerDiffers: A token has another id, or only one of them has it.
             NotFound: The control plane does not see the pool's tokenizer (`TokenizerUnseen`).
-            Invalid: One of the two is no tokenizer (`TokenizerInvalid`).
+            Invalid: One of the two is not a tokenizer (`TokenizerInvalid`).
         """
         theirs = await self._transport.send(pools.tokenizer(pool, namespace or self.namespace))
         compare(pool, theirs, await asyncio.to_thread(vocabulary, tokenizer))

@@ -19,8 +19,8 @@ if "httpx" in sys.modules:
     import httpx
 else:
     # httpx imports its own command line, and with it click, rich and the syntax highlighting of pygments.
-    # That takes longer than all the rest. httpx does without if this import fails, and an entry of None makes
-    # it fail. Only `httpx.main`, the entry point of the command `httpx`, is affected.
+    # That takes longer than all the rest. httpx does without it if this import fails, and an entry of None
+    # makes it fail. Only `httpx.main`, the entry point of the command `httpx`, is affected.
     sys.modules[_COMMAND_LINE] = cast(Any, None)
     try:
         import httpx
@@ -30,7 +30,7 @@ else:
 T = TypeVar("T")
 
 CONNECTIONS: Final = 100
-"""The most connections of a client, and the most that stay open without a call."""
+"""The most connections of a client, and the most that stay open while idle."""
 _NEVER_SENT: Final = (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout)
 
 
@@ -114,7 +114,7 @@ class AsyncTransport:
 
 
 async def _pieces(file: File) -> AsyncIterator[bytes]:
-    # A disk may be slow, and an event loop must not wait for it.
+    # A disk may be slow, and the event loop must not wait for it.
     pieces = file.pieces()
     while data := await asyncio.to_thread(next, pieces, b""):
         yield data

@@ -20,8 +20,8 @@ if "httpx" in sys.modules:
     import httpx
 else:
     # httpx imports its own command line, and with it click, rich and the syntax highlighting of pygments.
-    # That takes longer than all the rest. httpx does without if this import fails, and an entry of None makes
-    # it fail. Only `httpx.main`, the entry point of the command `httpx`, is affected.
+    # That takes longer than all the rest. httpx does without it if this import fails, and an entry of None
+    # makes it fail. Only `httpx.main`, the entry point of the command `httpx`, is affected.
     sys.modules[_COMMAND_LINE] = cast(Any, None)
     try:
         import httpx
@@ -31,7 +31,7 @@ else:
 T = TypeVar("T")
 
 CONNECTIONS: Final = 100
-"""The most connections of a client, and the most that stay open without a call."""
+"""The most connections of a client, and the most that stay open while idle."""
 _NEVER_SENT: Final = (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout)
 
 
@@ -113,7 +113,7 @@ class SyncTransport:
 
 
 def _pieces(file: File) -> Iterator[bytes]:
-    # A disk may be slow, and an event loop must not wait for it.
+    # A disk may be slow, and the event loop must not wait for it.
     pieces = file.pieces()
     while data := next(pieces, b""):
         yield data

@@ -1,4 +1,4 @@
-"""The calls on the cursors that a reader of a job's results acknowledges."""
+"""The calls about the cursors that a reader of a job's results acknowledges."""
 
 from __future__ import annotations
 

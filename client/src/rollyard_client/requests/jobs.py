@@ -1,4 +1,4 @@
-"""The calls on jobs."""
+"""The calls about jobs."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def placed(manifest: Manifest, namespace: str) -> Mapping[str, Any]:
 
 
 def registered(manifest: RolloutJob | BackendPool) -> dict[str, Any]:
-    """Return a manifest with the part of its metadata that the control plane keeps at a registration."""
+    """Return a manifest with the part of its metadata that the control plane keeps on registration."""
     meta = manifest.metadata
     metadata = crds.ObjectMeta(
         name=meta.name, namespace=meta.namespace, labels=meta.labels, annotations=meta.annotations
@@ -142,7 +142,7 @@ def close(name: str, namespace: str) -> Call[RolloutJob]:
 def open_target(name: str, namespace: str, step: str, groups: int | None) -> Call[dict[str, Any]]:
     """Return the call that opens a step of a stream with dynamic sampling.
 
-    It may be sent again, because a step is opened once whatever the number of calls.
+    It may be sent again, because a step is opened only once.
     """
     body = {"id": step} if groups is None else {"id": step, "groups": groups}
     path = f"{JOBS}/{segment(name)}/targets"

@@ -1,4 +1,4 @@
-"""The calls on backend pools and on the updates of their weights."""
+"""The calls about backend pools and the updates of their weights."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def pool(name: str, namespace: str) -> Call[BackendPool]:
 
 
 def register_pool(manifest: BackendPool) -> Call[BackendPool]:
-    """Return the call with which a driver registers a pool that has its home elsewhere."""
+    """Return the call with which a driver registers a pool whose home is elsewhere."""
     meta, body = manifest.metadata, encode(registered(manifest))
     return Call("PUT", f"{POOLS}/{segment(meta.name)}", _pool, query={"namespace": meta.namespace}, body=body)
 
@@ -98,7 +98,7 @@ def _update(answer: httpx.Response) -> WeightUpdate:
 
 
 def adapter(lora: tuple[str, str] | Mapping[str, str] | None) -> dict[str, str] | None:
-    """Return an adapter, given as a pair or with the names of its fields, as a weight update has it.
+    """Return an adapter, given as a pair or with the names of its fields, as the call takes it.
 
     Raises:
         Invalid: It is neither.

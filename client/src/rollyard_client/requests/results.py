@@ -32,7 +32,7 @@ class Page:
     cursor: str
     finished: bool
     cursors: list[str] = field(default_factory=list)
-    """The cursor after each line. That of the last one does not pass over what follows it on the page."""
+    """The cursor after each line. That of the last one does not skip what follows it on the page."""
 
     @property
     def cursors_after(self) -> list[str]:
@@ -54,7 +54,7 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class RolloutSummary:
-    """A summary of one rollout, which may have ended or not."""
+    """A summary of one rollout, which may or may not have ended."""
 
     id: str
     task_id: str
@@ -108,7 +108,7 @@ def page(answer: httpx.Response) -> Page:
 
 
 def listed_cursors(header: str) -> list[str]:
-    """Return the cursors that a header lists: what all begin with, and the steps from number to number."""
+    """Return the cursors that a header lists: their common beginning, and the steps from number to number."""
     begin, _, steps = header.partition(";")
     return [f"{begin}{number}" for number in accumulate(int(step) for step in steps.split(",") if step)]
 

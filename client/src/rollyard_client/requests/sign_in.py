@@ -1,4 +1,4 @@
-"""The calls by which links to the page are made."""
+"""The calls that make links to the page."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     import httpx
 
 PageRole = Literal["viewer", "admin"]
-"""The roles of sessions of the page: a viewer reads, and an admin may cancel, too."""
+"""The roles of sessions of the page: a viewer may read, and an admin may also cancel."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ def make_code(role: PageRole) -> Call[SignInCode]:
 
 
 def prefix() -> Call[str]:
-    """Return the call that asks for the path prefix of the page."""
+    """Return the call that asks for the page's path prefix."""
     return Call("GET", "/v1/session", lambda answer: str(as_json(answer).get("prefix", "")))
 
 

@@ -19,8 +19,8 @@ PAGE_ROWS: Final = 200
 class RolloutQuery:
     """Which rollouts of a job are listed, and in which order. None and "" stand for no restriction.
 
-    An order by what only ended rollouts have, and a filter of it, lists these alone. `since` lists those that
-    have not ended, the ones that have been in their state for longest first.
+    An order or a filter by what only ended rollouts have lists only these. `since` lists those that have not
+    ended, with the ones that have been in their state for longest first.
     """
 
     sort: RolloutSort = "id"
@@ -36,7 +36,7 @@ class RolloutQuery:
     before_time: float | None = None
     """The time before which the rollouts ended, in seconds since the epoch."""
     search: str | None = None
-    """Words that the conversation must have, all of them, in any case of letters."""
+    """Words that the conversation must all have, in upper or lower case."""
     retried: bool | None = None
 
 
@@ -46,7 +46,7 @@ EVERY_ROLLOUT: Final = RolloutQuery()
 
 @dataclass(frozen=True, slots=True)
 class RolloutRow:
-    """A rollout in a list, which may have ended or not."""
+    """A rollout in a list, which may or may not have ended."""
 
     id: str
     task_id: str
@@ -90,5 +90,5 @@ def statistics(name: str, namespace: str) -> Call[dict[str, Any]]:
 
 
 def overview() -> Call[dict[str, Any]]:
-    """Return the call that reads the fleet at a glance."""
+    """Return the call that reads the overview of the fleet."""
     return Call("GET", "/v1/overview", as_json)

@@ -1,1 +1,1 @@
-"""What a trainer does with results: it resumes, gathers batches of fresh groups, and makes arrays of them."""
+"""What a trainer does with results: it resumes, gathers batches of fresh groups, and makes arrays."""

@@ -1,6 +1,6 @@
 """Groups as padded arrays of numpy or torch, one row for each segment of tokens.
 
-The libraries are imported when they are first used, because the client itself does without them.
+The libraries are imported at first use, because the client itself does without them.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ class Arrays:
     rewards: Any
     """float32 [R]: the reward of the row's trajectory."""
     samples: Any
-    """int64 [R]: the place of the row's trajectory in `Batch.trajectories`."""
+    """int64 [R]: the index of the row's trajectory in `Batch.trajectories`."""
     groups: Any
-    """int64 [R]: the place of the row's group in `Batch.groups`."""
+    """int64 [R]: the index of the row's group in `Batch.groups`."""
 
 
 def numpy_arrays(groups: Sequence[Group | GroupArrays], pad_id: int) -> Arrays:
     """Return the segments of these groups as numpy arrays.
 
     Raises:
-        MissingLibrary: numpy is not installed.
+        RollyardError: numpy is not installed.
     """
     np = library("numpy")
     rows = [
@@ -86,7 +86,7 @@ def torch_tensors(groups: Sequence[Group | GroupArrays], pad_id: int, device: An
     """Return the segments of these groups as torch tensors on `device`.
 
     Raises:
-        MissingLibrary: numpy or torch is not installed.
+        RollyardError: numpy or torch is not installed.
     """
     torch = library("torch")
     arrays = numpy_arrays(groups, pad_id)

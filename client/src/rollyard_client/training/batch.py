@@ -29,7 +29,7 @@ MAX_GROUPS: Final = 65_536
 """The most groups of one batch."""
 PAGE_GROUPS: Final = 16
 BACKLOG_SECONDS: Final = 60.0
-"""How long groups that have ended already are read after the time of a call is up."""
+"""How long groups that have already ended are read after the time of a call is up."""
 
 Steps = Generator[Call[Any], Any, B]
 """The calls of a batch, each of which is answered with its result. Both clients carry them out."""
@@ -60,7 +60,7 @@ class GroupBatch(Generic[G]):
         """Return the batch as padded numpy arrays, one row for each segment.
 
         Raises:
-            MissingLibrary: numpy is not installed.
+            RollyardError: numpy is not installed.
         """
         from rollyard_client.training.arrays import numpy_arrays
 
@@ -70,7 +70,7 @@ class GroupBatch(Generic[G]):
         """Return the batch as padded torch tensors on `device`, one row for each segment.
 
         Raises:
-            MissingLibrary: numpy or torch is not installed.
+            RollyardError: numpy or torch is not installed.
         """
         from rollyard_client.training.arrays import torch_tensors
 
@@ -94,7 +94,7 @@ class Batch(GroupBatch[Group]):
 
 @dataclass(frozen=True, slots=True)
 class ArrayBatch(GroupBatch[GroupArrays]):
-    """Whole groups for one step of a trainer, as a `Batch`, whose token lists are numpy arrays."""
+    """Whole groups for one step of a trainer, like a `Batch`, but with token lists that are numpy arrays."""
 
     @property
     def trajectories(self) -> list[TrajectoryArrays]:
@@ -104,7 +104,7 @@ class ArrayBatch(GroupBatch[GroupArrays]):
 
 @dataclass(frozen=True, slots=True)
 class BatchForm(Generic[G, B]):
-    """How the pages of a batch are read, and what it becomes."""
+    """How the pages of a batch are read, and what is made of them."""
 
     kind: Callable[..., B]
     page: Callable[..., Call[Any]]
@@ -118,7 +118,7 @@ class BatchForm(Generic[G, B]):
 class WeightHistory:
     """The weights that a pool has had, by their policy version.
 
-    Updates that failed do not count, because no token was kept that was sampled with their weights.
+    Failed updates do not count, because no token was kept that was sampled with their weights.
 
     Args:
         updates: The pool's weight updates, the newest first, as `Client.weight_updates` returns them.
@@ -129,14 +129,14 @@ class WeightHistory:
         self.newest = versions[0] if versions else ""
         """The version of the newest weights, or "" before the first update."""
         self._oldest = len(versions)
-        # Weights that were loaded again have several updates, of which the newest counts.
+        # Weights that were loaded again have several updates, and the newest counts.
         self._lags = {version: lag for lag, version in reversed(list(enumerate(versions)))}
 
     def lag(self, versions: Iterable[str]) -> int:
         """Return the number of updates since the oldest of these versions, which is 0 if there are none.
 
-        A version without an update is that of the servers' first weights, or one that is older than all
-        updates which the control plane lists. It counts as older than all of them.
+        A version without an update is that of the servers' first weights, or older than all updates that the
+        control plane lists. It counts as older than all of them.
         """
         return max((self._lags.get(version, self._oldest) for version in versions), default=0)
 
@@ -168,7 +168,7 @@ RAW_ARRAYS: Final = BatchForm(ArrayBatch, group_page, lambda page: page.groups, 
 
 
 class _Gathered(Generic[G]):
-    """The groups that were read so far, and which of them are too old."""
+    """The groups that were read so far, and the counts of those left out because they are too old."""
 
     def __init__(self, start: str, count: int, max_lag: int | None) -> None:
         self.start = self.cursor = start

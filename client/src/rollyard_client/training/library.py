@@ -5,14 +5,14 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
-from rollyard_client.errors import MissingLibrary
+from rollyard_client.errors import RollyardError
 
 
 def library(name: str) -> Any:
-    """Return a library that the client does without until it is needed.
+    """Return a library that is imported only now.
 
     Raises:
-        MissingLibrary: It is not installed. The message names the extra of Rollyard that has it.
+        RollyardError: It is not installed. The message names the extra of Rollyard that has it.
     """
     try:
         return import_module(name)
@@ -25,4 +25,4 @@ def library(name: str) -> Any:
             )
         else:
             text = f"{name} is not installed: pip install 'rollyard[numpy]'"
-        raise MissingLibrary(text) from error
+        raise RollyardError(text, reason="MissingLibrary") from error

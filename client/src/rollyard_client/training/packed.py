@@ -1,7 +1,7 @@
 """Pages of results whose token lists arrive as raw arrays, which numpy reads without a copy.
 
-The media type is described in docs/trajectories.md. A group with more bytes than a page comes as JSON lines,
-of which the same arrays are made. numpy and msgpack are imported when they are first used.
+The media type is described in docs/trajectories.md. A group that is larger than a page comes as JSON lines,
+from which the same arrays are made. numpy and msgpack are imported at first use.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _INTEGERS: Final = ("prompt_ids", "response_ids", "loss_mask")
 class SegmentArrays:
     """One segment of token ids. P is the length of its prompt, and N that of its response.
 
-    The arrays cannot be written to. Integers have the narrowest type that holds all of them.
+    The arrays are read-only. Integers have the narrowest type that holds all of them.
     """
 
     prompt_ids: Any
@@ -47,8 +47,8 @@ class SegmentArrays:
     logprobs: Any
     """float32 [N], or float64 where a number needs it: in nats, and 0.0 where the mask is 0."""
     policy_versions: list[tuple[str, int]]
-    """Runs of equal versions: the version, empty where the mask is 0, and the number of tokens. Together they
-    have N tokens."""
+    """Runs of equal versions: the version, which is empty where the mask is 0, and the number of tokens.
+    Together they have N tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ class TrajectoryArrays:
     """One ended rollout."""
 
     record: Mapping[str, Any]
-    """The fields of `Trajectory` but its segments, as JSON has them."""
+    """The fields of `Trajectory` except its segments, as JSON has them."""
     segments: list[SegmentArrays]
 
     @property
@@ -68,7 +68,7 @@ class TrajectoryArrays:
 
 @dataclass(frozen=True, slots=True)
 class GroupArrays:
-    """The samples of one task that have a reward, as `Group` has them."""
+    """The samples of one task that have a reward, as in `Group`."""
 
     group_id: str
     task_id: str
@@ -173,7 +173,7 @@ def trajectories(body: bytes, form: str) -> list[TrajectoryArrays]:
 
     Raises:
         AnswerInvalid: The page has another form.
-        MissingLibrary: numpy or msgpack is not installed.
+        RollyardError: numpy or msgpack is not installed.
     """
     np = library("numpy")
     return [_trajectory(np, record) for record in _documents(body, form)]

@@ -1,4 +1,4 @@
-"""A comparison of a trainer's tokenizer with the one of a pool, before the first step."""
+"""A comparison of a trainer's tokenizer with that of a pool, before the first step."""
 
 from __future__ import annotations
 
@@ -49,11 +49,11 @@ def compare(pool: str, theirs: Mapping[str, Any], own: Vocabulary) -> None:
 
     Args:
         pool: The name of the pool.
-        theirs: What the control plane says of the pool's tokenizer.
+        theirs: What the control plane says about the pool's tokenizer.
         own: The trainer's vocabulary.
 
     Raises:
-        TokenizerDiffers: They do not.
+        TokenizerDiffers: They differ.
     """
     if theirs["sha256"] != own.sha256:
         raise TokenizerDiffers(

@@ -34,10 +34,10 @@ class HostRule:
     name: str
     """The DNS name. It is empty in the rule for every host."""
     below: bool
-    """Whether the rule is about all names below `name`, at any depth, in the place of the name itself."""
+    """Whether the rule covers all names below `name`, at any depth, instead of the name itself."""
     ports: frozenset[int] = USUAL_PORTS
     network: IPNetwork | None = None
-    """In the installer's list: where the host may be, beside public addresses."""
+    """In the installer's list: where the host may be, in addition to public addresses."""
 
     @classmethod
     def parse(cls, text: str) -> HostRule:

@@ -1,4 +1,4 @@
-"""The annotations by which the control plane and the drivers tell each other about jobs and pools."""
+"""The annotations with which the control plane and the drivers inform each other about jobs and pools."""
 
 from __future__ import annotations
 

@@ -1,12 +1,12 @@
-"""Messages as people have them, by OpenAI, TRL, verl and servers of open models, in the one form of a task.
+"""Messages in the forms of OpenAI, TRL, verl and servers of open models, made into the one form of a task.
 
-- A null is absent, and so is an empty list of calls and an empty thought.
-- `developer` is `system`. Templates of open models know no other role for what a developer says.
-- Content in parts is the texts of its parts, one a line, as inference servers join them. Parts of other types
+- A null counts as absent, and so does an empty list of calls or an empty thought.
+- `developer` becomes `system`. Templates of open models have no other role for a developer's messages.
+- Content in parts becomes the texts of its parts, one a line, as inference servers join them. Other parts
   are refused: models get only texts here.
-- Arguments of calls that are a JSON text become the object that the text is.
-- An assistant's thought is `reasoning_content`, whichever of its three names it has.
-- What no template can show is refused by its name, and unknown fields are left for `Message` to refuse.
+- Arguments of calls that are a JSON text become the object in that text.
+- An assistant's thought becomes `reasoning_content`, whichever of its three names it has.
+- What no template can show is refused by name, and unknown fields are left for `Message` to refuse.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from rollyard_crds.errors import CrdsError
 
 ROLES: Final = ("system", "developer", "user", "assistant", "tool")
 _THOUGHTS: Final = ("reasoning_content", "reasoning", "thinking")
-"""DeepSeek's and Qwen's name of a thought, that of vLLM and OpenRouter, and that of gpt-oss."""
+"""The name of a thought with DeepSeek and Qwen, with vLLM and OpenRouter, and with gpt-oss."""
 _REFUSED: Final = {
     "refusal": "cannot be shown to a model: write it as 'content'",
     "audio": "cannot be shown to a model, which gets only texts here",
@@ -32,7 +32,7 @@ _SPEAKERS: Final = {
     "tool_call_id": ("tool", "belongs to messages of the role 'tool' only"),
 }
 MAX_ARGUMENTS: Final = 1 << 20
-"""The number of characters of arguments that are a JSON text."""
+"""The largest number of characters of arguments that are a JSON text."""
 _Location = tuple[int | str, ...]
 
 
@@ -42,7 +42,7 @@ class MessageRefused(CrdsError, ValueError):
     Args:
         location: The keys and indices that lead to the field, beginning with the number of the message.
         problem: What is wrong with the field, without its content.
-        shown: The content, where those who may see it are helped by it.
+        shown: The content, where it helps those who may see it.
     """
 
     reason = "InvalidTasks"
@@ -63,8 +63,8 @@ def plain_messages(messages: Sequence[Any]) -> list[dict[str, Any]]:
     """Return messages in the form of a task. Those in this form already are returned as they are.
 
     Raises:
-        MessageRefused: A message is no object, has an unknown role, holds what cannot be shown to a model or
-            arguments that are no object, or names a call that no message before it makes.
+        MessageRefused: A message is not an object, has an unknown role, holds something that cannot be shown
+            to a model or arguments that are not an object, or names a call that no message before it makes.
     """
     result: list[dict[str, Any]] = []
     ids: set[Any] = set()
@@ -135,7 +135,7 @@ def _joined(parts: Sequence[Any], location: _Location) -> str:
 
 
 def _call(call: Any, number: int, location: _Location) -> Any:
-    """Return a call. `index`, which streamed calls have, is left out if it is the call's place."""
+    """Return a call. `index`, which streamed calls have, is left out if it is the call's position."""
     if not isinstance(call, dict):
         return call
     plain = _present(call)
@@ -152,7 +152,7 @@ def _call(call: Any, number: int, location: _Location) -> Any:
 
 
 def _decoded(text: str, location: _Location) -> dict[str, Any]:
-    """Return the object that a text of arguments is. An empty text is one without arguments."""
+    """Return the object that a text of arguments stands for. An empty text means no arguments."""
     if not text:
         return {}
     if len(text) > MAX_ARGUMENTS:
@@ -170,7 +170,7 @@ def _decoded(text: str, location: _Location) -> dict[str, Any]:
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     members = dict(pairs)
-    if len(members) != len(pairs):  # Readers of JSON differ in which of the values they take.
+    if len(members) != len(pairs):  # Readers of JSON differ in which of the values they use.
         raise MessageRefused((), "has the same key twice in one object")
     return members
 

@@ -25,7 +25,7 @@ _MOST_DIGITS: Final = 100_000
 
 
 class CodeCase(Model):
-    """One test: what goes in and must come out, or a program that calls the function and asserts."""
+    """One test: an input and the expected output, or a program that calls the function and asserts."""
 
     model_config = ConfigDict(alias_generator=None, extra="forbid")
 
@@ -41,7 +41,7 @@ class CodeCase(Model):
         """Return the arguments with which the function is called.
 
         Args:
-            integer: Makes a value of an integer's digits; default: the integer.
+            integer: Makes a value from an integer's digits; default: the integer.
 
         Raises:
             ValueError, RecursionError: They are not JSON, one a line.
@@ -72,18 +72,18 @@ class CodeTests(Model):
     entry_point: Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$", max_length=128)] | None = None
     """The function that is called, or a method of the class `Solution`; default: a program is run."""
     prefix: Code = ""
-    """Python code that stands before the policy's: imports, or the beginning that the policy completes."""
+    """Python code that is put before the policy's: imports, or the beginning that the policy completes."""
     setup: Code = ""
-    """Python code that stands after the policy's program, and makes objects that the calls in each `program`
-    are given. It runs in the policy's process, and so do the arguments of these calls, so it must not give
-    away a result."""
+    """Python code that is put after the policy's program, and makes objects for the calls in each `program`.
+    It runs in the policy's process, and so do the arguments of these calls, so it must not give away a
+    result."""
     helpers: Code = ""
-    """Python code that stands before each `program` of the tests. The policy never sees it."""
+    """Python code that is put before each `program` of the tests. The policy never sees it."""
     unwrap: bool = False
     """Whether an expected list of one item stands for this item as well, as in APPS and TACO."""
     compare: Literal["exact", "numeric", "checker"] = "exact"
-    """How outputs are compared: equal but for spaces around lines and between numbers; fractions within
-    `tolerance`; or by the program `checker`."""
+    """How outputs are compared: as equal except for spaces around lines and between numbers; with fractions
+    within `tolerance`; or by the program `checker`."""
     tolerance: Annotated[float, Field(ge=0.0, le=1.0)] = 1e-6
     """The permitted distance of two numbers of which one is a fraction, as a share of the expected one, or of
     1 if that is 0. Whole numbers must be equal."""
@@ -93,7 +93,7 @@ class CodeTests(Model):
     time_limit_seconds: Annotated[float, Field(gt=0.0, le=600.0)] = 10.0
     """The limit of each test, in seconds."""
     memory_limit: Quantity = "1Gi"
-    """The limit of the memory that each process of a test may write to and shares with no other (of Linux:
+    """The limit of the memory that each process of a test may write to and shares with no other (on Linux:
     RLIMIT_DATA). What is only reserved does not count."""
     partial: bool = False
     """Whether the reward is the share of the tests that passed; default: 1 if all did, else 0."""

@@ -11,7 +11,7 @@ from rollyard_crds.base import Model, cel
 REWARD: Final = "reward"
 """The metric that stands for the reward itself."""
 MIN_STD: Final = 1e-9
-"""The standard deviation of values that differ by the rounding of sums only is at most this."""
+"""The largest standard deviation of values that differ only by the rounding of sums."""
 MAX_STEP_GROUPS: Final = 100_000
 """The largest target of one step, in groups."""
 MAX_IN_FLIGHT_ROLLOUTS: Final = 16_384
@@ -60,7 +60,7 @@ class DynamicSampling(Model):
     """A group has a signal if the standard deviation of its metric is larger than this. The default is the
     rounding of sums, such as 0.1 + 0.2."""
     max_groups: Annotated[int, Field(ge=1, le=1_000_000)] | None = None
-    """The most groups that are started in all, in a stream in all steps together; default: all tasks."""
+    """The most groups that are started in all; in a stream, in all steps together. Default: all tasks."""
 
     @model_validator(mode="after")
     def _reachable(self) -> DynamicSampling:
@@ -75,7 +75,7 @@ class DynamicSampling(Model):
         return max(1, min(2 * self.target_groups, MAX_IN_FLIGHT_ROLLOUTS // samples))
 
     def check(self, samples: int) -> None:
-        """Check the fields beside the job's number of samples per task.
+        """Check the fields against the job's number of samples per task.
 
         Raises:
             ValueError: There is nothing to compare, or too many rollouts would be in flight.
@@ -87,10 +87,10 @@ class DynamicSampling(Model):
 
 
 class DynamicSamplingStatus(Model):
-    """How far dynamic sampling is, and what it has thrown away."""
+    """How far dynamic sampling has got, and what it has thrown away."""
 
     target_groups: Annotated[int, Field(ge=0)] = 0
-    """Groups with a signal that are wanted; in a stream, the sum of all steps so far."""
+    """The target number of groups with a signal; in a stream, the sum over all steps so far."""
     informative_groups: Annotated[int, Field(ge=0)] = 0
     """Groups that ended with a signal."""
     uninformative_groups: Annotated[int, Field(ge=0)] = 0
@@ -100,10 +100,10 @@ class DynamicSamplingStatus(Model):
     surplus_groups: Annotated[int, Field(ge=0)] = 0
     """Groups that were cancelled because the target was met."""
     in_flight_groups: Annotated[int, Field(ge=0)] = 0
-    """Groups that have started and not ended."""
+    """Groups that have started and have not ended."""
     waiting_groups: Annotated[int, Field(ge=0)] = 0
     """Tasks whose group has not started."""
     surplus_rollouts: Annotated[int, Field(ge=0)] = 0
     """Rollouts that were cancelled because the target was met. They count in no fraction of failures."""
     discarded_tokens: Annotated[int, Field(ge=0)] = 0
-    """Sampled tokens of groups that ended without being informative, as far as their Runs were complete."""
+    """Sampled tokens of groups that ended without being informative, from Runs that were complete."""

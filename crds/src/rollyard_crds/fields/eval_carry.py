@@ -9,7 +9,7 @@ from pydantic import AfterValidator, ConfigDict, Field, model_validator
 from rollyard_crds.base import Model, cel
 
 WORKDIR: Final = "/work"
-"""The work folder, as an absolute path of `files` names it."""
+"""The work folder, as absolute paths in `files` name it."""
 MAX_CARRY_BYTES: Final = 64 << 20
 _ONE_OF: Final = "give exactly one of 'files' and 'diff: true'"
 _PATHS: Final = (
@@ -61,7 +61,7 @@ class EvalCarry(Model):
     diff: bool = False
     """If true, everything that Run changed in the work folder, compared with a sandbox fresh from Init."""
     max_bytes: Annotated[int, Field(ge=1, le=MAX_CARRY_BYTES)] = 16 << 20
-    """The limit of all carried files together, in bytes. A policy that leaves more is scored with 0."""
+    """The limit of all carried files together, in bytes. A policy that leaves more is scored 0."""
 
     @model_validator(mode="after")
     def _one_kind(self) -> EvalCarry:

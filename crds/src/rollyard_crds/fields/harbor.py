@@ -13,8 +13,8 @@ from rollyard_crds.base import Model
 MAX_KEY: Final = 128
 """The largest number of characters of a key of `reward.json`."""
 UNKNOWN_KEYS: Final = "harbor_unknown"
-"""The key of a task's metadata that has the unknown keys of its `task.toml`: each with the known key that it
-resembles, or None."""
+"""The key of a task's metadata that holds the unknown keys of its `task.toml`, each with the known key that
+it resembles, or None."""
 IGNORED_KEYS: Final = "harbor_ignored"
 """The key of a task's metadata that lists the keys of its `task.toml` which the job's options leave out."""
 MAX_BYTES: Final = 4 << 20
@@ -27,10 +27,10 @@ FilePath = Annotated[str, Field(min_length=1, max_length=_PATH_CHARACTERS)]
 
 
 class HarborOptions(Model):
-    """What a job says about all of its task folders in the format of Harbor."""
+    """A job's settings for all of its task folders in the format of Harbor."""
 
     reward_key: Annotated[str, Field(min_length=1, max_length=MAX_KEY)] | None = None
-    """The key of `reward.json` that has the reward. Default: `reward`."""
+    """The key of `reward.json` that holds the reward. Default: `reward`."""
     network: Literal["ignore", "allow"] | None = None
     """What becomes of a task that asks for a network. `ignore`: it has none. `allow`: where it asks for every
     host, it has those of the job's `sandbox.allowedHosts`, and its tests those of
@@ -60,7 +60,7 @@ class HarborFolder(Model):
 
     Raises:
         pydantic.ValidationError: A path leads out of the folder, is given twice, or is also the folder of
-            another file; a file is no base64; or the files are too large together.
+            another file; a file is not base64; or the files together are too large.
     """
 
     model_config = ConfigDict(alias_generator=None, extra="forbid")
@@ -76,7 +76,7 @@ class HarborFolder(Model):
     executable: Annotated[list[FilePath], Field(max_length=MAX_FILES)] = Field(default_factory=list)
     """The files that can be executed."""
     options: HarborOptions | None = None
-    """What the job says about its task folders: `tasks.harbor`, as the format read it."""
+    """The job's settings for its task folders: `tasks.harbor`, as the format read it."""
 
     @model_validator(mode="after")
     def _stays_below(self) -> HarborFolder:
@@ -104,7 +104,7 @@ class HarborFolder(Model):
     def of(
         cls, contents: dict[str, tuple[bytes, bool]], options: HarborOptions | None = None
     ) -> HarborFolder:
-        """Return the folder of files that are given by path, as content and whether it can be executed."""
+        """Return the folder with these files: by path, the content and whether it can be executed."""
         files: dict[str, str] = {}
         binary: dict[str, str] = {}
         for path, (data, _) in contents.items():
@@ -122,7 +122,7 @@ class HarborFolder(Model):
         return sorted([*self.files, *self.binary])
 
     def has(self, path: str) -> bool:
-        """Return whether the folder has a file of this path."""
+        """Return whether the folder has a file at this path."""
         return path in self.files or path in self.binary
 
     def text(self, path: str) -> str | None:
@@ -142,7 +142,7 @@ class HarborFolder(Model):
         """Return the files of some folders, as content and mode by the path below them.
 
         Args:
-            tops: The folders. Where two have a file of the same path, that of the later one is returned.
+            tops: The folders. Where two have a file at the same path, that of the later one is returned.
         """
         files: dict[str, tuple[bytes, int]] = {}
         runnable = set(self.executable)

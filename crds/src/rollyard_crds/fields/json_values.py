@@ -16,14 +16,14 @@ HALF_CHARACTER: Final = (
     "holds half of a character, such as \\ud800 alone, which UTF-8 cannot express: write the whole "
     "character, such as \\ud83d\\ude00, or \\ufffd"
 )
-"""What is wrong with the text that `lone_surrogate` finds, and what would be right."""
+"""What is wrong with a text that `lone_surrogate` finds, and what would be right."""
 
 
 def too_many_values(text: str | bytes | bytearray) -> bool:
-    """Return whether a JSON text has more than `MAX_VALUES` values, without building anything of it."""
+    """Return whether a JSON text has more than `MAX_VALUES` values, without building any of them."""
     if len(text) <= MAX_VALUES:
         return False
-    # Letters within texts count here as well, so this can only say that there are few enough.
+    # Characters within texts count here as well, so this can only say that there are few enough.
     marks: tuple[Any, ...] = tuple(",[{") if isinstance(text, str) else (b",", b"[", b"{")
     if sum(map(text.count, marks)) <= MAX_VALUES:
         return False
@@ -50,7 +50,7 @@ def deeper_than(document: Any, most: int) -> bool:
 
 
 def lone_surrogate(document: Any) -> tuple[int | str, ...] | None:
-    """Return where a document has a text with half of a character, or None if it has none.
+    """Return where a document has a text with half a character, or None if it has none.
 
     JSON can express such a text, as `"\\ud800"`, and UTF-8 cannot. The result is the keys and indices that
     lead to it. No depth exhausts the stack.

@@ -24,9 +24,9 @@ class PodResources(Model):
     """Requests and limits, by resource name (`cpu`, `memory`, `nvidia.com/gpu`, …)."""
 
     requests: Annotated[dict[LabelKey, Quantity], Field(max_length=32)] = Field(default_factory=dict)
-    """What the scheduler sets aside."""
+    """What the scheduler reserves."""
     limits: Annotated[dict[LabelKey, Quantity], Field(max_length=32)] = Field(default_factory=dict)
-    """What it may not exceed."""
+    """What the container may not exceed."""
 
 
 class Placement(Model):
@@ -41,7 +41,7 @@ class Placement(Model):
     node_selector: Annotated[dict[LabelKey, LabelValue], Field(max_length=32)] = Field(default_factory=dict)
     """Labels that a node must have."""
     tolerations: Annotated[list[dict[str, Any]], Field(max_length=32)] = Field(default_factory=list)
-    """Taints that the pods put up with."""
+    """Taints that the pods tolerate."""
     affinity: dict[str, Any] = Field(default_factory=dict)
     """Node and pod affinity."""
     priority_class_name: Annotated[str, Field(max_length=253)] = ""
@@ -49,11 +49,11 @@ class Placement(Model):
     runtime_class_name: Annotated[str, Field(max_length=253)] = ""
     """RuntimeClass of the pods, such as `gvisor`."""
     image_pull_secrets: Annotated[list[LocalReference], Field(max_length=16)] = Field(default_factory=list)
-    """Secrets of the namespace with registry credentials, beside those of the installation."""
+    """Secrets of the namespace with registry credentials, in addition to those of the installation."""
 
 
 class PodTemplate(Placement):
-    """What of a stage worker's or a backend's pod may be chosen."""
+    """The parts of a stage worker's or a backend's pod that may be chosen."""
 
     image: Annotated[str, Field(max_length=1024)] = ""
     """Container image; default: the installation's."""
@@ -64,4 +64,4 @@ class PodTemplate(Placement):
     volumes: Annotated[list[dict[str, Any]], Field(max_length=32)] = Field(default_factory=list)
     """Further volumes, as in a pod."""
     volume_mounts: Annotated[list[dict[str, Any]], Field(max_length=32)] = Field(default_factory=list)
-    """Where they appear, as in a container."""
+    """Where the volumes are mounted, as in a container."""

@@ -29,7 +29,7 @@ def parse_quantity(quantity: str) -> float:
     """Return a Kubernetes quantity as a plain number.
 
     Raises:
-        ValueError: not a quantity; the message says what would be one.
+        ValueError: The text is not a quantity. The message says what would be one.
     """
     match = _QUANTITY.fullmatch(quantity)
     if match is None:

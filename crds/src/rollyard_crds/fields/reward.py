@@ -103,7 +103,7 @@ class OverlongPenalty(Model):
 
 
 class FormatCheck(Model):
-    """A check of the form of what the policy wrote: a component that is 1 if it is kept, else 0."""
+    """A check of the form of what the policy wrote: a component that is 1 if the form is kept, else 0."""
 
     model_config = ConfigDict(
         json_schema_extra=cel(
@@ -157,7 +157,7 @@ class RewardServiceSpec(Model):
     concurrency: Annotated[int, Field(ge=1, le=64)] = 16
     """Requests of this job that are sent at the same time; more wait."""
     max_attempts: Annotated[int, Field(ge=1, le=10)] = 3
-    """Requests for one evaluation, until one succeeds. Then the evaluation fails, and may be repeated as
+    """The most requests for one evaluation. If none succeeds, the evaluation fails, and may be repeated as
     `stages.eval.maxAttempts` says."""
     components: Annotated[list[ComponentName], Field(max_length=MAX_COMPONENTS)] = Field(default_factory=list)
     """Components that the service returns beside the reward, and that `weights` may name."""
@@ -170,7 +170,7 @@ _UNIQUE_NAMES: Final[dict[str, Any]] = {
 
 
 class RewardSpec(Model):
-    """How the reward is made of components. Each component is delivered with the trajectory."""
+    """How the reward is made from components. Each component is delivered with the trajectory."""
 
     model_config = ConfigDict(
         json_schema_extra=cel(

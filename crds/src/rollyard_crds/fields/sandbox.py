@@ -19,11 +19,11 @@ class SandboxResources(Model):
     cpu: Quantity = "1"
     """The number of cores."""
     memory: Quantity = "1Gi"
-    """The limit of all its processes together."""
+    """The memory limit of all its processes together."""
     disk: Quantity = "1Gi"
-    """The limit of its work folder and of everything else that it can write."""
+    """The size limit of its work folder and of everything else that it can write."""
     processes: Annotated[int, Field(ge=16, le=65_536)] = 512
-    """Processes and threads at once."""
+    """The most processes and threads at once."""
 
 
 HOSTS_NEED_ALLOWLIST: Final = "give 'allowedHosts' with 'network: allowlist', and only with it"
@@ -51,7 +51,7 @@ class SandboxSpec(Model):
         ]
         | None
     ) = None
-    """What this platform has in place of images that tasks name, with or without `docker://`: container
+    """What this platform uses instead of images that tasks name, with or without `docker://`: container
     images, SIF files or root folders, by the name in the task."""
     network: Literal["none", "allowlist"] = "none"
     """`none`: no network at all. `allowlist`: HTTP and HTTPS to `allowedHosts` through a proxy, in Init and
@@ -64,8 +64,8 @@ class SandboxSpec(Model):
     env: Annotated[dict[str, str], Field(max_length=256), CheckedEnv] = Field(default_factory=dict)
     """Environment variables of every command."""
     warm: Annotated[int, Field(ge=0, le=1024)] = 4
-    """Sandboxes kept started and unclaimed by each Init worker; on Kubernetes, for the whole job. Bubblewrap
-    starts one in about 10 ms, and keeps none unless its worker has `--no-sandbox-templates`."""
+    """Sandboxes that each Init worker keeps started and unclaimed; on Kubernetes, for the whole job.
+    Bubblewrap starts one in about 10 ms, and keeps none unless its worker has `--no-sandbox-templates`."""
     template: Placement = Field(default_factory=Placement)
     """Kubernetes only: where sandbox pods may run."""
 
@@ -85,7 +85,7 @@ class SandboxSpec(Model):
         return tuple(HostRule.parse(text) for text in self.allowed_hosts or ())
 
     def narrowed(self, hosts: Sequence[str] | None, field: str = "sandbox.allowedHosts") -> SandboxSpec:
-        """Return these sandboxes with the network of a task.
+        """Return these settings with the network of a task.
 
         Args:
             hosts: Those of `allowedHosts` that the task may reach, or None for all of them.

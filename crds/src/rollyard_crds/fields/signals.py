@@ -1,4 +1,4 @@
-"""Which signals the samples of a task can give: what is evaluated, and how far its values can lie apart."""
+"""Which signals the samples of a task can give: what is evaluated, and how far apart its values can be."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     from rollyard_crds.task import Task
 
 TEST_TIMEOUT_COMPONENT: Final = "test_timeout"
-"""The component that Eval itself adds to every handler's where tests ran out of time."""
+"""The component that Eval itself adds to those of every handler where tests ran out of time."""
 OUT_OF_REACH: Final = "TargetOutOfReach"
-"""The reason with which a job is refused whose dynamic sampling can never reach its target."""
+"""The reason for which a job is refused whose dynamic sampling can never reach its target."""
 Bounds = tuple[float, float]
 """The smallest and the largest value."""
 _SHARE: Final[Bounds] = (0.0, 1.0)
@@ -102,11 +102,11 @@ def problems(spec: RolloutJobSpec, groups: int | None) -> list[str]:
 
 
 def warnings_of(spec: RolloutJobSpec, tasks: Sequence[Task] = ()) -> list[str]:
-    """Return what in a spec is allowed but hardly meant; each line begins with the name of a field.
+    """Return what a spec is allowed to have but hardly means; each line begins with the name of a field.
 
     Args:
         spec: The spec of the job.
-        tasks: The tasks of its file, where that has been read. Tasks in the spec itself are looked at anyway.
+        tasks: The tasks of its file, where that has been read. Tasks in the spec itself are always checked.
     """
     warnings = []
     if spec.samples_per_task > 1 and not spec.sampling.temperature and spec.agent.type != "oracle":
@@ -119,7 +119,7 @@ def warnings_of(spec: RolloutJobSpec, tasks: Sequence[Task] = ()) -> list[str]:
 
 
 def task_warnings(tasks: Sequence[Task]) -> list[str]:
-    """Return what in a list of tasks is allowed but hardly meant."""
+    """Return what a list of tasks is allowed to have but hardly means."""
     warnings = []
     printed = sum(task.swe is not None and task.swe.verdict == "log" for task in tasks)
     if printed:

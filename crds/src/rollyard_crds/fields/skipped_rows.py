@@ -1,4 +1,4 @@
-"""The rows of a task list that are no tasks and were left out."""
+"""The rows of a task list that are not tasks and were left out."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ MAX_REASONS: Final = 10
 
 
 class SkippedRows(Model):
-    """Rows of the task list that are no tasks and were left out, because `tasks.onBadRow` is `skip`."""
+    """Rows of the task list that are not tasks and were left out, because `tasks.onBadRow` is `skip`."""
 
     count: Annotated[int, Field(ge=0)] = 0
     """Rows that were left out."""
     read: Annotated[int, Field(ge=0)] = 0
-    """Rows that were read, with those that were left out."""
+    """Rows that were read, including those that were left out."""
     reasons: Annotated[list[ShortText], Field(max_length=MAX_REASONS)] = Field(default_factory=list)
-    """Why the first of them are no tasks: the number of the row, its field, and what is wrong with it."""
+    """Why the first of them are not tasks: the number of the row, its field, and what is wrong with it."""
 
     @property
     def full(self) -> bool:
@@ -29,7 +29,7 @@ class SkippedRows(Model):
 
     @property
     def many(self) -> bool:
-        """Whether at least half of the rows were left out, which is hardly meant."""
+        """Whether at least half of the rows were left out, which is hardly intended."""
         return 0 < self.read <= 2 * self.count
 
     def add(self, reason: str) -> None:

@@ -31,7 +31,7 @@ LogParser = Literal[
 PYTEST_PARSERS: Final = frozenset({"pytest", "pytest_options", "pytest_v2", "matplotlib", "seaborn", "r2e"})
 """The parsers of pytest's output. They differ in how they name tests."""
 DROPPED_TESTS: Final = "dropped_tests"
-"""The key in a task's metadata for the names of its row that no test runner reports, which are left out."""
+"""The key in a task's metadata for the names in its row that no test runner reports, which are left out."""
 
 _SETS_OPTIONS: Final = re.compile(r"\bPYTEST_ADDOPTS=")
 _SETS_PATH: Final = re.compile(r"\bPYTHONPATH=(.*)")
@@ -87,18 +87,18 @@ class SweTests(Model):
     absent_passes: bool = False
     """Whether a test that has no result in a log counts as passed, as for rows that list failures only."""
     expected: Annotated[dict[TestName, ShortStatus], Field(max_length=100_000)] | None = None
-    """The result of each test, instead of the two lists. All must be equal, failures too."""
+    """The result of each test, instead of the two lists. All must match, including failures."""
     patch: Code | None = None
     """A diff with the hidden tests, which Eval applies after the policy's changes."""
     files: Annotated[dict[Path, Code], Field(max_length=1024)] = Field(default_factory=dict)
     """Hidden files by their path in the repository, which Eval writes after the policy's changes."""
     protected: Annotated[list[Path], Field(max_length=4096)] = Field(default_factory=list)
-    """Files and folders of the repository whose changes by the policy are dropped, as those of the hidden
-    tests are."""
+    """Files and folders of the repository to which the policy's changes are dropped, as they are for the
+    hidden tests."""
     submission: Literal["folder", "answer"] = "folder"
-    """What the policy hands in: its changes of the folder, or a diff as its answer."""
+    """What the policy submits: its changes to the folder, or a diff as its answer."""
     max_bytes: Annotated[int, Field(ge=1, le=64 << 20)] = 16 << 20
-    """The limit of all changed files together, in bytes. A policy that leaves more is scored with 0."""
+    """The limit of all changed files together, in bytes. A policy that leaves more is scored 0."""
 
     @model_validator(mode="after")
     def _complete(self) -> SweTests:
@@ -116,7 +116,7 @@ class SweTests(Model):
 
 
 def report_problem(log_parser: str, script: str) -> str:
-    """Return what the verdict `report` needs and does not have with this parser and script, or ""."""
+    """Return what the verdict `report` needs and lacks with this parser and script, or ""."""
     if log_parser not in PYTEST_PARSERS:
         return "a log_parser of pytest"
     if _SETS_OPTIONS.search(script):

@@ -41,7 +41,7 @@ def _model_in(annotation: Any) -> type[BaseModel] | None:
 def _fields_at(model: type[BaseModel] | None, location: Sequence[int | str]) -> list[str]:
     """Return the names of the fields of the object at a location, as they are written outside.
 
-    The list is empty where the object is no model.
+    The list is empty where the object is not a model.
     """
     for part in location:
         if model is None or isinstance(part, int):
@@ -58,7 +58,7 @@ def _fields_at(model: type[BaseModel] | None, location: Sequence[int | str]) -> 
 
 
 def _near(name: str, known: Sequence[str]) -> list[str]:
-    """Return the known name that is nearly the same, or has the same letters; guesses beyond that mislead."""
+    """Return the known name that is nearly the same, or has the same letters; other guesses mislead."""
     letters = sorted(name)
     swapped = [each for each in known if sorted(each) == letters]
     return swapped[:1] or difflib.get_close_matches(name, known, n=1, cutoff=0.75)
@@ -77,9 +77,10 @@ def describe(
     Args:
         error: what pydantic raised.
         prefix: the path of the document itself.
-        model: the one that refused; an unknown field is shown with the nearest known one, or all of them.
+        model: the one that refused; an unknown field is shown with the nearest known one, or with all of
+            them.
         quote: whether lines may show what the document holds: values, and names that `model` does not know.
-        whole: what stands in the place of the path for a fault of the document as a whole.
+        whole: what is shown instead of the path for a fault of the document as a whole.
     """
     lines = []
     for item in error.errors(include_url=False):
@@ -111,7 +112,7 @@ def parse(document: Any) -> Manifest:
     """Return one decoded document as a checked manifest.
 
     Raises:
-        ManifestError: not an object, another kind or version, or a field is wrong.
+        ManifestError: it is not an object, has another kind or version, or a field is wrong.
     """
     if not isinstance(document, dict):
         raise ManifestError([f"manifest: must be an object, not {type(document).__name__}"])
@@ -130,7 +131,7 @@ def load(text: str) -> list[Manifest]:
     """Return every document of a YAML (or JSON) text.
 
     Raises:
-        ManifestError: the text is no YAML, holds no document, or a document is refused.
+        ManifestError: the text is not YAML, holds no document, or a document is refused.
     """
     try:
         documents = [d for d in load_all(text) if d is not None]

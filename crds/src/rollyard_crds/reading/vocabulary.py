@@ -1,7 +1,7 @@
-"""The hash of a tokenizer's vocabulary, by which a trainer finds that its token ids mean something else.
+"""The hash of a tokenizer's vocabulary, by which a trainer notices that its token ids mean something else.
 
-Files are no good measure, because libraries write the same tokenizer in many ways. What must agree is which
-token each id stands for.
+Comparing files would not do, because libraries write the same tokenizer in many ways. What must agree is
+which token each id stands for.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class TokenizerInvalid(CrdsError, ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """What is compared of two tokenizers."""
+    """The properties by which two tokenizers are compared."""
 
     sha256: str
     """The SHA-256 of one line for each token, ordered by id and then by token: the id in decimal, a space,
@@ -95,15 +95,16 @@ def of_file(path: Path) -> Vocabulary:
 
 
 def read(path: Path, make: Callable[[Any], T], name: str) -> T:
-    """Return what is made of a decoded tokenizer.json.
+    """Return what `make` makes of a decoded tokenizer.json.
 
     Args:
         path: The file.
-        make: Takes the document. What it raises because the document is of another form is an error below.
+        make: Takes the document. What it raises because the document has another form becomes the error
+            below.
         name: The file in messages.
 
     Raises:
-        TokenizerInvalid: The file cannot be read, is too large, or is of another form.
+        TokenizerInvalid: The file cannot be read, is too large, or has another form.
     """
     try:
         with path.open("rb") as file:
@@ -114,12 +115,12 @@ def read(path: Path, make: Callable[[Any], T], name: str) -> T:
     except TokenizerInvalid:
         raise
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-        # What is wrong is not quoted, because a path may be that of another file.
+        # The fault is not quoted, because the path may be that of another file.
         raise TokenizerInvalid(f"{name} is no {FILE} with a vocabulary ({type(error).__name__})") from error
 
 
 def model_tokens(document: Any) -> list[tuple[Any, Any]]:
-    """Return the tokens of the model in a tokenizer.json, each with its id. Nothing of them is checked."""
+    """Return the tokens of the model in a tokenizer.json, each with its id. They are not checked."""
     entries = document["model"]["vocab"]
     return list(entries.items()) if isinstance(entries, dict) else [(e[0], n) for n, e in enumerate(entries)]
 

@@ -1,6 +1,6 @@
 """YAML from outside: without aliases, and bounded in depth and size before anything is built from it.
 
-An alias names a value again, so that a few lines stand for billions of values; a manifest needs none.
+An alias repeats a value, so that a few lines can stand for billions of values; a manifest needs none.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from rollyard_crds.errors import CrdsError
 
 MAX_DEPTH: Final = 64
 MAX_VALUES: Final = 500_000
-"""Values and keys of a text. Each takes some hundred bytes while it is read."""
+"""The most values and keys of a text. Each takes some hundred bytes while it is read."""
 MAX_NUMBER: Final = 64
-"""Characters of a number; a longer one that YAML reads to the base 60 would take minutes."""
+"""The most characters of a number; a longer one that YAML reads in base 60 would take minutes."""
 
 _Loader: type[Any] = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _NUMBER: Final = re.compile(r"[-+]?(0x[0-9a-fA-F_]*|[0-9_.:]*([eE][-+0-9]*)?)")
@@ -25,7 +25,7 @@ _NUMBER_TAGS: Final = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
 
 
 class YamlError(CrdsError, ValueError):
-    """The text is no YAML, or not of the plain kind that is taken; the message says where."""
+    """The text is not YAML, or not of the plain kind that is accepted; the message says where."""
 
     reason = "InvalidYaml"
 
@@ -34,7 +34,7 @@ def load_all(text: str | bytes) -> list[Any]:
     """Return every document of a YAML text.
 
     Raises:
-        YamlError: it is no YAML, has an alias, or is deeper or larger than is taken.
+        YamlError: it is not YAML, has an alias, or is too deep or too large.
     """
     try:
         _check(text)
@@ -50,7 +50,7 @@ def load_all(text: str | bytes) -> list[Any]:
     except YamlError:
         raise
     except (ValueError, OverflowError) as error:
-        # A date that is none, for example; the loader says it in this way.
+        # Such as an impossible date; the loader reports it in this way.
         raise YamlError(f"a value cannot be read: {error}") from error
 
 
@@ -58,7 +58,7 @@ def load_one(text: str | bytes) -> Any:
     """Return the only document of a YAML text, or None where it is empty.
 
     Raises:
-        YamlError: as `load_all`, or there are several.
+        YamlError: as for `load_all`, or there are several documents.
     """
     documents = load_all(text)
     if len(documents) > 1:
@@ -67,7 +67,7 @@ def load_one(text: str | bytes) -> Any:
 
 
 def _check(text: str | bytes) -> None:
-    """Go through the text without building anything of it."""
+    """Go through the text without building anything from it."""
     depth = values = 0
     for event in yaml.parse(text, Loader=_Loader):
         problem = ""

@@ -2,8 +2,8 @@
 
 Whoever holds the worker token can make them, and the control plane checks them without a table:
 a token names its job by namespace, name and uid, and an HMAC under the worker token proves it.
-A job that is deleted and made again under its name has another uid, so that the tokens of the
-old one are worth nothing to the new one.
+A job that is deleted and made again under its name has another uid, so that tokens of the old one are not
+valid for the new one.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ def job_token(worker_token: str, namespace: str, name: str, uid: str) -> str:
         worker_token: the token of all workers, which proves it.
         namespace: a DNS label.
         name: a DNS label.
-        uid: `metadata.uid` of the job as REST answers it, or of its Kubernetes object.
+        uid: `metadata.uid` of the job as REST returns it, or of its Kubernetes object.
 
     Raises:
-        ValueError: a part is not of its form; a dot, for example, would separate other parts.
+        ValueError: a part is malformed; a dot, for example, would separate other parts.
     """
     for part, text, form in (("namespace", namespace, _LABEL), ("name", name, _LABEL), ("uid", uid, _UID)):
         if form.fullmatch(text) is None:
@@ -48,7 +48,7 @@ def job_token(worker_token: str, namespace: str, name: str, uid: str) -> str:
 
 
 def job_of(token: str, worker_token: str) -> JobIdentity | None:
-    """Return the job whose token this is, or None where it is no such token, or a forged one."""
+    """Return the job whose token this is, or None where it is not such a token, or a forged one."""
     prefix, *parts = token.split(".", 5)
     if prefix != _PREFIX or len(parts) != 4:
         return None

@@ -1,4 +1,4 @@
-"""Tokens for workers that stand ready, derived from the token of all workers.
+"""Tokens for ready workers, derived from the token of all workers.
 
 A ready token names one ready worker by its namespace and its name, and an HMAC under the worker token proves
 it. Its holder may only ask for the assignment of that worker, which brings the token of one job.
@@ -44,7 +44,7 @@ def ready_token(worker_token: str, namespace: str, worker: str) -> str:
 
 
 def ready_worker_of(token: str, worker_token: str) -> ReadyIdentity | None:
-    """Return the ready worker that a token was made for, or None if it is no ready token or a forged one."""
+    """Return the ready worker that a token was made for, or None if it is another token or a forged one."""
     prefix, *parts = token.split(".", 4)
     if prefix != _PREFIX or len(parts) != 3:
         return None

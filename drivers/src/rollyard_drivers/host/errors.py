@@ -4,21 +4,20 @@ from __future__ import annotations
 
 
 class HostError(Exception):
-    """An error that ends the command with this one line."""
+    """An error that ends the command with this one line.
+
+    Args:
+        message: The line.
+        reason: The stable name of the error's kind, if that is not the one of the class. It is HomeInUse if
+            another driver uses this home folder, and HomeUnusable if the folder cannot be created or written.
+    """
 
     reason = "CommandFailed"
 
-
-class HomeInUse(HostError):
-    """Another driver uses this home folder."""
-
-    reason = "HomeInUse"
-
-
-class HomeUnusable(HostError):
-    """The home folder cannot be created or written."""
-
-    reason = "HomeUnusable"
+    def __init__(self, message: str, *, reason: str | None = None) -> None:
+        super().__init__(message)
+        if reason is not None:
+            self.reason = reason
 
 
 class StartFailed(HostError):

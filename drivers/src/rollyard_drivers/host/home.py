@@ -15,7 +15,7 @@ from typing import Any, Final
 
 from rollyard_process.private_folder import make_private_folder
 
-from rollyard_drivers.host.errors import HomeInUse, HomeUnusable
+from rollyard_drivers.host.errors import HostError
 from rollyard_drivers.host.processes import ProcessIdentity, identify, is_alive
 
 MAX_RUN_PATH: Final = 64
@@ -76,7 +76,7 @@ class Home:
 
     @property
     def backends_file(self) -> Path:
-        """The file in which the supervisor notes how the start of its backends fares.
+        """The file in which the supervisor records how the start of its backends is going.
 
         It holds an object: `ready` is true once one takes requests, and `trouble` says why one has ended.
         """
@@ -90,20 +90,23 @@ class Home:
         """Create the folders, which only the user can read.
 
         Raises:
-            HomeUnusable: A folder cannot be created, or other users could reach or replace the folder of the
+            HostError: A folder cannot be created, or other users could reach or replace the folder of the
                 sandboxes.
         """
         for folder in (self.root, self.state, self.logs, self.pids):
             try:
                 folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             except OSError as error:
-                raise HomeUnusable(f"{folder} cannot be made: {error.strerror}") from error
+                raise HostError(
+                    f"{folder} cannot be made: {error.strerror}", reason="HomeUnusable"
+                ) from error
         try:
             make_private_folder(self.run)
         except OSError as error:
-            raise HomeUnusable(
+            raise HostError(
                 f"{self.run}, the folder of the sandboxes, cannot be used: {error.strerror or error}; "
-                "choose another --home"
+                "choose another --home",
+                reason="HomeUnusable",
             ) from error
 
     @contextlib.contextmanager
@@ -111,7 +114,7 @@ class Home:
         """Hold the lock of the home folder for one supervisor.
 
         Raises:
-            HomeInUse: Another process holds the lock.
+            HostError: Another process holds the lock.
         """
         self.make()
         descriptor = os.open(self.root / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -122,9 +125,10 @@ class Home:
                 holder = self.supervisor()
                 who = f" (process {holder.pid})" if holder else ""
                 stop = f"{self.command.removesuffix('up')}down"
-                raise HomeInUse(
+                raise HostError(
                     f"another `{self.command}`{who} runs on {self.root}; "
-                    f"stop it with `{stop}`, or choose another folder with --home"
+                    f"stop it with `{stop}`, or choose another folder with --home",
+                    reason="HomeInUse",
                 ) from None
             yield
         finally:

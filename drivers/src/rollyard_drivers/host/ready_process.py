@@ -6,7 +6,7 @@ connection and no file of a job. It runs the program once and ends with it, and 
 anything when its input ends.
 
 With `-- OPTION …` after the modules, the process calls the program's `stand_ready` with these options and a
-function that waits for the line. The program can so prepare what every job of this machine needs.
+function that waits for the line. This lets the program prepare what every job on this machine needs.
 """
 
 import contextlib

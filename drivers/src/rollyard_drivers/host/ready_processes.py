@@ -26,7 +26,7 @@ _AGAIN: Final = Backoff(first=2.0, longest=120.0)
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """A program of which processes stand ready."""
+    """A program for which processes stand ready."""
 
     name: str
     """The package, such as `rollyard_pipeline`. Its `__main__` has the function `main(arguments)`."""
@@ -38,7 +38,7 @@ class Program:
     """The options of the program's `stand_ready`, which prepares what every job of this machine needs. With
     none, a ready process only imports."""
     first_after: float = 0.0
-    """The seconds before the first one is started, unless the program is started a second time before. A
+    """The seconds before the first one is started, unless the program is started a second time before that. A
     process that only replaces one that dies can wait until what has just begun needs the processor less."""
     second_after: float = 0.0
     """The same for the one that follows the first use."""
@@ -60,7 +60,7 @@ class ReadyProcesses:
 
     Args:
         folders: The folders of log files and pid files.
-        programs: The programs of which processes stand ready.
+        programs: The programs for which processes stand ready.
     """
 
     def __init__(self, folders: Folders, programs: Sequence[Program]) -> None:

@@ -103,7 +103,7 @@ class Store:
     async def offer(self, offered: AssignmentOffer) -> str:
         """Offer a job to a worker that stands ready, and return why the worker cannot have it, or nothing.
 
-        A job that is over is no reason, because its workers are stopped anyway.
+        The end of the job is not such a reason, because its workers are stopped anyway.
         """
         try:
             await self._client.offer(offered)

@@ -30,7 +30,7 @@ def plain_lines(text: str) -> list[str]:
     for line in text.splitlines():
         record = None
         if line.startswith('{"time": '):
-            # A program of others may write anything, such as brackets without end.
+            # Any program may have written the log, with anything in it, such as endless brackets.
             with contextlib.suppress(ValueError, RecursionError):
                 record = json.loads(line)
         if not isinstance(record, dict):

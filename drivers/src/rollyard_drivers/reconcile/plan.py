@@ -203,13 +203,13 @@ class Plan(Generic[StatusT]):
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """The settings in which drivers differ, and the bounds of restarting."""
+    """The settings in which drivers differ, and the limits of restarts."""
 
     combine_stages: bool = False
     """Whether one worker serves all three stages if each stage wants one replica."""
     node_workers: bool = False
     """Whether every worker serves all three stages. Slurm needs this, since sandboxes live on the worker's
-    node. There are as many workers as the stage that wants most."""
+    node. There are as many workers as the stage that needs the most."""
     max_active_jobs: int = 16
     """The number of jobs that run at the same time. Further jobs are Pending until one has finished."""
     backoff_seconds: float = 1.0

@@ -62,7 +62,7 @@ def restart_delay(restarts: int, profile: Profile) -> float:
 def _began_work(workload: ObservedWorkload, kind: WorkloadKind) -> datetime | None:
     """Return the time at which a workload began to do its work, or None if it never did.
 
-    A backend that loads its model may die of that after many minutes, so only a ready one works.
+    Loading the model may kill a backend after many minutes, so only a ready one counts as working.
     """
     return workload.ready_since if kind == "backend" else workload.started_at
 
@@ -212,8 +212,8 @@ REMEMBERED: Final = 1024
 class Replacements:
     """A record that keeps the counts of restarts while workloads are stopped.
 
-    A workload that has ended by itself is still observed when it is launched again. Of a workload that was
-    stopped because it did not answer, nothing is left at that time. The record is in memory only, so a driver
+    A workload that has ended by itself is still observed when it is launched again. Nothing is left at that
+    time of a workload that was stopped because it did not answer. The record is in memory only, so a driver
     that is restarted in the meantime counts from 0 again.
     """
 

@@ -15,7 +15,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from rollyard_engine.errors import ModelFolderInvalid
+from rollyard_engine.errors import EngineError
 from rollyard_engine.folder import ModelFolder, read_folder
 from rollyard_engine.generation.sampling import Logits
 
@@ -80,7 +80,7 @@ def load_model(path: Path, threads: int = 0) -> PolicyModel:
             models, and one per core for others.
 
     Raises:
-        ModelFolderInvalid: Something does not load, as the message says, or the logits are not finite.
+        EngineError: Something does not load, as the message says, or the logits are not finite.
     """
     import onnxruntime_genai as runtime
 
@@ -95,12 +95,19 @@ def load_model(path: Path, threads: int = 0) -> PolicyModel:
         logits = model.open(2).append(np.zeros(1, dtype=np.int32))
     except (RuntimeError, ValueError, TypeError) as error:
         message = " ".join(str(error).split())
-        raise ModelFolderInvalid(f"{path} does not load: {message}", param="weights_path") from error
+        raise EngineError(
+            f"{path} does not load: {message}", param="weights_path", reason="ModelFolderInvalid"
+        ) from error
     if logits.shape != (folder.vocab_size,):
-        raise ModelFolderInvalid(
+        raise EngineError(
             f"{path}: the model gives {logits.shape[-1]} logits, its configuration says {folder.vocab_size}",
             param="weights_path",
+            reason="ModelFolderInvalid",
         )
     if not np.isfinite(logits).all():
-        raise ModelFolderInvalid(f"{path}: the model's logits are not finite numbers", param="weights_path")
+        raise EngineError(
+            f"{path}: the model's logits are not finite numbers",
+            param="weights_path",
+            reason="ModelFolderInvalid",
+        )
     return model

@@ -16,7 +16,7 @@ from typing import Final, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from rollyard_engine.errors import GenerationFailed
+from rollyard_engine.errors import EngineError
 
 Logits: TypeAlias = NDArray[np.float32]
 
@@ -29,7 +29,7 @@ class SamplingParams:
     """The parameters that a sequence is sampled with.
 
     ``top_k`` 0 and ``top_p`` 1.0 disable the truncation. ``logprobs`` is the number of most likely
-    alternatives to report beside the sampled token, or ``None`` to report no log-probabilities.
+    alternatives to report in addition to the sampled token, or ``None`` to report no log-probabilities.
     ``prompt_logprobs`` is the same for the prompt's tokens.
     """
 
@@ -82,7 +82,7 @@ class Sampler:
         """Return a token sampled from ``logits`` (shape ``[vocabulary]``). It is computed in float64.
 
         Raises:
-            GenerationFailed: The logits are not finite numbers.
+            EngineError: The logits are not finite numbers.
         """
         params = self._params
         scores = _scores(logits)
@@ -120,7 +120,7 @@ def score(logits: Logits, token_id: int, alternatives: int) -> PromptToken:
     It is computed in float64.
 
     Raises:
-        GenerationFailed: The logits are not finite numbers.
+        EngineError: The logits are not finite numbers.
     """
     scores = _scores(logits)
     scores -= scores.max()
@@ -138,11 +138,11 @@ def _scores(logits: Logits) -> NDArray[np.float64]:
     """Return the logits in float64.
 
     Raises:
-        GenerationFailed: The logits are not finite numbers.
+        EngineError: The logits are not finite numbers.
     """
     scores = logits.astype(np.float64)
     if not math.isfinite(float(scores.sum())):
-        raise GenerationFailed("the model's logits are not finite numbers")
+        raise EngineError("the model's logits are not finite numbers", reason="GenerationFailed")
     return scores
 
 

@@ -14,7 +14,7 @@ from typing import Final, Literal, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from rollyard_engine.errors import GenerationFailed, ModelFolderInvalid
+from rollyard_engine.errors import EngineError
 from rollyard_engine.generation.model import KVCache, PolicyModel
 from rollyard_engine.generation.sequence import FinishReason, Sequence
 
@@ -159,8 +159,9 @@ class Scheduler:
                 continue
             try:
                 self._budget -= self._advance(sequence, self._budget)
-            except (RuntimeError, GenerationFailed) as error:  # onnxruntime raises RuntimeError.
-                sequence.error = GenerationFailed(f"the model failed on this request: {error}")
+            except (RuntimeError, EngineError) as error:  # onnxruntime raises RuntimeError.
+                problem = f"the model failed on this request: {error}"
+                sequence.error = EngineError(problem, reason="GenerationFailed")
                 sequence.kv = None
                 self._remove(sequence, "error")
             if time.monotonic() >= until:
@@ -203,19 +204,21 @@ class Scheduler:
         the new weights before they sample.
 
         Raises:
-            ModelFolderInvalid: The vocabulary differs, or the context is too short.
+            EngineError: The vocabulary differs, or the context is too short.
         """
         if model.folder.vocab_size != self._model.folder.vocab_size:
-            raise ModelFolderInvalid(
+            raise EngineError(
                 f"{model.folder.path} has a vocabulary of {model.folder.vocab_size} tokens, "
                 f"the served model {self._model.folder.vocab_size}",
                 param="weights_path",
+                reason="ModelFolderInvalid",
             )
         if model.folder.context_length < self.limits.max_model_len:
-            raise ModelFolderInvalid(
+            raise EngineError(
                 f"{model.folder.path} has a context of {model.folder.context_length} tokens, "
                 f"the server was started for {self.limits.max_model_len}",
                 param="weights_path",
+                reason="ModelFolderInvalid",
             )
         self._model = model
         self.reset_prefix_cache(running_too=True)

@@ -9,7 +9,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
-from rollyard_engine.errors import EngineError, EngineStopped, RequestRefused
+from rollyard_engine.errors import EngineError, EngineStopped
 from rollyard_engine.generation.scheduler import Scheduler
 from rollyard_engine.generation.sequence import Sequence
 
@@ -79,13 +79,13 @@ class EngineThread:
         """Queue a sequence.
 
         Raises:
-            RequestRefused: The server has as many requests as it accepts.
+            EngineError: The server has as many requests as it accepts.
             EngineStopped: The engine is shutting down or has failed.
         """
         with self._wake:
             self._check_alive()
             if self._outstanding >= self._max_outstanding:
-                raise RequestRefused(
+                raise EngineError(
                     f"the server has {self._outstanding} requests running and waiting and accepts no more; "
                     f"retry after {RETRY_AFTER_SECONDS} s",
                     reason="QueueFull",

@@ -16,7 +16,7 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
-from rollyard_engine.errors import EngineError, InvalidRequest, RequestRefused
+from rollyard_engine.errors import EngineError, InvalidRequest
 from rollyard_engine.generation.scheduler import PauseMode
 from rollyard_engine.serving import protocol, responses
 from rollyard_engine.serving.service import (
@@ -387,20 +387,20 @@ async def _read_json(request: Request) -> object:
     """Return the decoded body of a request.
 
     Raises:
-        RequestRefused: The body is larger than ``MAX_BODY_BYTES``, or is not JSON.
+        EngineError: The body is larger than ``MAX_BODY_BYTES``, or is not JSON.
     """
     pieces, size = [], 0
     async for piece in request.stream():
         size += len(piece)
         if size > MAX_BODY_BYTES:
-            raise RequestRefused(
+            raise EngineError(
                 f"the request body is larger than {MAX_BODY_BYTES} bytes", reason="BodyTooLarge"
             )
         pieces.append(piece)
     try:
         return orjson.loads(b"".join(pieces))
     except orjson.JSONDecodeError as error:
-        raise RequestRefused(
+        raise EngineError(
             f"the request body is not JSON: {error}", reason="MalformedRequest", param="body"
         ) from error
 

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Final, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from rollyard_engine.errors import InvalidRequest, RequestRefused
+from rollyard_engine.errors import EngineError, InvalidRequest
 from rollyard_engine.generation.sampling import SamplingParams
 
 MAX_LOGPROBS: Final = 20
@@ -264,7 +264,7 @@ def parse(kind: type[B], data: object) -> B:
     """Return the validated form of a decoded body.
 
     Raises:
-        RequestRefused: The body is invalid. The message is in the words of vLLM's validation handler.
+        EngineError: The body is invalid. The message is in the words of vLLM's validation handler.
     """
     try:
         return kind.model_validate(data)
@@ -277,9 +277,7 @@ def parse(kind: type[B], data: object) -> B:
             for item in details
         ]
         message = "\n".join([f"{error.error_count()} validation {label}:", *lines])
-        raise RequestRefused(
-            message, reason="MalformedRequest", param=_location(details[0]["loc"])
-        ) from error
+        raise EngineError(message, reason="MalformedRequest", param=_location(details[0]["loc"])) from error
 
 
 def _location(loc: tuple[int | str, ...]) -> str:

@@ -17,7 +17,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from rollyard_engine.errors import EngineStopped, InvalidRequest, RequestRefused
+from rollyard_engine.errors import EngineError, EngineStopped, InvalidRequest
 from rollyard_engine.generation.model import load_model
 from rollyard_engine.generation.scheduler import PauseMode, Scheduler
 from rollyard_engine.generation.sequence import Sequence
@@ -57,10 +57,10 @@ class EngineService:
         """Check that a request names a model that is served, or none.
 
         Raises:
-            RequestRefused: This server does not serve the model.
+            EngineError: This server does not serve the model.
         """
         if name and name not in self.served.names:
-            raise RequestRefused(
+            raise EngineError(
                 f"The model `{name}` does not exist. Valid aliases: {', '.join(self.served.names)}.",
                 reason="ModelNotServed",
                 param="model",
@@ -82,7 +82,7 @@ class EngineService:
 
         Raises:
             InvalidRequest: A field or the prompt cannot be served.
-            RequestRefused: The server has as many requests as it accepts.
+            EngineError: The server has as many requests as it accepts.
             EngineStopped: The engine is shutting down or has failed.
         """
         room = self._room(prompt)
@@ -155,7 +155,7 @@ class EngineService:
         """Load another model folder beside the served one, and then swap the two.
 
         Raises:
-            ModelFolderInvalid: The folder cannot be served. The old weights then remain in use.
+            EngineError: The folder cannot be served. The old weights then remain in use.
         """
         model = await asyncio.to_thread(load_model, path, self.served.threads)
         await self.call(lambda scheduler: scheduler.swap_model(model))

@@ -45,13 +45,13 @@ from rollyard_operator.pods.status import observed_workload, workload_of
 
 LEFTOVER_SECONDS = 2.0
 SURPLUS_SECONDS = 30
-"""The time in seconds that a pod has to end whose workload has another pod."""
+"""The time in seconds that a pod has to end if its workload has another pod."""
 REMEMBERED = 4096
 """The number of deleted pods that are remembered until the watch reports their end."""
 
 
 Take = Callable[[Launch], Awaitable[Object | None]]
-"""Makes a pod that stood ready the pod of a workload, and returns it, or returns None if none fits."""
+"""Turns a ready pod into the pod of a workload and returns it. Returns None if none fits."""
 
 
 RESYNC_SECONDS = 60.0
@@ -312,8 +312,8 @@ class Children:
 
     Pod names are deterministic, and the spec of a pod never changes. If a step is done twice, or by two
     operators at once, the second one finds the name taken and uses the existing pod. A pod that stood ready
-    has a name of its own and names its workload in an annotation. If two pods are of one workload, which two
-    operators can bring about, one of them is stopped.
+    has a name of its own and names its workload in an annotation. If two operators have made two pods for one
+    workload, one of the pods is stopped.
     """
 
     def __init__(self, kube: KubeClient, cache: PodCache, instance: str, wake: Callable[[], None]) -> None:

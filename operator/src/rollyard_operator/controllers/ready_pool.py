@@ -1,8 +1,8 @@
 """Ready stage workers of one installation: they are kept at their number, and taken for new jobs.
 
-All that matters is in the cluster: a label says that a pod has no job yet, and one patch of the version that
-was seen gives the pod its job. The offer to the control plane follows, and is repeated until it is answered.
-The operator may therefore be killed between any two steps.
+Everything that matters is in the cluster: a label says that a pod has no job yet, and one patch of the
+version that was seen gives the pod its job. The offer to the control plane follows, and is repeated until it
+is answered. The operator may therefore be killed between any two steps.
 """
 
 from __future__ import annotations
@@ -247,7 +247,7 @@ class ReadyPool:
                         self._taken.pop(uid, None)
                 continue
             except KubeError:
-                # Whether the patch has arrived is not known. The watch tells.
+                # Whether the patch has arrived is not known. The watch will show it.
                 self._taken.pop(uid, None)
                 raise
             if taken is not None:

@@ -186,7 +186,7 @@ class KubeClient:
     async def delete(
         self, kind: str, namespace: str, name: str, *, grace: int | None = None, uid: str | None = None
     ) -> None:
-        """Delete an object. It is no error if the object is gone or has another uid."""
+        """Delete an object. It is not an error if the object is gone or has another uid."""
         body: Object = {"apiVersion": "v1", "kind": "DeleteOptions", "propagationPolicy": "Background"}
         if grace is not None:
             body["gracePeriodSeconds"] = grace
@@ -376,5 +376,5 @@ def _event(line: bytes) -> WatchEvent:
         code, reason = int(event.object.get("code") or 500), str(event.object.get("reason") or "Error")
         message = str(event.object.get("message") or "the watch was ended")
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise WatchError(0, "BadEvent", f"a line of a watch is no event: {line[:100]!r}") from error
+        raise WatchError(0, "BadEvent", f"a line of a watch is not an event: {line[:100]!r}") from error
     raise WatchError(code, reason, message)

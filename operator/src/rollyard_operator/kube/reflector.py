@@ -1,7 +1,7 @@
 """Reflectors keep a cache in line with the cluster. They list, watch, and list again when necessary.
 
-Pods are many and have a whole reflector. kopf watches RolloutJobs and BackendPools, which are only listed
-here.
+There are many pods, so they have a full reflector. kopf watches RolloutJobs and BackendPools, which are only
+listed here.
 """
 
 from __future__ import annotations

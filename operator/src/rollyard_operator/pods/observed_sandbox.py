@@ -9,7 +9,7 @@ from typing import Literal
 Hope = Literal["none", "kubelet", "scheduler", "gate"]
 """What may still solve a problem with a pod.
 
-This is nothing, the kubelet (by a retry), the scheduler (once a node has room), or the opening of the gate.
+It is nothing, the kubelet (by a retry), the scheduler (once a node has room), or the opening of the gate.
 """
 
 

@@ -20,7 +20,7 @@ from rollyard_operator.pods.observed_sandbox import Hope, ObservedSandbox, Sandb
 BACKEND_PORT = 8000
 MESSAGE_LIMIT = 512
 FURTHER_UP = "further up in its log: kubectl logs"
-ENGINE_DIED = "a server ends so where its engine process has died, or where it was stopped"
+ENGINE_DIED = "a server ends like this if its engine process has died, or if it was stopped"
 NOT_ISOLATED = 78
 """The exit status of an exec server that could reach a forbidden address."""
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)

@@ -24,7 +24,7 @@ from rollyard_inference.errors import ContextOverflow
 from rollyard_process.telemetry import conventions as names
 from rollyard_process.telemetry.scope import current
 from rollyard_process.telemetry.spans import Value
-from rollyard_sandbox.errors import ConnectionLost, ServerFault
+from rollyard_sandbox.errors import ConnectionLost
 from rollyard_sandbox.errors import SandboxError as ExecError
 
 from rollyard_pipeline.backends.session import BackendSession
@@ -223,7 +223,7 @@ class AgentContext:
                 raise
             return observed
         except ExecError as error:
-            if isinstance(error, ServerFault):
+            if error.reason == "ServerFault":
                 log.error("a bug of the exec server: %s", clean_text(str(error), 1000))
             if not reward_reason(error) and not await was_removed(context.sandbox, error):
                 raise

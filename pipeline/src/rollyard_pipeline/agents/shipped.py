@@ -1,4 +1,4 @@
-"""The agents that Rollyard brings: `tools`, `single_turn` and `oracle`."""
+"""The agents that come with Rollyard: `tools`, `single_turn` and `oracle`."""
 
 from __future__ import annotations
 

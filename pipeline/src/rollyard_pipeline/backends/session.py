@@ -32,7 +32,7 @@ from rollyard_process.telemetry.scope import RolloutScope, current
 from rollyard_process.telemetry.spans import Value
 
 from rollyard_pipeline.backends.client import UNKNOWN_MODE, BackendClient
-from rollyard_pipeline.errors import NoBackend
+from rollyard_pipeline.errors import PipelineError
 from rollyard_pipeline.trajectories.recorder import Sample
 
 Route = Callable[[str, str, bool], Awaitable[RouteResponse]]
@@ -294,7 +294,7 @@ class BackendSession:
 
         Raises:
             BackendUnavailable: No backend answered within the budget.
-            NoBackend: The pool had no ready backend for too long.
+            PipelineError: The pool had no ready backend for too long.
             ContextOverflow: Not even one token fits after `prompt`.
             BackendMismatch, BackendRefused, WeightsChanged: See BackendClient.sample.
         """
@@ -423,7 +423,7 @@ class BackendSession:
 
         Raises:
             BackendUnavailable: No time is left.
-            NoBackend: The pool had no ready backend for too long.
+            PipelineError: The pool had no ready backend for too long.
         """
         now = time.monotonic()
         outage = self._outage.seconds(now)
@@ -436,7 +436,9 @@ class BackendSession:
             budget = self._budget
         left = since + budget + outage - now
         if self._outage.lasts and (left <= 0 or outage >= self._outage_seconds):
-            raise NoBackend(f"the pool had no ready backend for {outage:.0f} s; last: {error}") from error
+            raise PipelineError(
+                f"the pool had no ready backend for {outage:.0f} s; last: {error}", "NoBackend", counts=False
+            ) from error
         if left <= 0:
             raise BackendUnavailable(f"no backend answered for {budget:g} s; last: {error}") from error
         return left
@@ -482,7 +484,7 @@ class BackendSession:
         await asyncio.sleep(seconds)
 
     def _paused(self, seconds: float) -> None:
-        """Note that the backend has been paused for so many further seconds."""
+        """Note that the backend has been paused for that many further seconds."""
         if self._span is not None:
             now = time.monotonic()
             self._span.wait("weights", now - seconds, now)

@@ -65,7 +65,7 @@ class ChatFormat:
         """Return the messages that a task begins with in the form in which the template shows their calls.
 
         Most templates read arguments as objects. Some, such as DeepSeek-R1's, read them as texts, or leave
-        out calls beside a content that is not null.
+        out calls if the content is not null.
 
         Raises:
             TemplateError: The messages make calls, and the template refuses them or leaves one out.

@@ -38,7 +38,7 @@ def split_channels(text: str, escape: Callable[[str], str], calls: bool) -> dict
     Args:
         text: The turn without its end-of-turn token.
         escape: Turns control tokens that are left in the parts into text.
-        calls: Whether the turn makes calls. The template then accepts only thinking beside them.
+        calls: Whether the turn makes calls. The template then accepts only thinking in addition to them.
     """
     messages = [message for message in _messages(text) if message.begun and message.channel]
     if not messages:
@@ -54,10 +54,10 @@ def split_channels(text: str, escape: Callable[[str], str], calls: bool) -> dict
 
 
 def channel_thought(text: str) -> Thought | None:
-    """Return what of a turn is a thought, or None for a turn without channels.
+    """Return which part of a turn is a thought, or None for a turn without channels.
 
     The thought is what stands in the channel `analysis`. The answer is the last message, if it stands in the
-    channel `final` or names none. Else the turn has no answer.
+    channel `final` or names none. Otherwise the turn has no answer.
     """
     messages = _messages(text)
     if not messages:

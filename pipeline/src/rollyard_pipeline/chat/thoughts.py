@@ -1,14 +1,14 @@
-"""What of a sampled turn is a thought, and what is the answer.
+"""Which part of a sampled turn is a thought, and which is the answer.
 
 This is decided where the turn's tokens are known, because its text does not show it: the prompt may have
 opened the thought already, and a mark such as `</think>` is either a token or spelled by ordinary ones.
 
 - An opening mark at the end of the prompt, or at the beginning of the turn, opens a thought. White space and
-  characters without a form, such as a byte order mark, may stand before it.
+  characters that show nothing, such as a byte order mark, may come before it.
 - The next closing mark ends it. If the mark that opened the thought is a token, so must this one be.
 - A further thought may follow at once. Marks after that are text of the answer.
 - A thought that is not closed has no answer after it.
-- A closing mark before which no opening one stands ends a thought only if the chat template, too, looks for
+- A closing mark without an opening one before it ends a thought only if the chat template, too, looks for
   this mark, and if the prompt does not end with it. Some templates hide that a thought was opened.
 """
 
@@ -46,7 +46,7 @@ _TAGS: Final = re.compile(
 _CHANNEL_NAME: Final = re.compile(r"(?<=<\|channel>)thought\n?")
 """What Gemma 4 writes after its opening mark."""
 _TAIL: Final = 64
-"""The number of characters at the end of a prompt in which a mark is looked for."""
+"""The number of characters at the end of a prompt that are searched for a mark."""
 _NEWLINES: Final = re.compile(r"\n*+")
 
 
@@ -75,7 +75,7 @@ class ThoughtReader:
         self._channels = chat.channels
 
     def read(self, prompt: str, ids: Sequence[int], text: str) -> Thought | None:
-        """Return what of a turn is a thought, or None if all of it is the answer.
+        """Return which part of a turn is a thought, or None if all of it is the answer.
 
         The places are those in `text` without any `tokenizer.MARK`.
 
@@ -140,9 +140,9 @@ class ThoughtReader:
 
 
 def text_thought(text: str) -> Thought | None:
-    """Return what of a message is a thought, or None, where only its text is known.
+    """Return which part of a message is a thought, or None, where only its text is known.
 
-    Only a thought that this text itself opens, at its beginning, is one.
+    Only what the text itself opens, at its beginning, is a thought.
     """
     marks = [_Mark(match[0], match.start(), match.end(), False) for match in _MARKS.finditer(text)]
     return _first_thought(text, marks, "")
@@ -154,7 +154,7 @@ def _first_thought(text: str, marks: Sequence[_Mark], opened: str) -> Thought | 
     Args:
         text: The text of the turn.
         marks: The marks in it, in order.
-        opened: The mark with which the prompt has opened a thought, or "".
+        opened: The mark with which the prompt opened a thought, or "".
     """
     if opened:
         opening, exact, start, following = opened, True, 0, 0
@@ -176,7 +176,7 @@ def _first_thought(text: str, marks: Sequence[_Mark], opened: str) -> Thought | 
 
 
 def _blank(text: str) -> bool:
-    """Return whether a text shows nothing: it has only white space and characters of format and control."""
+    """Return whether a text shows nothing: it has only white space, format and control characters."""
     return all(char.isspace() or unicodedata.category(char) in ("Cf", "Cc") for char in text)
 
 

@@ -212,7 +212,7 @@ def _json(file: Path) -> dict[str, Any]:
         return {}
     value = json.loads(file.read_text(encoding="utf-8"))
     if not isinstance(value, dict):
-        raise ValueError(f"{file.name} is no JSON object")
+        raise ValueError(f"{file.name} is not a JSON object")
     return value
 
 

@@ -37,7 +37,7 @@ class HeldLease:
     eval_sandbox: SandboxHandle | None = None
     """Eval's own fresh sandbox, while there is one."""
     live: Callable[[int], list[LiveTurn]] | None = None
-    """Returns the conversation's messages from a number on, cut for people who watch; None before Run."""
+    """Returns the conversation's messages from a given number on, shortened for viewers; None before Run."""
     done_with_sandbox: bool = False
     """Whether to remove the sandbox once the control plane has answered for the outcome.
 
@@ -77,7 +77,7 @@ class LeaseTable:
         self._held[holding.lease.rollout, holding.lease.token] = holding
 
     async def remove(self, holding: HeldLease) -> None:
-        """Remove a lease. A missing lease is no error."""
+        """Remove a lease. A missing lease is not an error."""
         self._held.pop((holding.lease.rollout, holding.lease.token), None)
         async with self._changed:
             self._changed.notify_all()

@@ -1,4 +1,4 @@
-"""The base class of handlers: three async methods, of which most handlers implement one.
+"""The base class of handlers: three async methods, of which most handlers implement only one.
 
 A handler serves many rollouts, so it keeps no state of one. Data that Init or Run pass to a later stage
 belong in `ctx.carry`. The methods of handlers from other packages may block (see `handlers.isolated`).
@@ -221,15 +221,15 @@ class StageContext:
 
     @property
     def _last(self) -> tuple[str, Thought | None]:
-        """Return the content of the policy's last message, and what of it is a thought."""
+        """Return the content of the policy's last message, and which part of it is a thought."""
         messages = [] if self.trajectory is None else said_by_policy(self.task, self.trajectory)
         if not messages:
             return "", None
         message, turn = messages[-1]
         if self.spec.agent.thoughts == "answer":
             return message.content, None
-        if turn is None or turn.thought is None:
-            # Where the tokens are not known either, as in `rollyard grade`, the text has to say it.
+        if turn is None:
+            # Where no turn was recorded, as in `rollyard grade`, the text alone decides.
             return message.content, text_thought(message.content)
         return message.content, turn.thought
 
@@ -276,15 +276,15 @@ class Handler(ABC):
     control plane. An `eval` that reads them nevertheless fails with TokensMissing.
     """
     judges_answers: ClassVar[bool] = False
-    """Whether there are tasks of which `eval` judges the answer and no files; see `judges_answer`."""
+    """Whether there are tasks for which `eval` judges the answer and no files; see `judges_answer`."""
     reward_range: ClassVar[tuple[float, float]] = (-MAX_REWARD, MAX_REWARD)
     """The smallest and the largest reward that `eval` returns. Any other reward is refused."""
     fetches: ClassVar[bool] = False
     """Whether `eval` runs tests that may have the network of `stages.eval.network`."""
     components: ClassVar[tuple[str, ...]] = ()
-    """The names of all components that `eval` may return, in so far as a job may give them a weight.
+    """The names of all components that `eval` may return and a job may give a weight.
 
-    One that `eval` leaves out counts as 0.
+    A component that `eval` leaves out counts as 0.
     """
     eval_sandbox: ClassVar[EvalSandbox] = "shared"
     """The sandbox in which `eval` works if the job's `stages.eval` does not specify one.
@@ -294,9 +294,9 @@ class Handler(ABC):
     """
 
     def dockerfile(self, task: Task, image: str) -> Mapping[str, tuple[bytes, int]] | None:
-        """Return the folder of the Dockerfile of which an image that the task names can be built.
+        """Return the folder of the Dockerfile from which an image that the task names can be built.
 
-        It has content and mode of each file by path. It is None for an image that is not built of the task.
+        It has the content and mode of each file by path. It is None for an image not built from the task.
         """
         return None
 
@@ -325,7 +325,7 @@ class Handler(ABC):
     def for_task(self, task: Task) -> Handler:
         """Return the handler that prepares, plays and scores this task; by default, this one.
 
-        A handler of several kinds of tasks returns one that it holds, and closes. The same task must always
+        A handler of several kinds of tasks returns one that it owns and closes. The same task must always
         get the same handler, since the stages of a rollout may run in different processes. The job's `reward`
         knows the components of this handler.
         """
@@ -336,7 +336,7 @@ class Handler(ABC):
         return []
 
     def judges_answer(self, task: Task) -> bool:
-        """Return whether `eval` uses of Run the answer and the messages only, such as a program in them.
+        """Return whether `eval` uses only the answer and the messages of Run, such as a program in them.
 
         A kept trajectory can then be evaluated again, in a sandbox in which only `init` has run. What the
         answer does in a fresh sandbox of Eval is the policy's doing.

@@ -11,30 +11,30 @@ from markdown_it import MarkdownIt
 from markdown_it.token import Token
 
 MAX_ANSWER: Final = 1 << 17
-"""The most characters of an answer in which blocks are looked for: those at its end. The reader needs up to
+"""The number of characters, at the end of an answer, that are searched for blocks. The reader needs up to
 10 microseconds for each, whatever they are."""
 _RULES: Final = frozenset({"fence", "code", "list", "blockquote"})
-"""Fences stand in lists and quotations, too, and indented code is none. HTML is not read: `<answer>` before
-a fence would make it a part of that element."""
+"""Fences may also be in lists and quotations, and indented code is not a block. HTML is not read: `<answer>`
+before a fence would make it a part of that element."""
 _NEWLINE: Final = re.compile(r"\r\n?")
 _LABEL: Final = re.compile(r"[\s{.]*+([\w+#.-]*+)")
 _BEFORE: Final = re.compile(r"^([ ]{0,3}+)[\ufeff\u200b]*+(?:</?\w{1,40}>[ ]*+)*+(?=```|~~~)", re.MULTILINE)
-"""What stands before an opening fence, or nothing: marks of an encoding, and tags such as `<answer>`."""
+"""What may come before an opening fence: marks of an encoding, and tags such as `<answer>`."""
 _AFTER: Final = re.compile(
     r"^([ ]{0,3}+(?:`{3,}+|~{3,}+))[ ]*+(?:(?:</\w{1,40}>|<\|\w{1,40}\|>)[ ]*+)++$", re.MULTILINE
 )
 """A closing fence and what ends the answer: tags such as `</answer>`, and tokens such as `<|im_end|>`."""
 _DEEP: Final = re.compile(r"^(?: {4}|\t)[ \t]*+(?:```|~~~)", re.MULTILINE)
 _PARAGRAPH: Final = re.compile(r"^.++(?=\n(?: {4}|\t)[ \t]*+(?:```|~~~)`*+~*+\w)", re.MULTILINE)
-"""The line before such an opening fence, which would else be a part of its paragraph."""
+"""The line before such an opening fence, which would otherwise be a part of its paragraph."""
 _DOUBLED: Final = re.compile(r"(?:```|~~~)`*+~*+\w")
-"""An opening fence as the first line of a block, which is no text in any language."""
+"""An opening fence as the first line of a block, which is not text in any language."""
 _PAGES: Final = frozenset({"markdown", "md"})
 _MOST_ENDS: Final = 8
-"""How often, in one answer, another end is tried for a block that was cut."""
+"""How often another end is tried for a cut block, in one answer."""
 
 State = Literal["whole", "cut", "broken"]
-"""What a block is to those who can read its language."""
+"""The state of a block, for those who can read its language."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +57,8 @@ class Block:
 def fenced_blocks(answer: str, state: Callable[[Block], State] = lambda block: "whole") -> list[Block]:
     """Return the fenced blocks of an answer, in their order.
 
-    Fences that are indented so far that CommonMark takes them for indented code count, apart from those that
-    stand in a block. So do those with tags of the answer on their line.
+    Fences that are indented so far that CommonMark takes them for indented code count, except inside a block.
+    So do those with tags of the answer on their line.
 
     Args:
         answer: The answer. Only its last `MAX_ANSWER` characters are read.

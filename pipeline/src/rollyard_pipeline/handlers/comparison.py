@@ -1,4 +1,4 @@
-"""The comparison of a text with an expected answer, which the child of `verifier` does.
+"""The comparison of a text with an expected answer, which the verifier's child process makes.
 
 What the text states is compared as text, as a numeral of another base, and by what latex2sympy reads.
 """
@@ -55,7 +55,7 @@ _SEPARATOR: Final = re.compile(r"[,;](?![^(\[{]*[)\]}])")
 _MOST_PARTS: Final = 64
 _LETTER: Final = re.compile(r"\\(?:begin|end|mathbb|text)\s*\{[^{}]*\}|\\[A-Za-z]+|([A-Za-z])")
 _NAMES: Final = "wqrskvujlgt"
-"""Letters that stand for upper case ones."""
+"""Letters that stand for upper-case ones."""
 
 
 _NUMBER: Final = re.compile(
@@ -68,7 +68,7 @@ _LIST: Final = re.compile(r"(?P<left>\\\{|[(\[]?)(?P<parts>[^()\[\]]*?)(?P<right
 
 @dataclass(frozen=True)
 class _Read:
-    """A reading of an answer: its spelling and what latex2sympy makes of it."""
+    """One reading of an answer: its spelling and what latex2sympy makes of it."""
 
     spelling: Spelling
     value: Any
@@ -145,7 +145,7 @@ def _equal_by_value(key: str, answer: str) -> str | None:
 def _reads_equal(gold: _Read, answer: _Read) -> bool:
     try:
         return equal(*_values_with_case(gold, answer))
-    except RecursionError:  # sympy walks through deep formulas so.
+    except RecursionError:  # This is how sympy walks through deep formulas.
         return False
 
 
@@ -171,7 +171,7 @@ def _values_with_case(gold: _Read, answer: _Read) -> tuple[Any, Any]:
 
 
 def _numeral(text: str) -> tuple[int, int | None] | None:
-    """Return the base and the value of a numeral such as 101_2, or None. 5_2 is one without a value."""
+    """Return the base and the value of a numeral such as 101_2, or None. 5_2 is a numeral without a value."""
     match = _BASE.fullmatch(_TEXT.sub(r"\1", _bare(text)))
     if match is None:
         return None
@@ -208,13 +208,13 @@ def _as_words(text: str, folded: bool) -> str:
 
 
 def _is_words(text: str) -> bool:
-    """Return whether a text is words, as "Monday" or `\\text{Yes}`, and no formula."""
+    """Return whether a text is words, such as "Monday" or `\\text{Yes}`, and not a formula."""
     inside = _TEXT.sub(r"\1", text).strip().strip("$(). ")
     return _WORDS.fullmatch(inside) is not None and (len(inside) > 1 or "\\" in text or "(" in text)
 
 
 def _is_prose(text: str) -> bool:
-    """Return whether words stand in a text, as in "5 feet 3 inches": what is no formula is a text then."""
+    """Return whether words stand in a text, as in "5 feet 3 inches": such a text is not a formula."""
     return _WORD.search(_TEXT.sub(r" \1 ", text)) is not None
 
 
@@ -269,7 +269,7 @@ def _reads(text: str, letter_unit: str = "", *, is_key: bool = False) -> list[_R
 
 @functools.lru_cache(maxsize=64)
 def _parsed(latex: str) -> Any:
-    """Return what latex2sympy reads, or None. Numbers and lists of them are read here, as it is slow."""
+    """Return what latex2sympy reads, or None. Numbers and lists of them are read here, because it is slow."""
     quick = _number(latex) if "," not in latex else _numbers(latex)
     if quick is not None:
         return quick
@@ -281,7 +281,7 @@ def _parsed(latex: str) -> Any:
     whole = _parsed_part(latex)
     if whole is not None or not 1 < len(parts) <= _MOST_PARTS:
         return whole
-    # It reads no list of which one part has two values, such as "x = 1, x = 2 \pm \sqrt{3}".
+    # It cannot read a list in which one part has two values, such as "x = 1, x = 2 \pm \sqrt{3}".
     values = [_parsed_part(part) for part in parts]
     if any(value is None for value in values):
         return None
@@ -328,7 +328,7 @@ def _parsed_part(latex: str) -> Any:
             raise
         except Exception:  # Its grammar and its conversion raise exceptions of all kinds.
             continue
-    if latex.endswith("\\%") and "," not in latex:  # It reads no per cent sign after a bracket.
+    if latex.endswith("\\%") and "," not in latex:  # It cannot read a per cent sign after a bracket.
         bare = _parsed_part(latex.removesuffix("\\%").strip())
         return sympy.Mul(bare, PERCENT) if isinstance(bare, sympy.Expr) else None
     if latex.count("\\pm") == 1:

@@ -1,8 +1,8 @@
-"""Whether two parsed answers are equal: numbers and expressions by their values, all else by its parts.
+"""Whether two parsed answers are equal: numbers and expressions by value, everything else part by part.
 
-It is used in the child of `verifier` only, as it needs sympy. math-verify compares what is left over here,
-which are equations and sets without a list of elements, and what it calls equal is confirmed by numbers where
-there are any: it rounds to six decimals and takes two equations without a solution for the same.
+It is used in the verifier's child process only, because it needs sympy. math-verify compares the rest, which
+is equations and sets without a list of elements. What it calls equal is confirmed with numbers where there
+are any: it rounds to six decimals, and takes two equations without a solution for the same.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ DECIMAL_TOLERANCE: Final = 1e-6
 """The relative difference of a decimal approximation, and also the absolute one of two decimals."""
 _EXACT_TOLERANCE: Final = 1e-30
 _FLOAT_TOLERANCE: Final = 1e-14
-"""The relative difference of a number that a program has printed: 0.30000000000000004."""
+"""The relative difference of a number that a program printed, such as 0.30000000000000004."""
 _FLOAT_DIGITS: Final = 15
 _ROUNDING: Final = 1 + 1e-9  # 0.333333 differs from 1/3 by exactly the tolerance.
 _DIGITS: Final = 45
@@ -32,11 +32,11 @@ _POINTS: Final = 5
 _LONGEST: Final = 1000
 """The bits of a denominator whose digits are counted."""
 _LARGEST_BOUND: Final = 12
-"""The least number that is no bound of a sum where one is evaluated."""
+"""The smallest number that may not be a bound of a sum that is evaluated."""
 PERCENT: Final = sympy.UnevaluatedExpr(sympy.Rational(1, 100))
 _CONFIRMED_POINTS: Final = 3
 _ROUNDED_DIGITS: Final = 6
-"""The digits of a decimal that may be a rounded number. `2.5` is an exact one."""
+"""The digits of a decimal that may be a rounded number. `2.5` is an exact number."""
 
 
 def equal(gold: Any, answer: Any) -> bool:
@@ -73,7 +73,8 @@ def equal(gold: Any, answer: Any) -> bool:
 
 
 def _values(gold: Any, answer: Any) -> tuple[Any, Any]:
-    """Take the right side of an equation where the other answer is none: `x = 5` and 5, `AB = 4` and 4."""
+    """Take the right side of an equation if the other answer is not an equation: `x = 5` and 5, `AB = 4` and
+    4."""
     if isinstance(answer, (sympy.Eq, And)) and not _is_relation(gold):
         answer = _right_side(answer)
     elif isinstance(gold, (sympy.Eq, And)) and not _is_relation(answer):
@@ -190,7 +191,8 @@ def _as_set(thing: Any, other: Any) -> Any:
 
 
 def satisfied(relations: Sequence[Any], *, all_of_them: bool) -> Any:
-    """Return the set of what satisfies inequalities of one variable, or None if they are no such ones.
+    """Return the set of what satisfies inequalities of one variable, or None if they are not inequalities of
+    one variable.
 
     Args:
         relations: What latex2sympy has read.
@@ -398,7 +400,7 @@ def _numbers_equal(gold: Any, answer: Any, approximate: Sequence[bool]) -> bool 
     if not all(value.is_number and value.is_finite for value in values):
         return False
     if all(map(_is_literal, exact)) and abs(values[0] - values[1]) > DECIMAL_TOLERANCE:
-        # 16386.17 is no approximation of 16386.16, and 1000000008.0 is none of 1000000007.
+        # 16386.17 is not an approximation of 16386.16, nor is 1000000008.0 one of 1000000007.
         return False
     return _close(*values, tolerance)
 
@@ -409,7 +411,7 @@ def _rational(number: Any) -> sympy.Rational | None:
 
 
 def _tolerance(gold: Any, answer: Any, approximate: Sequence[bool]) -> float:
-    """Return the relative difference that two expressions may have, of which some have decimals."""
+    """Return the relative difference that two expressions may have if some have decimals."""
     if not any(approximate):
         return _EXACT_TOLERANCE
     if all(map(_may_be_rounded, (gold, answer))):
@@ -419,7 +421,7 @@ def _tolerance(gold: Any, answer: Any, approximate: Sequence[bool]) -> float:
 
 
 def _may_be_rounded(expression: Any) -> bool:
-    """Return whether a decimal may only be near to this: it has no short one, or is one of six digits."""
+    """Return whether a decimal may only be near to this: it has no short form, or has six digits."""
     if expression.has(sympy.Function, sympy.NumberSymbol, sympy.Sum, sympy.Product, sympy.Integral):
         return True
     if any(not power.exp.is_integer for power in expression.atoms(sympy.Pow)):
@@ -477,7 +479,7 @@ def _same_at_points(gold: Any, answer: Any, names: Sequence[str], tolerance: flo
 
 
 def _bounds(expression: Any) -> set[str]:
-    """Return the variables between whose values a sum or a product runs."""
+    """Return the variables over which a sum or a product runs."""
     sums = expression.atoms(sympy.Sum, sympy.Product)
     return {name for each in sums for limit in each.limits for end in limit[1:] for name in _symbols(end)}
 

@@ -1,4 +1,4 @@
-"""Mark-up of answers: what LaTeX, Markdown and Unicode write in many ways is written in one."""
+"""Mark-up of answers: one spelling for what LaTeX, Markdown and Unicode spell in many ways."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ _SAME: Final = str.maketrans(
         "~": " ",
     }
 )
-"""Characters that are written for each other. None of them becomes a letter that could be a choice."""
+"""Characters that are written in place of each other. None of them becomes a letter that could be a
+choice."""
 _COMMANDS: Final = {
     **dict.fromkeys((",", ";", ":", ">", " ", "\n", "(", ")", "[", "]", "{", "}", "\\"), " "),
     **dict.fromkeys(("quad", "qquad", "thinspace", "enspace", "displaystyle"), " "),
@@ -72,7 +73,7 @@ _POWER: Final = re.compile(r"\^\s*+\{([^{}]*+)\}")
 _INDEX: Final = re.compile(r"_\s*+\{([^{}]*+)\}")
 _DEGREE: Final = re.compile(r"\^\s*+\(?\s*+(?:°|o(?=\)?\s*+C\b))\s*+\)?")
 _WORD: Final = re.compile(r"[^\W\d_]+")
-_SYMBOL: Final = 2  # Letters, as most symbols of elements have.
+_SYMBOL: Final = 2  # letters, as in most symbols of elements
 _SHORT_WORDS: Final = words(
     "am an as at be by do go he if in is it me my no of on or so to up us we",
 )
@@ -80,7 +81,7 @@ _CHARGE: Final = re.compile(r"\^(?:\((\d*[+-])\)|([+-]))(?!\s*[\w(])")
 _QUOTED: Final = re.compile(r"\A(?:\"(.*)\"|'(.*)'|“(.*)”|‘(.*)’)\Z", re.DOTALL)
 _STOPS: Final = ".,;:。"
 _NESTED: Final = 6
-"""The number of groups of LaTeX within each other that are read."""
+"""The number of nested LaTeX groups that are read."""
 
 
 def unmarked(text: str) -> str:
@@ -125,9 +126,9 @@ def _command(match: re.Match[str]) -> str:
 
 
 def folded(text: str) -> str:
-    """Return a text without what the equality of two answers in words does not depend on.
+    """Return a text without the parts that do not matter when two answers in words are compared.
 
-    That is mark-up, the case of words, white space beside punctuation and between a number and its unit,
+    That is mark-up, the case of words, white space next to punctuation and between a number and its unit,
     quotation marks around it, and its last full stop. The case of symbols such as Co, CO and AaBb stays.
     """
     text = _WORD.sub(_word, _CHARGE.sub(r"\1\2", unmarked(text)))

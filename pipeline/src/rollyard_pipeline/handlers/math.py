@@ -1,10 +1,10 @@
 """The handler `math`: the final answer must equal the gold answer, as math-verify judges.
 
 math-verify builds on sympy, whose simplification can run for hours on a short hostile input and cannot be
-interrupted in a thread. A comparison that exceeds its limit is therefore ended with its process.
-`python -m rollyard_pipeline.handlers.math` is the child. It reads the JSON line
-`{"golds": […], "answer": …}` and writes the JSON line `{"equal": …, "why": …, "answered": …}`, or
-`{"unreadable": …}` where an expected answer can be read in no way and no other one is equal.
+interrupted in a thread. A comparison that exceeds its limit is therefore ended with its process. `python -m
+rollyard_pipeline.handlers.math` is the child. It reads the JSON line `{"golds": […], "answer": …}` and writes
+the JSON line `{"equal": …, "why": …, "answered": …}`, or `{"unreadable": …}` where an expected answer cannot
+be read in any way and no other one is equal.
 
 sympy's own `sympify` and `parse_expr` evaluate what they read as Python. Texts of the policy therefore reach
 the parser of LaTeX only, latex2sympy's, which has a grammar of its own.
@@ -49,7 +49,7 @@ def main() -> None:
     """Answer requests until the input ends. This is the child's main function."""
     import rollyard_pipeline.handlers.comparison  # noqa: F401  It loads sympy before the first request.
 
-    logging.disable(logging.WARNING)  # math-verify warns of the missing timeouts, which the parent enforces.
+    logging.disable(logging.WARNING)  # math-verify warns about missing timeouts, which the parent enforces.
     begin_child(_MEMORY)
     print("ready", flush=True)
     for line in sys.stdin:
@@ -96,7 +96,7 @@ class MathHandler(Handler):
         if not golds:
             raise TaskInvalid(f"task '{ctx.task.id}': answer: required by the handler 'math'")
         text = ctx.final_text[-_LONGEST:]
-        answered = {"answered": 1.0}  # What takes too long to compare is an answer.
+        answered = {"answered": 1.0}  # An answer that takes too long to compare is still an answer.
         try:
             verdict = await self._compared(ctx, golds, text)
         except ChildTimeout:
@@ -123,7 +123,7 @@ class MathHandler(Handler):
 
 
 def _check_keys(task: Task, verdict: dict[str, Any]) -> None:
-    """Raise an exception if an expected answer can be read in no way, and no other one is equal."""
+    """Raise an exception if an expected answer cannot be read in any way, and no other one is equal."""
     if "unreadable" in verdict:
         problem = f"the expected answer cannot be read: {verdict['unreadable']}"
         raise ChildFailed(f"task '{task.id}': answer: {problem}", _FAILED)

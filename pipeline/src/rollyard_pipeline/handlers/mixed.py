@@ -14,7 +14,7 @@ from rollyard_pipeline.handlers.swe.handler import SweHandler
 
 
 class MixedHandler(Handler):
-    """Leaves each task to the handler of what it brings.
+    """Leaves each task to the handler of its kind.
 
     A task with `harbor` is one of `harbor`, with `swe` of `swe`, with `tests` of `code`, with `test_script`
     of `shell`, with `choices` or `numeric` of `stem`, and every other task is one of `math`. Each has the

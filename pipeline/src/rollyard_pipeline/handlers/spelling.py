@@ -1,7 +1,8 @@
 r"""How an answer is spelled: from what people and models write to the LaTeX that latex2sympy reads.
 
-Nothing here knows the other answer, except for a unit of one letter, which only the other answer tells from a
-variable. What can be read in two ways (`1,234` may be one number or two) has several readings.
+Nothing here knows the other answer, except for a unit of one letter, which only the other answer
+distinguishes from a variable. What can be read in two ways (`1,234` may be one number or two) has several
+readings.
 """
 
 from __future__ import annotations
@@ -150,7 +151,7 @@ _SIDE_BY_SIDE: Final = re.compile(r"(?<![\^_\d.])(?<![\^_]-)\d[\d.]*\s+\.?\d")
 _NO_READING: Final = re.compile(
     r"\d\s+(?!mod\b)[A-Za-z]{2,}\s+[-+]?\d|[\d)}]'|\\(?:gcd|lcm)\b[^)]*[a-z]|^\s*!|\\prime|[)\]}]\s*'"
 )
-"""What latex2sympy reads as something else: "0 to 24" as a product, and derivatives as what they are of."""
+"""What latex2sympy misreads: "0 to 24" as a product, and derivatives as the functions that they are of."""
 _UNLIKE: Final = re.compile(r"^(?:[A-Za-z]\s*=)?\s*(\d+)\s*(?:\\approx|=)\s*(\d+)\s*$")
 """Two whole numbers of which one cannot stand for the other."""
 _BRACKET: Final = re.compile(r"\\\{|\\\}|[()\[\]]")
@@ -173,7 +174,7 @@ _NO_UNITS: Final = words(
     "score hundred hundreds thousand thousands million millions billion trillion hundredths halves half",
     "thirds third fourths quarters fifths sixths sevenths eighths ninths tenths",
 )
-"""Words that say something of a number, so that it is another one."""
+"""Words that make a number another one."""
 _CHINESE_NUMBERS: Final = frozenset("零一二两三四五六七八九十百千万亿半倍分之多不非没无或和且至到")
 _OTHERWISE: Final = _NO_UNITS - words("sin cos tan log mod half") | words("all any every except")
 _ROUGHLY: Final = re.compile(r"^(?:[Aa](?:bout|pproximately)|[Rr]oughly|[Ee]xactly|\\approx|≈|\\sim)\s*")
@@ -200,7 +201,7 @@ def spellings(text: str, *, letter_unit: str = "", is_key: bool = False) -> list
     Args:
         text: The answer, as written.
         letter_unit: A unit of one letter that the other answer names, which is then no variable here.
-        is_key: Whether it is the expected answer, in which a comma is no decimal point.
+        is_key: Whether it is the expected answer, in which a comma is not a decimal point.
     """
     plain = _signs(text)
     plain, unit = _without_unit(plain, letter_unit)
@@ -303,7 +304,7 @@ def _without_unit(text: str, letter_unit: str) -> tuple[str, str]:
 
 
 def _is_unit(words: str) -> bool:
-    """Return whether words after a number only say of what it is: neither "or 6" nor "squared"."""
+    """Return whether words after a number only say what it counts: neither "or 6" nor "squared"."""
     if re.fullmatch("[\u4e00-\u9fff]{1,4}", words.strip()):
         return not set(words) & _CHINESE_NUMBERS
     latin = re.findall(r"[a-z']+", words.lower())

@@ -1,7 +1,7 @@
 r"""Where in a text its answer stands.
 
 One place is chosen by its form, never by what stands there: the boxes, else what follows the last `####` or
-"answer is", else the last sentence. Of several numbers in a sentence that is no list, the last one that is
+"answer is", else the last sentence. Of several numbers in a sentence that is not a list, the last one that is
 stated ("is 5", "= 5", "gives 5") counts; where none is stated, there is no answer.
 """
 
@@ -60,7 +60,7 @@ _LEADING: Final = re.compile(
     r"|(?:hence|so|thus|therefore|then|consequently|and so)\b\s{0,4},?\s{0,4}(?=[A-Za-z]\s{0,4}=)",
     re.IGNORECASE,
 )
-"""What stands before an answer and is no part of it."""
+"""What stands before an answer and is not part of it."""
 
 _MATH: Final = re.compile(
     r"\$\$(?P<a>(?:[^$\\]|\\.){1,4096})\$\$"
@@ -151,14 +151,14 @@ _HEDGE: Final = re.compile(
     r"|^\s*(?:to|through|[-−–—&/|]|\.{2,3}|到|至)\s*$",
     re.IGNORECASE,
 )
-"""What stands between two values of which neither is stated."""
+"""What stands between two values if neither is stated."""
 _CASES: Final = re.compile(r"\bif\b.{0,200}\b(?:if|otherwise|else)\b", re.IGNORECASE | re.DOTALL)
 _ASIDE: Final = re.compile(
     r"\b(?:which(?!\s+is\b)|attained|achieved|reached|occurs|occurring|when|where|for|at|if|since|because|with|using"
     r"|given|whose|while|instead|compared|from|not)\b|\bin\s*$",
     re.IGNORECASE,
 )
-"""What leads to a value beside the answer: "attained at x = 3"."""
+"""What leads to a value other than the answer: "attained at x = 3"."""
 
 
 @dataclass(frozen=True)
@@ -182,7 +182,7 @@ def statements(text: str) -> list[Statement]:
     r"""Return the answer of a text, or none if there is none.
 
     There are two only where boxes stand close together (`\boxed{2} \boxed{3}`): the last box, and the list of
-    them. Boxes that "and", "or" or a comma joins are the list alone.
+    them. Boxes that "and", "or" or a comma joins are only the list.
     """
     text = _STRONG.sub(r"\1", _FENCE.sub("", _TOKEN.sub("", text[-_LAST:]))).strip()
     tagged = _tagged(text)
@@ -365,7 +365,7 @@ def _sentences(text: str) -> list[str]:
 
 
 def _stated(text: str, where: str, *, first: bool = False, whole: str = "") -> Statement:
-    """Return what one sentence states: all of it if it is no prose, else its formula or its number.
+    """Return what one sentence states: all of it if it is not prose, else its formula or its number.
 
     Args:
         text: The sentence.
@@ -493,7 +493,7 @@ def plain(text: str) -> str:
     while before != text:
         before = text
         text = text.strip().strip('*`_"').strip().rstrip(".。,;✅✓✔").strip()
-        if len(text) > 1 and text[0] == text[-1] == "'":  # A single one may be a prime: x'.
+        if len(text) > 1 and text[0] == text[-1] == "'":  # A single quote may be a prime: x'.
             text = text[1:-1]
         if len(text) > 1 and text[0] == text[-1] == "$" and "$" not in text.strip("$"):
             text = text.strip("$")

@@ -1,6 +1,6 @@
 """The handler `stem`: multiple choice, numbers with tolerance and unit, and exact answers.
 
-Quantities are the numbers of a text, each with the unit that stands behind it.
+Quantities are the numbers of a text, each with the unit that follows it.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ _POWER: Final = re.compile(
     r"\s?\^\s*+(?:\(\s*+([+-]?\d{1,4}(?:\.\d{1,6})?)\s*+\)|([+-]?\d{1,4})(?!\d|\.\d))", re.ASCII
 )
 _LOST: Final = re.compile(r"10 ?-(\d{1,2})(?!\d|\.\d)", re.ASCII)
-"""A power of ten whose superscript was lost, as in 4.5×10-3. It is read behind a multiplication only."""
+"""A power of ten whose superscript was lost, as in 4.5×10-3. It is read only after a multiplication sign."""
 _OPERATOR: Final = re.compile(r"\s*+(?:([*/])|[xX](?=\s*+10\b))\s*+(?=\(*+[+-]?[\d.√π])", re.ASCII)
 _IMPLIED: Final = re.compile(r"\s*+(?=[√π])")
 _SIGN: Final = re.compile(r"([+-])\s?")
 _PLUS_MINUS: Final = re.compile(r"\s*+(?:±|\+/-|\+-)\s*+(?=[\d.(√π])", re.ASCII)
 _PERCENT: Final = re.compile(r"\s?%")
 _CLOSING: Final = re.compile(r"\)*+")
-"""Parentheses that do not hide the unit behind them."""
+"""Parentheses that do not hide the unit after them."""
 _SCALES: Final = {
     word: float(size)
     for word, size in pairs(
@@ -68,7 +68,7 @@ _BOUNDS: Final = re.compile(
     r"|[不非负負半]|至[少多]|[大小高低多少][于於]|超[过過]|以[上下内內]|ない|않|아니",
     re.IGNORECASE,
 )
-"""What says, anywhere in a text, that its number is no value, or not the whole of one."""
+"""What says, anywhere in a text, that its number is not a value, or not all of one."""
 _DIGIT: Final = re.compile(r"[0-9π]")
 _SEVERAL: Final = re.compile(r"[,;|](?!\d)|\b(?:or|and|to)\b", re.IGNORECASE)
 _NO_INCHES: Final = re.compile(r"\s*+in (?:total|all|the|this|each|our|magnitude)\b", re.IGNORECASE)
@@ -78,7 +78,7 @@ _NO_UNIT: Final = re.compile(
     r"|\s++(?:(?:as|at)\s++[A-Za-z]|(?:when|which|for|because|since|if|after|before|on|of|with|so|from|the|by|and"
     r"|or|is|are|was|to|that|under)\b)"
 )
-"""What says, right behind a number, that it has no unit."""
+"""What says, right after a number, that it has no unit."""
 _FURTHER: Final = re.compile(r"\s*+(?:[/*^+]|-\s?\S|per\b)")
 """What says that a unit has a factor which is not known, or that something is added."""
 _APPLIED: Final = re.compile(
@@ -89,7 +89,7 @@ _APPLIED: Final = re.compile(
     r"|beyond|exceeds?|exceeding|modulo|mod|(?:dozen|hundred|thousand|[mb]illion)(?: and)?))\s?\(*+$",
     re.IGNORECASE,
 )
-"""What says, right before a number, that it is a part of a term which is not read."""
+"""What says, right before a number, that it is part of a term which is not read."""
 _APPLIED_LENGTH: Final = 24  # Characters.
 _NEGATIVE: Final = re.compile(r"\b(?:minus|negative)\s(?=[\d.])", re.IGNORECASE)
 _PRECISION: Final = re.compile(
@@ -107,10 +107,10 @@ _NOUN: Final = re.compile(
     r"|negative|positive|binary|octal|hex(?:adecimal)?|more|less|fewer|short|score|gross|myriads?|ero)\b)([A-Za-z]{4,})",
     re.IGNORECASE,
 )
-"""A word behind a number that may be the name of what is counted, and does not change the number."""
+"""A word after a number that may name what is counted, and does not change the number."""
 _THE_SAME: Final = re.compile(r"\(|\bor\b|\bi\.e\.|\b(?:which|that) is\b|\bequals?\b")
 _ENDED: Final = re.compile(r"[—✓✔✅]|[.!?](?!\w)|\(\d|\\(?:tag|qed|[Bb]ox|(?:black)?square|checkmark)\b")
-"""What ends a line, and is no part of a value."""
+"""What ends a line, and is not part of a value."""
 _WORD: Final = re.compile(r"(?!per\b)[A-Za-z]{2}")
 _SAYS_MORE: Final = re.compile(r"[^\W_]|[%‰°/*^]")
 _QUANTITY_ROUNDING: Final = 0.1
@@ -149,7 +149,7 @@ _ANOTHER: Final = re.compile(
     r"\s*+(?:[,/;&|+、或和与-]\s*+)?(?:\(?(?:or|and|also|maybe|perhaps|possibly|even|option|choice)\b\s*+)*+"
     r"\(?([A-Z])(?![\w'’])"
 )
-"""A second letter behind the first one, which says that none was chosen."""
+"""A second letter after the first one, which says that none was chosen."""
 _OR: Final = re.compile(r"[\s)]*+(?:[/&,]|(?:or|and)\b|[或和])")
 _DENIED: Final = re.compile(
     r"[)\s]*+(?:(?i:(?:is|was)(?:\s+not|n['’]t|\s+wrong|\s+incorrect|\s+false))\b|是?[错錯不])"
@@ -175,7 +175,7 @@ class StemHandler(Handler):
     """Returns reward 1.0 for the right answer, else 0.0.
 
     The answer comes from `submit` or from the last assistant message. With `task.choices` it is a letter;
-    with `task.numeric` a number, whose unit is converted to the task's; else a text that must be equal but
+    with `task.numeric` a number, whose unit is converted to the task's; else a text that must be equal except
     for mark-up, spaces and the case of words. Where the task has `answers`, it must be one of them. Nothing
     is guessed: an answer without a letter or a number, or with several, scores 0.
     """
@@ -245,7 +245,7 @@ def _within_mark(text: str) -> str:
 class _Answer(NamedTuple):
     text: str
     before: str = ""
-    """What stands before its box, and behind it in its line."""
+    """What comes before its box, and after it in its line."""
     rest: str = ""
 
 
@@ -282,7 +282,7 @@ def _by_letter(ctx: StageContext, text: str, golds: Sequence[str]) -> Evaluation
 
 
 def _hedged(chosen: str, rest: str, choices: Sequence[str]) -> bool:
-    """Return whether what stands behind a box takes the letter in it back, or names another one beside it."""
+    """Return whether what follows a box takes back the letter in it, or names another one as well."""
     rest = unmarked(rest)
     another = _ANOTHER.match(rest) if _OR.match(rest) else None
     named = another is not None and _permitted(another[1], choices) not in (None, chosen)
@@ -292,8 +292,8 @@ def _hedged(chosen: str, rest: str, choices: Sequence[str]) -> bool:
 def letter(text: str, choices: Sequence[str]) -> str | None:
     """Return the letter that a text chooses, or None if it chooses none or several.
 
-    The choice is what is stated last as the answer, or else the whole last line. The text of exactly one
-    choice stands for its letter.
+    The choice is the last one that is stated as the answer, or else the whole last line. The text of exactly
+    one choice stands for its letter.
     """
     text = unmarked(text)
     stated = list(_STATED.finditer(text))
@@ -316,7 +316,7 @@ def _agrees(chosen: str, line: str, rest: str, choices: Sequence[str]) -> bool:
     Args:
         chosen: The letter that is stated.
         line: What is said from the letter on.
-        rest: What is said behind the letter and its parentheses.
+        rest: What is said after the letter and its parentheses.
         choices: The texts of the choices.
     """
     words = folded(re.sub(r"^[)\].:\s]+", "", rest))
@@ -381,7 +381,7 @@ def _by_number(ctx: StageContext, text: str, golds: Sequence[str], rule: Numeric
 
 
 def _values(answer: _Answer) -> list[Quantity]:
-    """Return the quantities of an answer, with the unit and the alternative that stand behind its box."""
+    """Return the quantities of an answer, with the unit and the alternative that follow its box."""
     values = [] if _PARTIAL.search(answer.before) else quantities(answer.text)
     rest, _, alternative = _SENTENCE_END.split(answer.rest, maxsplit=1)[0].partition(" or ")
     whole = with_unit_behind(values[-1], rest) if values else None
@@ -419,16 +419,16 @@ class Quantity:
 
     value: float
     unit: Unit | None
-    """The unit, or None if there is none behind the number."""
+    """The unit, or None if none follows the number."""
     noun: str = ""
-    """The word behind the number that is no unit."""
+    """The word after the number that is not a unit."""
     written: str = ""
     """The number and its unit as the text has them, without mark-up."""
 
     def value_in(self, target: Unit) -> float | None:
         """Return the number in the wanted unit, or None if its unit is not known or of another kind.
 
-        A number without a unit is in the wanted one. Where no unit is wanted, it may count things.
+        A number without a unit counts as in the wanted one. Where no unit is wanted, it may count things.
         """
         if self.unit is None:
             return self.value if target == _PLAIN or not self.noun else None
@@ -439,8 +439,8 @@ class Quantity:
 def quantities(text: str) -> list[Quantity]:
     """Return the quantities that a text states, or none if its numbers are not all values.
 
-    Of a chain of equations this is the last side, if nothing before it states another answer. A bound is no
-    value, and the uncertainty of a value is left out. 1 h 30 min is one quantity.
+    In a chain of equations this is the last side, if nothing before it states another answer. A bound is not
+    a value, and the uncertainty of a value is left out. 1 h 30 min is one quantity.
     """
     text = _QUOTED.sub(r"\1", unmarked(text)).translate(_ROUND).replace("sqrt(", "√(")
     text = symbols(_PI.sub("π", _NEGATIVE.sub("-", _PRECISION.sub("", text))))
@@ -487,11 +487,11 @@ def _differ(side: str, last: Quantity) -> bool:
 
 
 def with_unit_behind(quantity: Quantity, rest: str) -> Quantity | None:
-    """Return a quantity with the unit that stands behind the box around it.
+    """Return a quantity with the unit that follows the box around it.
 
     Args:
         quantity: The quantity in the box.
-        rest: What stands behind the box in its line.
+        rest: What follows the box in its line.
 
     Returns:
         The quantity, or None if the rest is a part of its term that is not read.
@@ -501,7 +501,7 @@ def with_unit_behind(quantity: Quantity, rest: str) -> Quantity | None:
         return quantity
     behind = None if rest.lstrip().startswith("^") else _read_first(f"(1) {rest.lstrip()}")
     if behind is None:
-        # "(to the left)" is no unit, nor is a short word behind one.
+        # "(to the left)" is not a unit, nor is a short word after one.
         lone = rest.lstrip().startswith("(") or (quantity.unit is not None and _WORD.match(rest))
         return quantity if lone else None
     if quantity.unit is not None or quantity.noun:
@@ -518,7 +518,7 @@ def _read_first(text: str) -> Quantity | None:
 
 
 class _Unreadable(WorkerError):
-    """The text has digits that are no value."""
+    """The text has digits that are not a value."""
 
 
 _Found = tuple[Quantity, int, int]
@@ -530,7 +530,7 @@ class _Reader:
 
     Raises:
         _Unreadable: A number cannot be read, or there are too many.
-        ArithmeticError, ValueError: A number is too large, or is no real one.
+        ArithmeticError, ValueError: A number is too large, or is not real.
     """
 
     def __init__(self, text: str) -> None:
@@ -538,7 +538,7 @@ class _Reader:
         self._place = 0
 
     def quantities(self) -> Iterator[_Found]:
-        """Yield each quantity. Digits in names, such as those of T_2 and H2O, are no numbers."""
+        """Yield each quantity. Digits in names, such as those of T_2 and H2O, are not numbers."""
         count, end = 0, -1
         while (start := _START.search(self._text, self._place)) is not None:
             self._place = start.start()
@@ -599,7 +599,7 @@ class _Reader:
             raise _Unreadable
 
     def _unit(self) -> tuple[Unit | None, str]:
-        """Return the unit or else the noun that stands behind a number. Both may be missing."""
+        """Return the unit or else the noun that follows a number. Both may be missing."""
         if self._take(_NO_INCHES) or _NO_UNIT.match(self._text, self._place):
             return None, ""
         rest = self._text[self._place :]
@@ -635,7 +635,7 @@ class _Reader:
         return -value if sign is not None and sign[1] == "-" else value
 
     def _factor(self, depth: int) -> float:
-        """Return a number, a root, π or a value in parentheses, to the power that stands behind it."""
+        """Return a number, a root, π or a value in parentheses, to the power that follows it."""
         root = self._skip("√")
         if self._skip("π"):
             value = math.pi
@@ -682,7 +682,7 @@ class _Reader:
 
 
 def _joined(matches: list[_Found], text: str) -> list[Quantity]:
-    """Return the quantities, of which those in ever smaller units are one, as in 1 h 30 min.
+    """Return the quantities. Those in ever smaller units are one, as in 1 h 30 min.
 
     Several of them must be said to be the same, as in 450 K (177 °C). A range or a list states no value.
     """

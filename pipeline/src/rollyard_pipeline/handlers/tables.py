@@ -1,4 +1,4 @@
-"""Tables of words, which are written as texts because they are long."""
+"""Long tables of words, which are written as texts."""
 
 from __future__ import annotations
 

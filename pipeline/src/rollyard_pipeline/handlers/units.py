@@ -12,7 +12,7 @@ from typing import Final
 from rollyard_pipeline.handlers.tables import definitions, pairs, words
 
 _BASES: Final = ("m", "kg", "s", "A", "K", "mol", "cd", "sr", "rad", "cycle", "bit", "dB")
-"""The dimensions. Decibels have one of their own, as what they are relative to is not said."""
+"""The dimensions. Decibels have one of their own, because what they are relative to is not said."""
 _ANGLES: Final = frozenset({"rad", "cycle"})
 """The dimensions that people leave out: 1/s for rad/s, and for Hz."""
 _PREFIXED: Final[dict[str, tuple[float, str]]] = {
@@ -30,7 +30,7 @@ _PREFIXED: Final[dict[str, tuple[float, str]]] = {
     "torr": (101325 / 760, "Pa"),
     "Oe": (1000 / (4 * math.pi), "A m^-1"),
 }
-"""The units beside the dimensions that take prefixes, each as a multiple of units that stand before it."""
+"""The further units that take prefixes, each as a multiple of units that come before it."""
 _PLAIN: Final[dict[str, tuple[float, str]]] = {
     **definitions(
         "y=1 yr, min=60 s, h=3600 s, d=86400 s, week=604800 s, ka=1e3 yr, Ma=1e6 yr, Ga=1e9 yr, Å=1e-10 m",
@@ -116,7 +116,7 @@ _TOKEN: Final = re.compile(
 )
 _TOGETHER: Final = re.compile(r"(?<![A-Za-zμΩ_\\])[A-Za-zμΩ]{2,6}(?![A-Za-zμΩ_])")
 _LAST: Final = ("mol", "K", "m", "s", "h")
-"""The symbols that people write right behind another one, as in kJmol, Nm and kWh."""
+"""The symbols that people write right after another one, as in kJmol, Nm and kWh."""
 _EXPONENT: Final = re.compile(
     r"\s?\^\s*+(?:\(\s*+([+-]?\d{1,2}(?:/[1-9]|\.\d)?)\s*+\)|([+-]?\d{1,2})(?!\d|\.\d))"
     r"|([+-]?\d)(?!\d|\.\d)|\s*+(squared|cubed)\b"
@@ -127,7 +127,7 @@ _MAX_LENGTH: Final = 64  # Characters.
 _MAX_POWER: Final = 12
 _MAX_DEPTH: Final = 3
 _WORDS: Final = frozenset({"in", "as", "at", "am", "d", "u", "c"})
-"""The symbols that are read behind another one only with a sign between them, as sentences have them too."""
+"""The symbols that are read after another one only after a sign, because sentences have them too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +140,7 @@ class Unit:
     """The temperature of zero, in kelvin."""
 
     def convert(self, value: float, target_unit: Unit) -> float | None:
-        """Return a value in this unit in another one, or None if that is a unit of another kind.
+        """Return a value in this unit as one in another unit, or None if that is a unit of another kind.
 
         Temperatures alone are absolute: 0 °C is 273.15 K, and C stands for °C. Radians and cycles may be left
         out of one of the units, as in 1/s for Hz; where both have them, 1 Hz is 2π rad/s.
@@ -181,7 +181,7 @@ def _multiplied(factors: Sequence[tuple[Unit, Fraction]]) -> Unit:
     """Return a product of powers, whose offset is that of the only factor.
 
     Raises:
-        OverflowError: The size is no finite number.
+        OverflowError: The size is not a finite number.
     """
     size, powers = 1.0, dict[str, Fraction]()
     for factor, power in factors:
@@ -202,8 +202,8 @@ _WITH_PREFIXES: Final = frozenset(_PREFIXED) | {"m", "s", "A", "K", "mol", "cd",
 def unit(text: str) -> Unit | None:
     """Return the unit that a text such as `km/h`, `J/(mol K)` or `meters per second` names, or None.
 
-    An empty text is the unit of numbers that have none. All that stands behind a slash is below it, so
-    `J/mol K` is `J/(mol K)`. The text has no mark-up (see `unmarked`).
+    An empty text is the unit of numbers that have none. Everything after a slash is below it, so `J/mol K` is
+    `J/(mol K)`. The text has no mark-up (see `unmarked`).
     """
     leading = leading_unit(symbols(text))
     if leading is None:

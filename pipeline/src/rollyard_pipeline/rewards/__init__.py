@@ -22,7 +22,7 @@ class RewardFunction(ABC):
     """
 
     components: ClassVar[tuple[str, ...]] = ()
-    """The names of the components that `score` returns, in so far as a job may give them a weight."""
+    """The names of the components that `score` returns and a job may give a weight."""
 
     @abstractmethod
     def score(self, episode: Mapping[str, Any]) -> float | Evaluation:

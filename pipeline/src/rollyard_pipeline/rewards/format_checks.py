@@ -1,8 +1,8 @@
 """The checks of form, which say 1 or 0 about what the policy wrote.
 
-A pattern can need more time for some texts than anybody has, and the `re` module cannot be interrupted. A
-process of its own therefore looks for patterns: `python -m rollyard_pipeline.rewards.format_checks` reads
-`{"pattern": …, "texts": […]}` a line, and writes `{"found": …}`: whether every text matches.
+A pattern can need an enormous time for some texts, and the `re` module cannot be interrupted. A separate
+process therefore searches for patterns: `python -m rollyard_pipeline.rewards.format_checks` reads one
+`{"pattern": …, "texts": […]}` per line, and writes `{"found": …}`: whether every text matches.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _SECONDS: Final = 10.0
 
 
 class FormatChecks:
-    """Checks forms, and keeps the processes that look for patterns.
+    """Checks forms, and keeps the processes that search for patterns.
 
     Args:
         seconds: The limit of one search in seconds.
@@ -69,7 +69,7 @@ class FormatChecks:
 def own_texts(task: Task, trajectory: RunRecord | None) -> list[str]:
     """Return the contents of the policy's messages, without those that the task begins with.
 
-    A mark with which the prompt has opened the thought, such as `<think>`, comes first.
+    A mark with which the prompt opened the thought, such as `<think>`, comes first.
     """
     if trajectory is None:
         return []

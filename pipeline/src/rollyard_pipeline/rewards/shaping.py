@@ -1,4 +1,4 @@
-"""The reward of a job that says how it is made: components are added to the handler's, and weighed.
+"""The reward of a job that says how it is made: components are added to the handler's, and weighted.
 
 A reward function or a reward service gets the episode as a JSON object of bounded size. The control plane
 asks a service on behalf of the worker. The scores of both are checked before they count.
@@ -156,19 +156,19 @@ def checked_score(
     source: str,
     failed: str,
 ) -> dict[str, float]:
-    """Return a score as components: the reward under `name`, and the components beside it.
+    """Return a score as components: the reward under `name`, and the components that came with it.
 
     Args:
         answer: An object with `reward` and, where there are any, `components`.
         name: The component that holds the reward.
-        required: The components that must be there.
+        required: The components that are required.
         taken: The names that others have.
         source: Who gave the score, for messages.
         failed: The reason of the exception for a score that cannot be used.
 
     Raises:
-        PipelineError: A value is no finite number of at most 10⁶ in size, or a component is missing or has a
-            name that it must not have.
+        PipelineError: A value is not a finite number of at most 10⁶ in size, or a component is missing or has
+            a name that it must not have.
     """
     components = answer.get("components") or {}
     if not isinstance(components, dict) or len(components) > MAX_COMPONENTS:
@@ -177,7 +177,7 @@ def checked_score(
     checked = {name: _number(answer.get("reward"), "reward", source, failed)}
     for key, value in components.items():
         if len(key) > 128 or _NAME.match(key) is None or key in RESERVED or key in taken:
-            words = f"{_shown(key)} is no name that a component of it may have"
+            words = f"{_shown(key)} is not a name that a component of it may have"
             raise PipelineError(f"{source}: {words}", failed)
         checked[key] = _number(value, f"component '{key}'", source, failed)
     missing = sorted(set(required) - checked.keys())
@@ -260,8 +260,8 @@ class Rewards:
     ) -> Evaluation:
         """Return the evaluation with the components and the reward that the job's `reward` makes of it.
 
-        It also holds for an evaluation that gave 0 because the policy made it impossible: a penalty would
-        otherwise be avoided by breaking the sandbox.
+        This includes an evaluation that gave 0 because the policy made it impossible: breaking the sandbox
+        would otherwise avoid a penalty.
 
         Args:
             handler: The handler that has evaluated.

@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 from typing import Final
 
-from rollyard_pipeline.sandboxes.errors import ImageNotAllowed
+from rollyard_pipeline.sandboxes.errors import SandboxImpossible
 
 ANY: Final = "any"
 NONE: Final = "none"
@@ -16,7 +16,7 @@ _ARCHIVE: Final = re.compile(r"(?:docker-archive|oci-archive):(?://)?(/.*)", re.
 
 
 class AllowedImages:
-    """A list of paths and of beginnings of references, which holds for every image but the worker's default.
+    """A list of paths and of prefixes of references, which applies to every image but the worker's default.
 
     A path allows itself and everything below it, once symbolic links are followed. A reference such as
     `docker://registry.example.org/team/` allows what begins with it; one that does not end with a slash also
@@ -47,13 +47,14 @@ class AllowedImages:
         """Check the image that a job or a task names; None is the worker's default, which is always allowed.
 
         Raises:
-            ImageNotAllowed: It is not listed. Whether it exists makes no difference.
+            SandboxImpossible: It is not listed. Whether it exists makes no difference.
         """
         if image is None or self._any or self._allows(image):
             return
-        raise ImageNotAllowed(
+        raise SandboxImpossible(
             f"sandbox.image {image!r}: the workers of this installation may not use it; its installer lists "
-            "images with --allow-image"
+            "images with --allow-image",
+            "ImageNotAllowed",
         )
 
     def _allows(self, image: str) -> bool:
@@ -68,7 +69,7 @@ class AllowedImages:
 
 
 def _is_plain(reference: str) -> bool:
-    """Return whether no part of the reference could lead elsewhere than its beginning says."""
+    """Return whether no part of the reference could lead anywhere other than its beginning says."""
     _, _, name = reference.partition("://")
     return not name.startswith("/") and not {".", "..", ""} & set(name.rstrip("/").split("/"))
 

@@ -219,8 +219,8 @@ def shape_of_key(key: SandboxKey) -> SandboxShape:
         )
     if image.startswith(("/", ".")) or image.endswith((".sif", ".tar", ".img", ".squashfs")):
         raise ImageNotUsable(
-            f"sandbox.image {image!r}: a file or folder of one machine is no container image; name one as in "
-            "docker://python:3.12-slim, or leave image out for the default"
+            f"sandbox.image {image!r}: a file or folder of one machine is not a container image; name one as "
+            "in docker://python:3.12-slim, or leave image out for the default"
         )
     return SandboxShape(
         image=image,

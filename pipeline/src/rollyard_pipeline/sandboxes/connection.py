@@ -24,7 +24,7 @@ async def connect(
 ) -> ExecClient:
     """Return a connection to the exec server at `address`, which expects `token`.
 
-    With `lease` the sandbox's lease is renewed for so many seconds. If `secret` is given, or `token` is a
+    With `lease` the sandbox's lease is renewed for that many seconds. If `secret` is given, or `token` is a
     `proven_token`, the server must prove that it knows the secret.
 
     Raises:

@@ -38,13 +38,6 @@ class DockerfileRefused(ImageNotUsable):
         """The number of the line, from 1."""
 
 
-class ImageNotAllowed(SandboxProviderError):
-    """The installer of the worker does not list the image that a job or a task names."""
-
-    reason = "ImageNotAllowed"
-    retryable = False
-
-
 class NodeUnusable(SandboxProviderError):
     """This node cannot start sandboxes, and another node may.
 
@@ -83,7 +76,8 @@ class SandboxImpossible(SandboxProviderError):
 
     The reason is more precise where the request is the cause: `NetworkImpossible` if sandboxes of this kind
     cannot have the network of the job, `ResourceLimitsUnavailable` if this machine cannot enforce a limit,
-    and `SandboxFileRefused` if a file cannot be written at its path.
+    `SandboxFileRefused` if a file cannot be written at its path, and `ImageNotAllowed` if the installer of
+    the worker does not list the image that a job or a task names.
     """
 
     reason = "SandboxImpossible"
@@ -93,7 +87,11 @@ class SandboxImpossible(SandboxProviderError):
         self,
         message: str,
         reason: Literal[
-            "SandboxImpossible", "NetworkImpossible", "ResourceLimitsUnavailable", "SandboxFileRefused"
+            "SandboxImpossible",
+            "NetworkImpossible",
+            "ResourceLimitsUnavailable",
+            "SandboxFileRefused",
+            "ImageNotAllowed",
         ] = "SandboxImpossible",
     ) -> None:
         super().__init__(message)

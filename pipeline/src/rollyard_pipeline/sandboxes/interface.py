@@ -16,7 +16,7 @@ from rollyard_sandbox.client import ExecClient
 
 @dataclass(frozen=True, slots=True)
 class BuildFolder:
-    """The folder of a Dockerfile, of which an image is built where there is none of its name."""
+    """The folder of a Dockerfile, from which an image is built where there is none of its name."""
 
     files: Mapping[str, tuple[bytes, int]]
     """Content and mode by path. No path is absolute or has the part `..`."""
@@ -43,7 +43,7 @@ class SandboxKey:
     folders: tuple[str, ...] = ()
     """Empty folders directly below /, in which programs can write. Each may grow to `disk_bytes`."""
     build: BuildFolder | None = field(default=None, compare=False, repr=False)
-    """What the image can be built from. Its name stands for the content, so it is no part of the key."""
+    """What the image can be built from. Its name stands for the content, so it is not part of the key."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,7 @@ class SandboxRequest(SandboxKey):
         Args:
             spec: The job's sandbox.
             task: What the task adds.
-            dockerfile: Returns the folder of the Dockerfile of which the task's image can be built.
+            dockerfile: Returns the folder of the Dockerfile from which the task's image can be built.
 
         Raises:
             ValueError: A quantity of the spec is malformed.
@@ -174,7 +174,7 @@ class SandboxProvider(Protocol):
         """
 
     async def release(self, handle: SandboxHandle | str) -> None:
-        """Kill everything inside and remove its folder and limits. A sandbox that is gone is no error."""
+        """Kill everything inside and remove its folder and limits. A sandbox that is gone is not an error."""
 
     async def sweep(self) -> list[str]:
         """Remove dead sandboxes and the unclaimed ones of dead workers, and return their ids."""
@@ -204,7 +204,7 @@ class SandboxProvider(Protocol):
         return
 
     async def fetch(self, request: SandboxRequest) -> bool:
-        """Bring the image of a request to this node before a sandbox needs it; whether there was room for it.
+        """Bring the image of a request to this node before a sandbox needs it. Return whether there was room.
 
         Raises:
             ImageNotUsable, SandboxStartFailed, DiskFull: The image cannot be had, or not this time.

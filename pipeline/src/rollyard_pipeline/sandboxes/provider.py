@@ -120,7 +120,7 @@ class NodeProvider(SandboxProvider):
         return self._starter.fetches
 
     async def stand_ready(self) -> None:
-        """Do what `start` needs most of its time for, long before it. Nothing runs in the background yet.
+        """Do the slow part of `start` in advance. Nothing runs in the background yet.
 
         Raises:
             NodeUnusable, SandboxStartFailed: Sandboxes cannot be started.
@@ -176,10 +176,10 @@ class NodeProvider(SandboxProvider):
         return await self._claim(await self._start_warm(request.key, claimed), request, claimed)
 
     def _check(self, request: SandboxRequest) -> None:
-        """Check the request's image: first that it may be used, so nobody learns more of others.
+        """Check the request's image: first that it may be used, so nobody learns more about other images.
 
         Raises:
-            ImageNotAllowed, ImageNotUsable: It may not, or it cannot be started.
+            SandboxImpossible, ImageNotUsable: It may not, or it cannot be started.
         """
         # What a Dockerfile is built from is known when it has been translated, and checked there.
         if request.build is None:
@@ -279,8 +279,9 @@ class NodeProvider(SandboxProvider):
     async def own_end(self, handle: SandboxHandle | str) -> str:
         """Return why a lost sandbox has ended by itself; see `interface.SandboxProvider.own_end`.
 
-        That an exec server crashed is seen from what did not happen: its process has ended, and neither was
-        it removed, nor has its lease ended, nor has the worker ended that started it, nor is this one to end.
+        A crash of an exec server is inferred from what did not happen: its process has ended, but it was not
+        removed, its lease has not ended, the worker that started it has not ended, and this worker is not
+        about to end.
         """
         if await self.oom_killed(handle):
             return OUT_OF_MEMORY
@@ -292,7 +293,7 @@ class NodeProvider(SandboxProvider):
         return CRASHED if crashed else ""
 
     def _crashed(self, record: SandboxRecord, seconds: float) -> bool:
-        """Return whether an exec server has ended by itself, or does within `seconds`. This blocks."""
+        """Return whether an exec server has ended by itself, or does so within `seconds`. This blocks."""
         if record.root is None or record.owner is None or not self._is_leased(record.id):
             return False
         if not ends(record.root, seconds) or not record.worker.alive():
@@ -423,7 +424,7 @@ class NodeProvider(SandboxProvider):
         await in_thread(self._remove, warm.record.id)
 
     async def _connect(self, record: SandboxRecord, lease: float = LEASE_SECONDS) -> ExecClient:
-        """Return a connection to a sandbox's exec server, whose lease is renewed for so many seconds."""
+        """Return a connection to a sandbox's exec server, whose lease is renewed for that many seconds."""
         # The server's own lease begins later, so it never ends before this one.
         ends_at = time.monotonic() + lease
         secret = bytes.fromhex(record.secret)
@@ -435,7 +436,8 @@ class NodeProvider(SandboxProvider):
         return f"unix:{self._folder.socket_path(sandbox_id)}"
 
     def _remove(self, sandbox_id: str, known: SandboxRecord | None = None) -> None:
-        """Kill and remove a sandbox. This blocks for a bounded time, and a missing sandbox is no error."""
+        """Kill and remove a sandbox. This blocks for a bounded time, and a missing sandbox is not an
+        error."""
         self._leases.pop(sandbox_id, None)  # What ends from here on does not end by itself.
         record = known if known is not None else self._folder.load(sandbox_id)
         if record is not None:
@@ -531,8 +533,8 @@ def open_provider(
         find_places: Returns the places where control groups can be made.
         claims: The control plane's claims, which `kubernetes` needs.
         apptainer: The options of `apptainer` sandboxes.
-        templates: Whether `bubblewrap` sandboxes are forked from templates, which is much faster than to
-            start bwrap and Python for each of them.
+        templates: Whether `bubblewrap` sandboxes are forked from templates, which is much faster than
+            starting bwrap and Python for each of them.
         images: The images that jobs may name on this node; see `AllowedImages`.
 
     Raises:

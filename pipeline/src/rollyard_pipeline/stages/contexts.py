@@ -53,7 +53,7 @@ def evaluated(lease: Lease, handler: Handler) -> Transcript | Trajectory | None:
 
 
 async def prepare(handler: Handler, context: StageContext) -> None:
-    """Let a handler's `init` prepare the sandbox, and have the sandbox record what Eval is to find again.
+    """Let a handler's `init` prepare the sandbox, and have the sandbox record what Eval must find again.
 
     Raises:
         rollyard_sandbox.errors.SandboxError: The sandbox failed, or has too many files.
@@ -130,12 +130,12 @@ def checked_carry(context: StageContext) -> dict[str, object]:
     """Return what a handler carries to the next stage.
 
     Raises:
-        PermanentFailure: It is no JSON, or has more bytes than the wire format allows.
+        PermanentFailure: It is not JSON, or has more bytes than the wire format allows.
     """
     try:
         size = len(json.dumps(context.carry))
     except (TypeError, ValueError) as error:
-        raise PermanentFailure(f"ctx.carry is no JSON: {error}", "HandlerStateInvalid") from error
+        raise PermanentFailure(f"ctx.carry is not JSON: {error}", "HandlerStateInvalid") from error
     if size > _CARRY_LIMIT:
         raise PermanentFailure(
             f"ctx.carry has {size} bytes, at most {_CARRY_LIMIT} are allowed", "HandlerStateInvalid"

@@ -76,7 +76,7 @@ def carries(spec: RolloutJobSpec, handler: Handler, task: Task) -> bool:
 
 
 def reaches(spec: RolloutJobSpec, handler: Handler, task: Task) -> bool:
-    """Return whether anything of the policy's gets into a fresh sandbox of Eval: files, or an answer."""
+    """Return whether anything from the policy gets into a fresh sandbox of Eval: files, or an answer."""
     return carries(spec, handler, task) or handler.judges_answer(task)
 
 
@@ -265,7 +265,7 @@ class EvalSandboxes:
 
 @dataclass(frozen=True, slots=True)
 class _Used:
-    """The sandbox that Run used, and where Eval has a network, what of its files is left behind."""
+    """The sandbox that Run used, and where Eval has a network, which of its files are left behind."""
 
     sandbox: Sandbox
     left: LeftBehind | None
@@ -441,7 +441,7 @@ def _inert(tree: Tree, left: LeftBehind, top: int) -> Tree:
     """Return a tree without what stays behind where Eval has a network.
 
     Args:
-        top: The length of the path that the job names, which comes itself.
+        top: The length of the path that the job names, which itself is carried.
     """
     inert = {}
     for path, entry in tree.items():
@@ -461,7 +461,7 @@ def _unprotected(before: Tree, after: Tree, protected: Callable[[bytes], bool]) 
     def rest(tree: Tree) -> Tree:
         return {path: entry for path, entry in tree.items() if path not in stays and not protected(path)}
 
-    # Where Run has put a file or a link in the place of such a folder, the folder stays. What was in it is
+    # Where Run has replaced such a folder by a file or a link, the folder stays. What was in it is
     # removed, as Run has removed it.
     return rest(before), rest(after)
 
@@ -499,7 +499,7 @@ async def bring(
 
     Raises:
         CarryRefused: They are too large or too many.
-        PermanentFailure: The fresh sandbox has a path that cannot be written, whoever writes there.
+        PermanentFailure: The fresh sandbox has a path that nobody can write to.
     """
     room, entries = MAX_ARTIFACTS, len(paths)
     waiting = [(path, len(path), "") for path in paths]
@@ -555,9 +555,9 @@ async def _listed(client: ExecClient, path: str) -> Sequence[DirEntry] | None:
 
 
 async def _without_links(fresh: ExecClient, path: str, names: AbstractSet[str]) -> None:
-    """Remove the links of a fresh sandbox in whose place Run left files or folders.
+    """Remove the links of a fresh sandbox where Run left files or folders.
 
-    Otherwise what Run left would be written to where they lead, such as to a folder of the system.
+    Otherwise what Run left would be written to their targets, such as a folder of the system.
 
     Raises:
         CarryRefused: A link cannot be removed, as Run has removed it.
@@ -600,7 +600,7 @@ class _Budget:
 
 
 def _topmost(paths: Iterable[bytes]) -> Iterator[bytes]:
-    """Yield the paths that lie in none of the others."""
+    """Yield the paths that are not below any of the others."""
     last = None
     # NUL sorts before every other byte, which places the content of a folder right after the folder.
     for path in sorted(set(paths), key=lambda path: path.replace(b"/", b"\0")):

@@ -1,9 +1,10 @@
-"""Which of Run's files get into a sandbox of Eval that has a network, and what of them stays behind.
+"""Which of Run's files get into a sandbox of Eval that has a network, and which stay behind.
 
-Hidden tests fetch their tools there. Nothing of Run may decide where from, or what runs before and while they
-do so. So a file comes over as data: without permission to be executed, and not where one of its names begins
-with a dot or is that of a file or folder that package managers, their build tools and interpreters read
-without being asked. What the test itself names and runs is the test's own decision. This module is pure.
+Hidden tests fetch their tools there. Nothing from Run may decide where from, or what runs before and while
+they do so. A file therefore comes over as data: without permission to be executed, and not where one of its
+names begins with a dot or is that of a file or folder that package managers, their build tools and
+interpreters read without being asked. What the test itself names and runs is the test's own decision. This
+module is pure.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ _NAMES: Final = frozenset(
         # Code that Python and pytest load without being asked.
         "conftest.py sitecustomize.py usercustomize.py pyvenv.cfg",
         # Settings and manifests of package managers and of the tools that they start. A manifest names what
-        # else is fetched, from where, and which scripts run then.
+        # else is fetched, from where, and which scripts then run.
         "binding.gyp bun.lock bun.lockb bunfig.toml buildout.cfg build.gradle build.gradle.kts",
         "cargo.lock cargo.toml composer.json composer.lock condarc deno.json deno.jsonc deno.lock",
         "directory.build.props directory.build.targets directory.packages.props environment.yaml",
@@ -49,7 +50,7 @@ _SHOWN_LENGTH: Final = 60
 def read_by_itself(path: bytes) -> bool:
     """Return whether a path stays behind, which is relative to the folder that comes over.
 
-    The empty path, of a file that the task or the job names by itself, comes.
+    The empty path, of a file that the task or the job itself names, does not.
     """
     return any(
         name.startswith(b".") or name in _NAMES or _PATTERNS.fullmatch(name) is not None
@@ -58,13 +59,13 @@ def read_by_itself(path: bytes) -> bool:
 
 
 def of_the_system(path: str) -> bool:
-    """Return whether an absolute path is in a folder in which programs and their settings are looked for."""
+    """Return whether an absolute path is in a folder that is searched for programs or their settings."""
     return _SYSTEM.fullmatch(path) is not None
 
 
 @dataclass(slots=True)
 class LeftBehind:
-    """What a carry has left behind of Run's files."""
+    """The files of Run that a carry has left behind."""
 
     count: int = 0
     """The number of files and folders that did not come over."""
@@ -80,7 +81,7 @@ class LeftBehind:
             self.names.append(ascii(path[-_SHOWN_LENGTH:].decode("utf-8", "backslashreplace"))[1:-1])
 
     def __str__(self) -> str:
-        """Return what people read of it, or "" if nothing was left behind."""
+        """Return what people read about it, or "" if nothing was left behind."""
         sentences = []
         if self.count:
             named = ", ".join(self.names) + (", …" if self.count > len(self.names) else "")

@@ -1,7 +1,7 @@
 """Evaluations and whole rollouts without a control plane.
 
-Kept trajectories are evaluated again, and so are answers that stand in none. `stages_alone` takes one task
-through Init, Run and Eval in this process.
+Kept trajectories are evaluated without a new rollout, and so are answers that belong to none. `stages_alone`
+takes one task through Init, Run and Eval in this process.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ _TRIES: Final = 3
 _AT_ONCE: Final = 8
 """The number of trajectories that are evaluated at the same time without a sandbox."""
 _GRACE: Final = 30.0
-"""What Eval gets beyond its limit, so that tests that ran out of time can be scored, in seconds."""
+"""The seconds that Eval gets beyond its limit, so that tests that ran out of time can be scored."""
 _RENEW_SECONDS: Final = 10.0
 _RENEWED_FOR: Final = 60.0  # seconds
 
@@ -150,7 +150,7 @@ class Rescorer:
             await self._open.enter_async_context(started(self._provider))
 
     def problems(self, task: Task) -> list[str]:
-        """Return what the handler finds wrong with a task, one line for each. A line begins with a field.
+        """Return what the handler finds wrong with a task, one line for each. Each line begins with a field.
 
         Raises:
             PermanentFailure: The handler could not look at the task.
@@ -170,7 +170,7 @@ class Rescorer:
     ) -> list[RescoredTrajectory]:
         """Return the trajectories with their new rewards, in their order.
 
-        A trajectory without a reward keeps its status and has none now. One that cannot be evaluated is
+        A trajectory without a reward keeps its status and gets none. One that cannot be evaluated becomes
         `failed` and has none, as after an Eval.
         """
         places = asyncio.Semaphore(self._at_once)
@@ -250,7 +250,7 @@ class Rescorer:
             return await self._rewards.shaped(self._handler, context, evaluation, None), context.shown
 
     async def _in_sandbox(self, handler: Handler, context: StageContext, seconds: float) -> Evaluation:
-        """Return the evaluation in a sandbox in which only `init` has run, as in Eval's own ones.
+        """Return the evaluation in a sandbox in which only `init` has run, as in Eval's own sandboxes.
 
         Raises:
             PermanentFailure: The handler would look for what Run left.
@@ -311,7 +311,7 @@ def submitted(trajectory: Trajectory) -> str | None:
 
 
 class _OneJob(WorkerCalls):
-    """Answers for the control plane with the spec of the one job. No other call is made without a model."""
+    """Answers for the control plane with the spec of the one job. Without a model, there is no other call."""
 
     def __init__(self, spec: RolloutJobSpec) -> None:
         self._spec = spec

@@ -65,8 +65,8 @@ class SandboxPlaces:
     async def for_init(self, holding: HeldLease) -> AsyncIterator[None]:
         """Wait until there is room for one more sandbox of Run, and hold that place.
 
-        Only rollouts with fresh Eval sandboxes use this. The leases that were granted before the first such
-        rollout was known may be more than there is room for.
+        Only rollouts with fresh Eval sandboxes use this. More leases may have been granted before the first
+        such rollout was known than there is room for.
 
         Raises:
             PermanentFailure: The node may hold only one sandbox.

@@ -190,7 +190,7 @@ class Stages:
         self._readers = Readers()
         self._vocabularies: dict[str, int] = {}
         self._met: set[str] = set()
-        """The jobs of which a sandbox was started here."""
+        """The jobs for which a sandbox was started here."""
         self._warmed: set[str] = set()
         self._places = places or SandboxPlaces(provider, usual=4096)
         self._egress = egress or Egress()
@@ -352,7 +352,8 @@ class Stages:
             if untouched or self._eval_sandboxes is None:
                 raise
             if fresh and self._provider is not None and self._provider.name == PROVIDER:
-                # A lease files one claim, and this one's is used. What the policy left is the likely cause.
+                # A lease files one claim, and that of this one is used up. What the policy left is the likely
+                # cause.
                 evaluation = Evaluation(0.0, {}, error.reward_reason)
             else:
                 evaluation = await self._blamed(holding, spec, handler, error)
@@ -365,7 +366,7 @@ class Stages:
             log.info("eval of %s: %s", lease.rollout, clean_text(str(error), 1000))
             evaluation = Evaluation(0.0, {}, error.reward_reason)
         except (SandboxLost, ConnectionLost, EvalTimeout) as error:
-            # A server that the kernel keeps waiting for memory is not lost, and does not answer either.
+            # A server that the kernel keeps waiting for memory is not lost, but does not answer.
             end = await self._own_end(lease)
             if not end:
                 raise
@@ -397,7 +398,7 @@ class Stages:
         It is to blame if the same evaluation gives a reward in a sandbox that no policy has seen.
 
         Raises:
-            RewardUnusable: There it gives none either.
+            RewardUnusable: It gives none there either.
         """
         assert self._eval_sandboxes is not None
         context = stage_context(holding.lease, spec, spec.stages.eval.timeout_seconds)
@@ -493,7 +494,7 @@ class Stages:
         return self._handlers[spec.handler]
 
     async def _load(self, name: str) -> None:
-        """Load the handler of a job, once for all its rollouts. All that wait for it fail with it."""
+        """Load the handler of a job, once for all its rollouts. If this fails, all that wait for it fail."""
         if name in self._handlers:
             return
         if name not in self._loading:
@@ -575,7 +576,7 @@ def _end_in_run(lease: Lease) -> str:
 def _first_crash_fails(lease: Lease, end: str, error: Exception | None) -> None:
     """Raise PipelineError if an exec server has crashed, and Eval has not failed before.
 
-    Eval judges crashes of Run as well, so a rollout gains one new try by them and no more.
+    Eval judges crashes of Run as well, so they give a rollout one new try and no more.
     """
     if end == CRASHED and lease.attempt == 0:
         words = "the exec server of the rollout's sandbox ended by itself"

@@ -64,7 +64,7 @@ class ConfigurableParser(Protocol):
 
 
 class TokenParser(Protocol):
-    """Parses a turn's token ids in the place of its text."""
+    """Parses a turn's token ids instead of its text."""
 
     async def parse_ids(self, ids: Sequence[int], prompt_ids: Sequence[int]) -> ParsedTurn | None:
         """Return the calls of one turn and its text without them, or None if it has no call.

@@ -96,7 +96,8 @@ def json_value(text: str) -> Any:
 def recover(resume: re.Pattern[str], text: str, at: int) -> int:
     """Return where to continue after a malformed call: at the end of the first match of `resume`, if any.
 
-    The pattern matches the end of a call, and looks ahead to what begins another one or ends their block.
+    The pattern matches the end of a call, and looks ahead to the beginning of another one or the end of the
+    block.
     """
     mark = resume.search(text, at)
     return len(text) if mark is None else mark.end()
@@ -132,7 +133,7 @@ def call_of(name: object, arguments: object, key: str = "arguments") -> ParsedCa
 
 
 def _no_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no JSON number")
+    raise ValueError(f"{name} is not a JSON number")
 
 
 _DECODER: Final = json.JSONDecoder(strict=False, parse_constant=_no_constant)
@@ -201,6 +202,6 @@ class MarkedParser(ABC):
         return ParsedTurn((text[:thoughts_end] + "".join(outside)).strip(), tuple(calls))
 
     def unframed(self, parsed: ParsedTurn, frame: re.Pattern[str]) -> ParsedTurn:
-        """Return a turn without the marks of a format that stand in its text, but for those in a thought."""
+        """Return a turn without the marks of a format in its text, except for those in a thought."""
         thought, mark, answer = parsed.text.rpartition(self.thought[1])
         return ParsedTurn((thought + mark + frame.sub("", answer)).strip(), parsed.calls)

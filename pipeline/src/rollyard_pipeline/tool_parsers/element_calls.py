@@ -43,7 +43,7 @@ class ElementParser(MarkedParser):
     resume: ClassVar[re.Pattern[str]]
     """Where to continue after a malformed call: see `recover`."""
     resumes_always: ClassVar[bool] = False
-    """Whether to continue there, too, if a value contains another argument, instead of behind the value."""
+    """Whether to continue there, instead of after the value, even if a value contains another argument."""
 
     def key(self, argument: re.Match[str]) -> str:
         """Return the key of an argument."""
@@ -55,13 +55,13 @@ class ElementParser(MarkedParser):
         The tool's JSON schema determines its type. Without a schema, the value is a string.
 
         Raises:
-            NotAValue: The text is no value.
+            NotAValue: The text is not a value.
         """
         properties = self._schemas.get(name, {}).get("properties", {})
         return typed(text, properties.get(self.key(argument), {}))
 
     def swallowed(self, text: str) -> bool:
-        """Return whether the text of a value contains what stands behind a value."""
+        """Return whether the text of a value contains what should follow a value."""
         return self.argument.search(text) is not None
 
     def call(self, text: str, at: int, name: str) -> tuple[ParsedCall, int]:
@@ -188,7 +188,7 @@ class DsmlParser(ElementParser):
         </｜DSML｜tool_calls>
 
     V3.2 calls the outer element `function_calls`. V4.1 calls it `calls` and writes a space after `｜DSML｜`.
-    With `string="true"`, a value is plain text. Else it is JSON.
+    With `string="true"`, a value is plain text. Otherwise it is JSON.
     """
 
     _TAG: Final = "<｜DSML｜ ?"
@@ -238,7 +238,7 @@ class DsmlParser(ElementParser):
 
 
 class XtmlParser(ElementParser):
-    """Finds the calls of Kimi K3, whose turns consist of elements. The text is what they have beside calls.
+    """Finds the calls of Kimi K3, whose turns consist of elements. The text is everything except the calls.
 
         <|open|>response<|sep|>I look.<|close|>response<|sep|><|open|>tools<|sep|>
         <|open|>call tool="bash" index="1"<|sep|>

@@ -176,7 +176,7 @@ class DeepSeekParser(MarkedParser):
 
 
 class KimiParser(MarkedParser):
-    """Finds Kimi K2's calls, in one section of a turn. Text in the section outside of calls is dropped.
+    """Finds Kimi K2's calls, in one section of a turn. Text in the section outside calls is dropped.
 
         <|tool_calls_section_begin|>
         <|tool_call_begin|>functions.bash:0<|tool_call_argument_begin|>{"command": "ls -l"}<|tool_call_end|>

@@ -1,8 +1,8 @@
 """The parser `renderers`, which reads a turn's token ids with the library of this name.
 
-It knows formats for which there is no parser here, such as MiniMax M2's. Because it looks for marks by their
-ids, a mark that ordinary tokens spell is text. It works in a process of its own (see `renderers_process`),
-which is ended if a turn takes too long.
+It knows formats for which there is no parser here, such as MiniMax M2's. Because it searches for marks by
+their ids, a mark that ordinary tokens spell is text. It works in a process of its own (see
+`renderers_process`), which is ended if a turn takes too long.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _PROBLEMS: Final[Mapping[str, str]] = {
 
 
 class Readers:
-    """The processes that read turns, which a worker keeps for the tokenizers and models that came last.
+    """The processes that read turns, which a worker keeps for the tokenizers and models that were used last.
 
     Args:
         seconds: The limit of one turn in seconds.

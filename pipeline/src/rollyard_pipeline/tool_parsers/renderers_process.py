@@ -1,11 +1,11 @@
 """The process that reads turns with the library `renderers`.
 
-The library's patterns need more time for some turns than anybody has, and cannot be interrupted. It also
-imports much that a worker does without. The process is started with the folder of a tokenizer, the name of
-the model and the renderer of its template, and says `ready {"version": …, "renderer": …}`, or the `problem`
-that keeps it from reading the model's turns. What another try may mend, such as a missing file, ends it. Then
-it reads `{"ids": …, "prompt_ids": …, "tools": …}` a line, and writes
-`{"text": …, "thought": …, "calls": […]}`, which is `{}` if the turn has no call.
+The library's patterns need an enormous time for some turns, and cannot be interrupted. It also imports much
+that a worker does not need. The process is started with the folder of a tokenizer, the name of the model and
+the renderer of its template, and says `ready {"version": …, "renderer": …}`, or the `problem` that keeps it
+from reading the model's turns. A problem that another try may fix, such as a missing file, ends the process.
+Then it reads one `{"ids": …, "prompt_ids": …, "tools": …}` per line, and writes `{"text": …, "thought": …,
+"calls": […]}`, which is `{}` if the turn has no call.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from rollyard_pipeline.child_processes import begin_child
 _MEMORY: Final = 4 << 30  # The size of the address space in bytes.
 _ANSWER_LIMIT: Final = 900_000  # bytes; the parent reads lines of 1 MiB
 _ELEMENTS: Final = re.compile(r"\s*+(?:<invoke name=|<function=|[^\s<{]++\s*+<arg_key>)")
-"""How a call begins whose arguments are elements. Others are JSON, which may hold any mark as text."""
+"""The beginning of a call whose arguments are elements. Others are JSON, which may hold any mark as text."""
 _CALL: Final = re.compile("<invoke name=|<function=")
 _ARGUMENT: Final = re.compile("<parameter name=|<parameter=|<arg_key>")
 
@@ -77,7 +77,7 @@ def renderer_of(tokens: LibraryTokenizer, name: str) -> tuple[str, Any]:
 def read(renderer: Any, request: Mapping[str, Any]) -> dict[str, Any]:
     """Return the calls of a turn, its text outside of them and its thought; nothing if it has no call.
 
-    A turn that the library cannot read, or that it reads as something that is no JSON, has an `error`.
+    A turn that the library cannot read, or that it reads as something that is not JSON, has an `error`.
     """
     try:
         parsed = renderer.parse_response(
@@ -100,7 +100,7 @@ def _calls(parsed_calls: Sequence[Any]) -> Iterator[dict[str, Any]]:
     """Return the calls of a turn as JSON objects.
 
     In some formats the library leaves out an element whose end is missing, or takes the next one into its
-    value, and says nothing. A block of which not every call and argument was read is malformed.
+    value, and says nothing. A block is malformed unless every call and argument in it was read.
     """
     for (_, raw), block in itertools.groupby(parsed_calls, key=lambda call: (call.token_span, call.raw)):
         calls = list(block)

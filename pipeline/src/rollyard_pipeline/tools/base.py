@@ -93,7 +93,7 @@ class ToolResult:
 
     text: str
     error: str | None = None
-    """The error of a call that could not do what it was asked. It is recorded with the turn."""
+    """The error of a call that could not do what was requested. It is recorded with the turn."""
     answer: str | None = None
     """The submitted answer, set by a tool that ends the episode."""
     truncates: str = ""

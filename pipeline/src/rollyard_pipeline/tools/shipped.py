@@ -1,4 +1,4 @@
-"""The tools that Rollyard brings: `bash {command}`, `ipython {code}`, `submit {answer}`, and `edit`."""
+"""The tools that come with Rollyard: `bash {command}`, `ipython {code}`, `submit {answer}`, and `edit`."""
 
 from __future__ import annotations
 

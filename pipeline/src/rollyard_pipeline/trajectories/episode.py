@@ -120,7 +120,7 @@ class Episode:
         self.finished = True
 
     def record(self, lease: Lease, sampling: SamplingSpec, backend: str, logprobs_mode: str) -> RunRecord:
-        """Return what Run passes on beside the token lists. The control plane adds the timings."""
+        """Return what Run passes on in addition to the token lists. The control plane adds the timings."""
         return RunRecord(
             id=lease.rollout,
             job=lease.job,
@@ -151,7 +151,7 @@ class Episode:
 
 
 def _in_content(thought: Thought, text: str, message: Message) -> Thought:
-    """Return a thought of a turn's text with the places in the content of its message."""
+    """Return a thought of a turn's text with its offsets in the content of its message."""
     size, cut = len(message.content), 0
     if message.tool_calls:  # The content is the text without the calls and without whitespace around it.
         before = clean_text(text[: thought.answer])
@@ -183,7 +183,7 @@ def clean_turn(parsed: ParsedTurn) -> ParsedTurn:
 
 
 def turns_from(episode: Episode, first: int) -> list[LiveTurn]:
-    """Return the messages of an episode from the number `first` on, cut for people who watch it.
+    """Return the messages of an episode from the number `first` on, shortened for viewers.
 
     Heartbeats send them, so there are at most MAX_LIVE_TURNS of them, and their texts are bounded.
     """

@@ -160,7 +160,7 @@ class TrajectoryRecorder:
     def record(self, prompt: Prompt, sample: Sample) -> str:
         """Record what was sampled after `prompt`, and return the turn's text without its end-of-turn token.
 
-        The places of the turn's `thought` are those in this text.
+        The offsets of the turn's `thought` are those in this text.
         """
         if prompt.outside is None:
             self._segments.append(_OpenSegment(list(prompt.ids), len(prompt.ids)))

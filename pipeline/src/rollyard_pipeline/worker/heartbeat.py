@@ -32,7 +32,7 @@ MAX_ROLLOUT_BYTES: Final = 64 << 10
 """The bytes of the messages of one rollout in one heartbeat."""
 MAX_ROLLOUTS: Final = 64
 _TURN_BYTES: Final = 256
-"""About what a message takes beside its texts."""
+"""The approximate size of a message without its texts."""
 
 
 class Heartbeat:

@@ -28,7 +28,7 @@ GATHER_SECONDS: Final = 0.02
 about as much processor time as the outcome itself, and a stage takes much longer than this."""
 PACE_SECONDS: Final = 0.05
 """The shortest time between two requests while there is other work and less than a batch waits, in seconds.
-Where stages are short, one request then does for several outcomes."""
+Where stages are short, one request then reports several outcomes."""
 
 Reported = Callable[[HeldLease, str], Coroutine[None, None, None]]
 """A function that is called with the lease and the control plane's answer for each outcome."""
@@ -49,7 +49,7 @@ class Outbox:
         control: The control plane.
         worker: The name of this worker.
         reported: Called when the control plane has answered for an outcome.
-        more: Returns whether more outcomes are to be expected, so that the first one waits for them.
+        more: Returns whether more outcomes are expected, so that the first one waits for them.
     """
 
     def __init__(

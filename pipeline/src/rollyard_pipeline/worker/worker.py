@@ -1,6 +1,6 @@
 """The stage worker, with three independent pools, one outbox and one heartbeat.
 
-Images of tasks that wait in the queue of Init are brought to the node before their rollouts are leased.
+It brings images of tasks that wait in the queue of Init to the node before their rollouts are leased.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ LOOK_SECONDS: Final = 10.0
 FULL_SECONDS: Final = 60.0
 """The pause after an image for which there was no room."""
 REST_SECONDS: Final = 60.0
-"""How long a job whose waiting tasks name no image is not asked about again."""
+"""How long a job whose waiting tasks name no image is left alone."""
 _TRIES: Final = 3
 _MAX_JOBS: Final = 256
 
@@ -184,7 +184,7 @@ class Worker:
     def drain(self) -> None:
         """Take no more leases, finish held ones within `drain_seconds`, and hand over the rest."""
         self._draining.set()
-        # At once: a pool that got to request leases before would keep them from other workers.
+        # At once: a pool that could still request leases would keep them from other workers.
         self._stop_polls()
         if self._provider is not None:
             self._provider.drain()
@@ -246,7 +246,7 @@ class Worker:
             log.error("%d outcomes could not be reported; their leases will expire", len(self._table))
 
     async def _emptied(self, seconds: float) -> bool:
-        """Wait up to `seconds` until no lease is held. Return whether that came in time."""
+        """Wait up to `seconds` until no lease is held. Return whether that happened in time."""
         try:
             async with asyncio.timeout(seconds):
                 await self._table.empty()
@@ -569,7 +569,7 @@ class ImagesAhead:
             self._jobs[uid] = asyncio.create_task(self._look_after(lease), name=f"images of {lease.job}")
 
     async def close(self) -> None:
-        """End all of it. A build that is under way ends, and leaves nothing."""
+        """End all of it. A build in progress ends, and leaves nothing."""
         tasks = list(self._jobs.values())
         for task in tasks:
             task.cancel()
@@ -579,7 +579,7 @@ class ImagesAhead:
         try:
             await self._bring(lease)
         except ControlPlaneRefused as error:
-            # The job is over, or the control plane is of a release without this call.
+            # The job is over, for example.
             log.info("no images of %s are brought ahead: %s", lease.job, error)
         except Exception:
             log.exception("no images of %s are brought ahead", lease.job)
@@ -610,7 +610,7 @@ class ImagesAhead:
             await asyncio.sleep(pause)
 
     async def _fetched(self, spec: SandboxSpec, named: Iterable[str], tries: dict[str, int]) -> bool:
-        """Bring those images that were not tried often enough; whether there was room for all of them."""
+        """Bring those images that were not tried often enough. Return whether there was room for all."""
         full = False
 
         async def bring(image: str) -> None:

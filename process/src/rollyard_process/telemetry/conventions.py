@@ -1,8 +1,8 @@
 """The names of spans and attributes.
 
 Those that begin with `gen_ai` and `error` come from OpenTelemetry's semantic conventions for generative AI
-(repository open-telemetry/semantic-conventions-genai, status Development). They may still change, and this is
-the only module that has them. The others are Rollyard's own.
+(repository open-telemetry/semantic-conventions-genai, status Development). They may still change, so only
+this module has them. The others are Rollyard's own.
 """
 
 from __future__ import annotations
@@ -50,4 +50,4 @@ SANDBOX_SPAN: Final = "start sandbox"
 PAUSE_SPAN: Final = "weights pause"
 BACKEND_WAIT_SPAN: Final = "backend wait"
 UNKNOWN_TOOL: Final = "unknown"
-"""What stands for the name of a tool that does not exist, because the policy has written that name."""
+"""Written instead of the name of a tool that does not exist, because the policy wrote that name."""

@@ -1,8 +1,8 @@
 """The export of spans: OTLP over HTTP with protobuf, in batches, from a thread of its own.
 
-OpenTelemetry is imported when an export is opened, and never else. A receiver that is down, slow or hostile
-costs the process nothing but this thread: a full queue drops spans and counts them, and of an answer at most
-MAX_ANSWER_BYTES are read.
+OpenTelemetry is imported only when an export is opened. A receiver that is down, slow or hostile costs the
+process nothing but this thread: a full queue drops spans and counts them, and at most MAX_ANSWER_BYTES of an
+answer are read.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Final
 
-from rollyard_process.errors import ProcessError
 from rollyard_process.log_text import one_line
 from rollyard_process.telemetry.identity import is_sampled
 from rollyard_process.telemetry.options import TraceOptions
 from rollyard_process.telemetry.spans import TraceSpan, Value
+from rollyard_process.telemetry.variables import TraceOptionError
 from rollyard_process.version import installed_version
 
 if TYPE_CHECKING:
@@ -42,19 +42,13 @@ MAX_ANSWER_BYTES: Final = 4096
 MAX_TEXT: Final = 256
 """The largest number of characters in a name or an attribute of a span."""
 DROP_REASONS: Final = ("closed", "not_taken", "queue_full")
-"""Why a span is dropped: the process ends, the receiver does not take it, or too many spans wait."""
+"""Why a span is dropped: the process is ending, the receiver does not take it, or too many spans wait."""
 _SELDOM_SECONDS: Final = 60.0
 _LOGGERS: Final = (
     "opentelemetry.exporter.otlp.proto.http.trace_exporter",
     "opentelemetry.sdk._shared_internal",
 )
 _MODULES: Final = ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http", "requests")
-
-
-class TraceLibrariesMissing(ProcessError):
-    """Spans are to be exported, and OpenTelemetry is not installed."""
-
-    reason = "TraceLibrariesMissing"
 
 
 class SpanExport:
@@ -68,7 +62,7 @@ class SpanExport:
         queue: The largest number of spans that wait for their export.
 
     Raises:
-        TraceLibrariesMissing: The extra `traces` is not installed.
+        TraceOptionError: The extra `traces` is not installed.
     """
 
     def __init__(
@@ -81,8 +75,9 @@ class SpanExport:
         queue: int = MAX_QUEUE,
     ) -> None:
         if not are_installed():
-            raise TraceLibrariesMissing(
-                "traces need OpenTelemetry's libraries; install them with: pip install 'rollyard[traces]'"
+            raise TraceOptionError(
+                "traces need OpenTelemetry's libraries; install them with: pip install 'rollyard[traces]'",
+                reason="TraceLibrariesMissing",
             )
         self.options = options
         self._queue = queue
@@ -118,7 +113,7 @@ class SpanExport:
                 self._inner.shutdown()
 
         for name in _LOGGERS:
-            # A receiver that is down for hours is no reason for a line in the log each second.
+            # A receiver that is down for hours must not cause a log line each second.
             logging.getLogger(name).addFilter(_Seldom())
         return BatchSpanProcessor(
             Counted(),
@@ -165,7 +160,7 @@ class SpanExport:
             self._dropped["not_taken"] += spans
 
     def close(self, seconds: float = CLOSE_SECONDS) -> None:
-        """Send what waits, and wait for it so many seconds at most. Later spans are dropped."""
+        """Send what waits, within this many seconds. Later spans are dropped."""
         if self._closed:
             return
         self._closed = True
@@ -233,7 +228,7 @@ def _plain(value: Value) -> Value:
 
 
 class _Seldom(logging.Filter):
-    """Passes a record a minute."""
+    """Passes one record a minute."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -248,7 +243,7 @@ class _Seldom(logging.Filter):
 
 
 def are_installed() -> bool:
-    """Return whether OpenTelemetry's libraries are installed. Nothing of them stays imported."""
+    """Return whether OpenTelemetry's libraries are installed. None of them stays imported."""
     try:
         return all(find_spec(name) is not None for name in _MODULES)
     except ModuleNotFoundError:
@@ -276,7 +271,7 @@ def _bounded_session() -> Any:
                 raise
             answer.raw = io.BytesIO(content[:MAX_ANSWER_BYTES])
             if 300 <= answer.status_code < 400:
-                # The exporter follows no redirect, and would take one for a success.
+                # The exporter does not follow a redirect, and would take it for a success.
                 raise requests.exceptions.TooManyRedirects(f"the receiver answered {answer.status_code}")
             return answer
 
@@ -293,16 +288,17 @@ def exporting(
         options: The receiver and the fraction of groups that are traced.
         service: The name of the service.
         instance: The name of the process.
-        required: Whether a flag asks for traces, not only a variable that may be meant for other programs.
+        required: Whether a flag asks for traces, and not just a variable that may be meant for other
+            programs.
 
     Raises:
-        TraceLibrariesMissing: The extra `traces` is not installed, and a flag asks for traces.
+        TraceOptionError: The extra `traces` is not installed, and a flag asks for traces.
     """
     export = None
     if options.on:
         try:
             export = SpanExport(options, service, instance)
-        except TraceLibrariesMissing as error:
+        except TraceOptionError as error:
             if required:
                 raise
             log.warning("no traces are sent to %s: %s", options.url, error)

@@ -1,4 +1,4 @@
-"""The identity of traces and spans, which is derived from rollouts and not kept anywhere.
+"""The ids of traces and spans, which are derived from rollouts and not kept anywhere.
 
 A rollout has one trace. The ids of its trace, of its root span and of the spans of its stages are hashes of
 what every process knows: the rollout's id, the stage and the fencing token of the lease. A process can
@@ -40,7 +40,7 @@ def queue_span_id(rollout: str, stage: str, since: float) -> str:
 
 
 def span_id(*parts: str) -> str:
-    """Return the id of a span that `parts` name: 16 hexadecimal digits."""
+    """Return the id of the span that `parts` name: 16 hexadecimal digits."""
     return _hash("span", *parts)[:16]
 
 
@@ -53,7 +53,7 @@ def is_sampled(rollout: str, fraction: float) -> bool:
     """Return whether the group of a rollout is among the fraction of groups whose traces are exported.
 
     The id of a rollout is that of its group, a hyphen and the number of the sample. All samples of a group
-    are therefore traced, or none of them is, and every process finds the same.
+    are therefore traced, or none of them is, and every process comes to the same result.
 
     Args:
         rollout: The id of the rollout.

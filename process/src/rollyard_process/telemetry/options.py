@@ -74,15 +74,15 @@ def add_log_option(parser: argparse.ArgumentParser) -> None:
 def trace_options(
     endpoint: str = "", sample: str = "", environ: Mapping[str, str] | None = None
 ) -> TraceOptions:
-    """Return the options for what flags and variables say.
+    """Return the options that flags and variables give.
 
     Args:
-        endpoint: The base URL of the receiver, or "" for what the variables name.
-        sample: The fraction, or "" for that of the variable.
+        endpoint: The base URL of the receiver, or "" for the one that the variables name.
+        sample: The fraction, or "" for the variable's value.
         environ: The variables; the default is the environment of this process.
 
     Raises:
-        TraceOptionError: A value cannot be used. The message says which one, and what is right.
+        TraceOptionError: A value cannot be used. The message says which one, and what would be right.
     """
     variables = os.environ if environ is None else environ
     fraction = (
@@ -105,7 +105,7 @@ def trace_options(
 
 
 def log_form(flag: str | None = None, environ: Mapping[str, str] | None = None) -> LogForm:
-    """Return the form of log lines: the given one, else that of the variable, else `text`.
+    """Return the form of log lines: the given one, else the variable's, else `text`.
 
     Raises:
         TraceOptionError: There is no such form.

@@ -39,7 +39,7 @@ class RolloutScope:
         self.span = stage_span_id(self.rollout, self.stage, self.token)
 
     def child(self) -> str:
-        """Return the id of a further span below the stage, which no other span has."""
+        """Return an id for a further span below the stage, which no other span has."""
         self._children += 1
         return span_id(self.span, str(self._children))
 
@@ -106,7 +106,7 @@ def outside() -> Context:
 
 @contextlib.contextmanager
 def entered(scope: RolloutScope | None) -> Iterator[None]:
-    """Make a rollout the current one for the time of the block."""
+    """Make a rollout the current one within the block."""
     before = _CURRENT.set(scope)
     try:
         yield

@@ -1,11 +1,9 @@
-"""The environment variables of traces and log lines, and the check of a receiver's URL. This is pure."""
+"""The environment variables of traces and log lines, and the check of a receiver's URL. It is pure."""
 
 from __future__ import annotations
 
 import re
 from typing import Final, Literal
-
-from rollyard_process.errors import ProcessError
 
 OWN_ENDPOINT: Final = "ROLLYARD_OTLP_ENDPOINT"
 """The variable that drivers pass on. A vLLM server that inherited OpenTelemetry's own would send spans of its
@@ -20,17 +18,25 @@ LOG_FORMS: Final[tuple[LogForm, ...]] = ("text", "json")
 _URL: Final = re.compile(r"https?://[^\s/?#@]+(/[^\s?#]*)?")
 
 
-class TraceOptionError(ProcessError, ValueError):
-    """An option of traces or logs cannot be used. The message names the flag or the variable."""
+class TraceOptionError(ValueError):
+    """An option of traces or logs cannot be used. The message names the flag or the variable.
 
-    reason = "InvalidTraceOption"
+    The reason is stable, and is TraceLibrariesMissing if spans are to be exported and OpenTelemetry is not
+    installed.
+    """
+
+    reason: str = "InvalidTraceOption"
+
+    def __init__(self, message: str, *, reason: str | None = None) -> None:
+        super().__init__(message)
+        self.reason = reason or self.reason
 
 
 def checked_url(url: str, name: str) -> str:
     """Return the URL of a receiver.
 
     Raises:
-        TraceOptionError: It is no such URL; the message begins with `name`.
+        TraceOptionError: It is not such a URL; the message begins with `name`.
     """
     if not _URL.fullmatch(url) or len(url) > 2048:
         raise TraceOptionError(
@@ -46,7 +52,7 @@ def trace_variables(endpoint: str, sample: float | None, form: str | None) -> di
     Options that are not given stay as the driver's own environment has them.
 
     Raises:
-        TraceOptionError: The endpoint is no URL of a receiver.
+        TraceOptionError: The endpoint is not the URL of a receiver.
     """
     variables = {OWN_ENDPOINT: checked_url(endpoint, "--otlp-endpoint")} if endpoint else {}
     if sample is not None:

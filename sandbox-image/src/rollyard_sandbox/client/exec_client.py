@@ -65,7 +65,7 @@ class ExecClient:
         sent. A token in its plain form is sent as it is, and may only be shown to a server that no command
         can have replaced yet.
 
-        With `lease` the lease is renewed for so many seconds, as `renew` does, without a further request.
+        With `lease` the lease is renewed for that many seconds, as `renew` does, without a further request.
 
         Raises:
             BadRequest: The address is neither, or `lease` is not above 0 and up to a week.

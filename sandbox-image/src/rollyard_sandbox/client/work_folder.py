@@ -143,7 +143,7 @@ def parse_tree(body: bytes, top: bytes = b"") -> dict[bytes, TreeEntry]:
                 target = next(records, b"") if kind == b"l" else b""
                 entries[path] = TreeEntry(_KINDS[kind], executable == b"1", int(size), target)
             case _:
-                raise ProtocolError(f"{record[:200]!r} is no record of a listing")
+                raise ProtocolError(f"{record[:200]!r} is not a record of a listing")
     return entries
 
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from typing import Final
 
 MAX_FAULTS: Final = 100
-"""How many exceptions of callbacks are survived, because one that comes back at once would spin for ever."""
+"""The number of callback exceptions that are survived. One that recurs at once would spin forever."""
 READ: Final = select.EPOLLIN
 WRITE: Final = select.EPOLLOUT
 _NONBLOCK, _CLOEXEC = 0o4000, 0o2000000  # sys/signalfd.h
@@ -204,7 +204,7 @@ class EventLoop:
                             self._survive(error)
 
     def _survive(self, error: Exception) -> None:
-        """Print an exception of a callback: a bug of ours, for which nobody's work may be lost.
+        """Print an exception of a callback. It is a bug of ours, which must not cost anybody's work.
 
         Raises:
             Exception: The same, if there have been more than `MAX_FAULTS`.

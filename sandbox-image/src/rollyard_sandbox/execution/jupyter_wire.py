@@ -98,7 +98,7 @@ class JupyterWire:
         late = 0
         while not (self._replied and self._idle):
             ready = dict(self._poller.poll(_milliseconds(deadline)))
-            # What was sent in time is still read, but a kernel that never stops sending ends nobody's wait.
+            # What was sent in time is still read, but a kernel that never stops sending prolongs no wait.
             late += monotonic() >= deadline
             if not ready or late > _HIGH_WATER:
                 return False
@@ -156,7 +156,7 @@ class JupyterWire:
         try:
             _, parts = self._session.feed_identities(parts)
             message = self._session.deserialize(parts)
-        except Exception:  # The parts are the kernel's, and the session looks into them.
+        except Exception:  # The kernel wrote the parts, and the session parses them.
             return {}
         return message if isinstance(message, dict) else {}
 
@@ -178,7 +178,7 @@ def _text(value: object) -> str:
 
 
 def _bytes(text: str) -> bytes:
-    """Return the bytes that a program has printed, of which those that are not UTF-8 come as surrogates."""
+    """Return the bytes that a program has printed. Those that are not UTF-8 come as surrogates."""
     try:
         return text.encode("utf-8", "surrogateescape")
     except UnicodeEncodeError:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from typing import Final
 
 _LONG_PAUSE: Final = 0.01  # seconds
-_STAT_BYTES: Final = 4096  # A line of /proc/PID/stat has at most some hundred.
+_STAT_BYTES: Final = 4096  # A line of /proc/PID/stat has a few hundred at most.
 _OOM_SCORE: Final = 500  # With this score children die of a full memory limit before the server does.
 
 
@@ -93,7 +93,7 @@ def alive_below(processes: dict[int, ProcessStat], *, own_namespace: bool) -> li
 def stop_below(root: int) -> set[int]:
     """Stop every process below `root`, zombies included, and return their pids.
 
-    Each process is stopped as soon as it is found, the newest first. Nothing is found if the kernel does not
+    Each process is stopped as soon as it is found, the newest first. None is found if the kernel does not
     list children (proc(5), CONFIG_PROC_CHILDREN).
     """
     stopped: set[int] = set()

@@ -105,7 +105,7 @@ class Report:
 
 
 def parse_report(message: bytes) -> Report | None:
-    """Return the report in a channel message, or None if the message is no report."""
+    """Return the report in a channel message, or None if the message is not a report."""
     leaving = message.startswith(b"x")
     fields = message[leaving:].split(b" ", 2)
     if len(fields) < 2 or not fields[0].isdigit():
@@ -154,7 +154,7 @@ class Shell:
             opened += os.openpty()
             *_, master, terminal = opened
             _set_up_terminal(terminal)
-            bash = which("bash")  # It is the server's own PATH that decides, and not that of a task.
+            bash = which("bash")  # The server's own PATH decides, not that of a task.
             if bash is None:
                 raise FileNotFoundError(errno.ENOENT, "there is no bash in the PATH", "bash")
             pid = launch(
@@ -278,8 +278,8 @@ class Shell:
         """Check, after the shell's process has replaced itself, what it is now.
 
         Returns:
-            Whether it is an interactive shell at its prompt. None while that is not known yet, because exec
-            is still setting up the new program.
+            Whether it is an interactive shell at its prompt. None while that is not known, because exec is
+            still setting up the new program.
         """
         try:
             with open(f"/proc/{self.pid}/cmdline", "rb") as file:

@@ -64,8 +64,8 @@ _READY: Final = b"+"
 # These are the capabilities that Docker leaves to a container's root, except mknod, net_raw and audit_write:
 # chown, dac_override, fowner, fsetid, kill, setgid, setuid, setpcap, net_bind_service, sys_chroot, setfcap.
 ROOT_KEEPS: Final = frozenset({0, 1, 3, 4, 5, 6, 7, 8, 10, 18, 31})
-# The kernel counts these for this user namespace and those below it, and beside that for the machine's user,
-# who starts other sandboxes, too.
+# The kernel counts these for this user namespace and those below it, and also for the machine's user, who
+# starts other sandboxes, too.
 _MOST_OF_USERS: Final = (("user_namespaces", "0"), ("inotify_instances", "16"), ("inotify_watches", "8192"))
 _SERVER_KEEPS: Final = frozenset({18, 21})  # sys_chroot, sys_admin
 _PAGE: Final = 4096
@@ -86,7 +86,7 @@ _CODE: Final = bytes.fromhex(
 
 
 def small_program(calls: Sequence[SmallCall]) -> bytes:
-    """Return a program of two pages that makes a list of system calls and then waits for ever.
+    """Return a program of two pages that makes a list of system calls and then waits forever.
 
     The first process of a pid namespace has little to do and lives as long as the namespace. As a fork of the
     server it would keep a copy of all of the server's pages. The program is an ELF file in memory for x86_64:

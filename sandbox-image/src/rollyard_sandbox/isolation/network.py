@@ -40,7 +40,7 @@ class ForbiddenAddress:
             host = ""
         if not (separator and host and port.isdigit() and 0 < int(port) < 65536):
             raise ValueError(
-                f"{text!r} is no IP:PORT, such as 10.96.0.1:443 or [fd00::1]:443 (names cannot be resolved)"
+                f"{text!r} is not IP:PORT, such as 10.96.0.1:443 or [fd00::1]:443 (names cannot be resolved)"
             )
         self.text = text
         self.address = (host, int(port))

@@ -102,7 +102,7 @@ _REFUSED: Final[dict[str, tuple[int | None, int | None]]] = {
 _ABSENT: Final = {"clone3": (435, 435), "io_setup": (206, 0)}
 _SPECIAL: Final = {"clone": (56, 220), "socket": (41, 198), "unshare": (272, 97)}
 _AUDIT: Final = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}  # linux/audit.h
-_LEAF: Final = 4  # Up to so many calls are compared one after the other.
+_LEAF: Final = 4  # Up to this many calls are compared one after the other.
 
 
 def refused_calls(machine: str) -> dict[str, int]:

@@ -54,7 +54,7 @@ _SAME, _ST_RELATIME, _RELATIME = 2 | 4 | 8 | 1024 | 2048, 4096, 1 << 21
 _DETACH: Final = 2
 _IPC_RMID: Final = 0  # linux/ipc.h
 _CAPBSET_DROP: Final = 24
-_CAPABILITIES: Final = 64  # A kernel's sets have room for so many.
+_CAPABILITIES: Final = 64  # A kernel's sets have room for this many.
 _CAPABILITY_VERSION_3: Final = 0x20080522
 
 # The numbers of the calls on x86_64 (arch/x86/entry/syscalls/syscall_64.tbl).
@@ -353,7 +353,7 @@ class _Watch:
         self._set(0.0)
 
     def _set(self, seconds: float) -> None:
-        """Let the timer expire every so many seconds from now on, or never for 0."""
+        """Let the timer expire at this interval in seconds from now on, or never for 0."""
         whole, part = divmod(round(seconds * 1e9), 10**9)
         times = array("q", (whole, part, whole, part))  # A struct itimerspec.
         libc().timerfd_settime(self._timer, 0, ctypes.c_void_p(times.buffer_info()[0]), None)
@@ -595,7 +595,7 @@ def proc_mounts(hidden: Iterable[str]) -> list[tuple[str, str, str, int, str]]:
     """Return the mounts of a new /proc, which shows nothing of the machine, as the arguments of `mount`.
 
     Args:
-        hidden: The names below /proc that shall show nothing. Missing ones are skipped.
+        hidden: The names below /proc that must show nothing. Missing ones are skipped.
     """
     own = NOSUID | NODEV | NOEXEC
     mounts = [("proc", "/proc", "proc", own, "")]
@@ -635,7 +635,7 @@ def mount_proc(hidden: Iterable[str]) -> None:
 def mount_memory(folder: str, size: int, mode: int) -> None:
     """Mount a new memory file system of `size` bytes over a folder.
 
-    It has room for one file per page, because files without content take memory of the kernel only.
+    It has room for one file per page, because files without content take only kernel memory.
     """
     inodes = size // resource.getpagesize()
     mount("tmpfs", folder, "tmpfs", NOSUID | NODEV, f"size={size},nr_inodes={inodes},mode={mode:o}")

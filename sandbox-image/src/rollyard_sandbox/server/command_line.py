@@ -12,7 +12,7 @@ from rollyard_sandbox.server.options import ServerOptions
 
 
 class _Arguments(ServerOptions):
-    """The options, which argparse fills, and what some of them are made of."""
+    """The options, which argparse fills in, and the arguments from which some of them are made."""
 
     token_file: str | None
     secret_fd: int | None

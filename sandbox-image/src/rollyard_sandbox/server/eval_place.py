@@ -113,7 +113,7 @@ class EvalPlaces:
         raise file_error(first, candidate.path)
 
     def sabotage(self) -> list[str]:
-        """Return the evidence that programs of the sandbox have filled or locked folders, a text for each.
+        """Return the evidence that programs of the sandbox have filled or locked folders, one text for each.
 
         A place can still be made in another folder. However, a test that writes where it has always written
         would fail, or would leave in that place what the policy put there.
@@ -139,7 +139,7 @@ class EvalPlaces:
             try:
                 folders.remove(folder)
             except OSError:
-                return  # What is left is in nobody's way: the next place has a name of its own.
+                return  # What is left does no harm: the next place has a name of its own.
 
     def _make_in(self, parent: str) -> PrivatePlace:
         check_room(parent)

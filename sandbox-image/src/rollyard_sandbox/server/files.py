@@ -1,7 +1,7 @@
 """File operations. Paths are not restricted, because the sandbox is the boundary.
 
 The exception is what belongs to the server: a path in /proc, or one that a link leads there, would show the
-memory and the descriptors of the server, which opens it, in the place of the caller's.
+memory and the descriptors of the server, which opens it, instead of the caller's.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The settings of git repositories: recorded when Init ends, and put back before each evaluation.
 
 The settings of a repository can have git start any program: as a hook, a pager, an external diff, a filter,
-and by keys whose names nobody can list. So none is switched off by name. The settings of a repository that
-Init made are put back as they were, and one that Run made keeps what git needs to read it. Nothing here
+and by keys whose names nobody can list. Therefore none is switched off by name. The settings of a repository
+that Init made are put back as they were, and one that Run made keeps what git needs to read it. Nothing here
 depends on a git in the sandbox, and a repository that an evaluation makes for itself is left alone.
 
 What Run left is hostile: no link is followed to a file that is read or written, and the number of files and
@@ -140,7 +140,7 @@ class GitSettings:
 
 
 class _GitPaths:
-    """The repositories below some folders, and what stands in for one: a `.git` that is no folder.
+    """The repositories below some folders, and what stands in for one: a `.git` that is not a folder.
 
     Raises:
         FileError: There are too many files or folders, or one that no path can reach.
@@ -170,7 +170,7 @@ class _GitPaths:
                 finally:
                     os.close(folder)
             except (FileNotFoundError, NotADirectoryError, PermissionError):
-                continue  # It is none of this sandbox's own folders.
+                continue  # It is not one of this sandbox's own folders.
             except OSError as error:
                 raise file_error(error, _shown(path)) from None
 
@@ -193,7 +193,7 @@ class _GitPaths:
                         "no repository of git can be looked for",
                         reason="TooManyEntries",
                     )
-        # Git takes the settings of a folder named .git even where it has yet to make the rest.
+        # Git uses the settings of a folder named .git even if the rest of the repository is missing.
         if path.endswith(".git") or (
             "HEAD" in telling and ("commondir" in telling or {"objects", "refs"} <= telling)
         ):
@@ -305,7 +305,7 @@ def _is_so(path: str, settings: Settings) -> bool:
 
 
 def _target(path: str) -> str | None:
-    """Return the folder to which a `.git` leads that is none itself, or None if it leads nowhere."""
+    """Return the folder to which a `.git` that is not a folder leads, or None if it leads nowhere."""
     try:
         if stat.S_ISDIR(os.stat(path).st_mode):
             return path
@@ -322,7 +322,7 @@ def _joined(folder: str, name: bytes) -> str:
 
 
 def _identity(path: str | None) -> tuple[int, int] | None:
-    """Return what tells a folder from every other one, whatever its path."""
+    """Return what distinguishes a folder from every other one, whatever its path."""
     try:
         info = os.stat(path or "")
     except (OSError, ValueError):  # Whatever wrote the path may have put a NUL into it.

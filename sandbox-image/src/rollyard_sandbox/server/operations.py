@@ -13,7 +13,6 @@ from rollyard_sandbox.errors import (
     LaunchError,
     ProtocolError,
     SandboxError,
-    ServerFault,
 )
 from rollyard_sandbox.execution import processes
 from rollyard_sandbox.execution.bash_session import BashSession
@@ -106,7 +105,8 @@ class Operations:
             self._set_lease(options.lease)
 
     def prove_token(self, key: bytes) -> None:
-        """Let the server prove from now on that it knows `key`, unless it has a secret beside its token."""
+        """Let the server prove from now on that it knows `key`, unless it has a secret in addition to its
+        token."""
         if self._secret is None:
             self._secret = key
 
@@ -139,7 +139,9 @@ class Operations:
         except Exception as error:
             # No request ends the server, because the policy would gain a new try from its end.
             sys.excepthook(*sys.exc_info())
-            connection.refuse(request, ServerFault(f"{operation}: {type(error).__name__}: {error}"))
+            connection.refuse(
+                request, SandboxError(f"{operation}: {type(error).__name__}: {error}", reason="ServerFault")
+            )
 
     def close(self) -> None:
         """Clean up when the server ends, after every process has been killed."""

@@ -3,8 +3,8 @@
 Loading the interpreter and its modules takes most of the time of a cold start, and every sandbox over the
 same root folder begins with the same ones. A template runs no command and learns no secret. Each request of
 the worker brings the descriptors of one sandbox, among them a pipe with its secret, which only the forked
-process reads. A forked process keeps no other descriptor, has namespaces of its own, and is no descendant of
-the template in any of them: the end of a template harms no sandbox.
+process reads. A forked process keeps no other descriptor, has namespaces of its own, and is not a descendant
+of the template in any of them: the end of a template harms no sandbox.
 
 The template runs in a view of the file system that bubblewrap has made, and in which nothing can be written.
 A forked process gets further namespaces below those of the template: a user namespace that no other sandbox

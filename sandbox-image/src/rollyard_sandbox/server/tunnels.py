@@ -227,7 +227,7 @@ class _Pair:
         for sock in self._watched:
             self._watch(sock)
         if self.lent and self._directions[1].over:
-            # What the program sends now reaches nobody. It gets time to read the rest, but not for ever.
+            # What the program sends now reaches nobody. It gets time to read the rest, but not forever.
             self.lent = False
             self._timer = self._loop.call_later(_LINGER_SECONDS, self.close)
             self._on_returned()

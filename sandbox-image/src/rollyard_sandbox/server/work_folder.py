@@ -119,7 +119,7 @@ def read(workdir: str, path: bytes, offset: int, max_bytes: int) -> bytes:
     with _entered(workdir, path, _seen) as (parent, last):
         # The kind is checked first, because opening a FIFO or a device may have an effect of its own.
         if not stat.S_ISREG(os.stat(last, dir_fd=parent, follow_symlinks=False).st_mode):
-            raise FileError(f"{_shown(path)}: is no regular file", reason="NotAFile")
+            raise FileError(f"{_shown(path)}: is not a regular file", reason="NotAFile")
         flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
         file = os.open(last, flags, dir_fd=parent)
         try:

@@ -97,10 +97,10 @@ class SlurmrestdClient:
         if path is not None:
             try:
                 if not stat.S_ISSOCK(path.stat().st_mode):
-                    raise SlurmError(f"rest.url: {path} is no socket")
+                    raise SlurmError(f"rest.url: {path} is not a socket")
             except OSError as error:
                 raise SlurmError(
-                    f"rest.url: there is no socket {path} ({error.strerror}): does slurmrestd run here?"
+                    f"rest.url: there is not a socket {path} ({error.strerror}): does slurmrestd run here?"
                 ) from error
         self._credentials()
 

@@ -143,7 +143,7 @@ _RESPONDING: Final = frozenset({"allocated", "completing", "idle", "maint", "mix
 def nodes_respond(text: str) -> bool:
     """Return whether all nodes that `sinfo --noheader -o %T` lists answer the controller and are in order.
 
-    A node that is drained may be so because its processes could not be killed. The result is False if no node
+    A node may have been drained because its processes could not be killed. The result is False if no node
     is listed.
     """
     states = [line.strip() for line in text.splitlines() if line.strip()]

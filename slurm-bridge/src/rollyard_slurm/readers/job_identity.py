@@ -12,7 +12,7 @@ from typing import Final
 
 from rollyard_drivers.reconcile.plan import Workload
 
-from rollyard_slurm.errors import ScriptInvalid
+from rollyard_slurm.errors import SlurmError
 
 _WORD: Final = re.compile(r"[\w./-]*\Z")
 _FIELDS: Final = ("instance", "launch", "kind", "owner", "uid", "workload", "hash", "restarts")
@@ -43,7 +43,7 @@ class SlurmJobIdentity:
         """Return the identity of one submission.
 
         Raises:
-            ScriptInvalid: A name contains characters that are not allowed in the comment of a job.
+            SlurmError: A name contains characters that are not allowed in the comment of a job.
         """
         owner = workload.owner
         identity = cls(
@@ -58,8 +58,10 @@ class SlurmJobIdentity:
         )
         for name in _FIELDS:
             if not _WORD.match(getattr(identity, name)):
-                raise ScriptInvalid(
-                    f"{name} {getattr(identity, name)!r}: a job's comment takes letters, digits and ._/- only"
+                raise SlurmError(
+                    f"{name} {getattr(identity, name)!r}: a job's comment takes letters, digits and "
+                    "._/- only",
+                    reason="ScriptInvalid",
                 )
         return identity
 

@@ -189,7 +189,7 @@ _RESPONDING: Final = frozenset(
 def nodes_respond(document: Any) -> bool:
     """Read from the answer to `GET /node/NAME` whether the node answers the controller and is in order.
 
-    A node that is drained may be so because its processes could not be killed.
+    A node may have been drained because its processes could not be killed.
     """
     nodes = document.get("nodes") if isinstance(document, dict) else None
     if not isinstance(nodes, list) or not nodes or not all(isinstance(node, dict) for node in nodes):

@@ -111,7 +111,7 @@ class BatchScript:
             between: Lines that are added between the traps and the start of the program.
 
         Raises:
-            ScriptInvalid: The value of an option cannot be written into a line.
+            SlurmError: The value of an option cannot be written into a line.
         """
         directives = [
             *render(Directive(name, value) for name, value in self.options),
@@ -125,7 +125,8 @@ def _options(
 ) -> list[tuple[str, str | None]]:
     """Return the long names of sbatch's options, without dashes, and their values."""
     seconds = profile.signal_seconds or SIGNAL_SECONDS
-    # The token of a ready worker serves once. If Slurm started its job again, the worker would be refused.
+    # The token of a ready worker can be used only once. If Slurm started its job again, the worker would be
+    # refused.
     ready = workload.owner.kind == "ReadyWorker"
     options: list[tuple[str, str | None]] = [
         ("job-name", TITLE + workload.name),
@@ -189,7 +190,7 @@ def batch_script(
         avoided: The nodes that the job excludes, because workers recently could not use them.
 
     Raises:
-        ScriptInvalid: A name or a value cannot be part of a script. `BatchScript.text` checks the options.
+        SlurmError: A name or a value cannot be part of a script. `BatchScript.text` checks the options.
     """
     profile = site.profile.of(workload.kind)
     owner = workload.owner

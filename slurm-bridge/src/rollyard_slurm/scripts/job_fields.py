@@ -171,7 +171,7 @@ def _mebibytes(value: str) -> int:
     """
     match = _SIZE.fullmatch(value)
     if match is None:
-        raise ValueError(f"{value!r} is no size such as 8G")
+        raise ValueError(f"{value!r} is not a size such as 8G")
     return math.ceil(int(match[1]) * _MIB[match[2].upper()])
 
 

@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final, TypeAlias
 
-from rollyard_slurm.errors import ScriptInvalid
+from rollyard_slurm.errors import SlurmError
 
 _NAME: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
 _PLAIN_DIRECTIVE: Final = re.compile(r"[A-Za-z0-9_./:,=@%+\[\]{}*-]+\Z")
@@ -85,7 +85,7 @@ def render(lines: Iterable[Line]) -> list[str]:
     """Return the text of the lines, as bash and sbatch read it.
 
     Raises:
-        ScriptInvalid: The name of a variable is not an identifier, a value contains a null character or is
+        SlurmError: The name of a variable is not an identifier, a value contains a null character or is
             not Unicode text, or the value of an option contains a line end or another control character.
     """
     return [_line(line) for line in lines]
@@ -111,9 +111,10 @@ def _line(line: Line) -> str:
 def _name(name: str) -> str:
     """Return the name of a variable after checking it."""
     if not _NAME.match(name):
-        raise ScriptInvalid(
+        raise SlurmError(
             f"environment variable {name!r}: a batch script takes names of letters, digits and underscores "
-            "that do not begin with a digit"
+            "that do not begin with a digit",
+            reason="ScriptInvalid",
         )
     return name
 
@@ -126,24 +127,30 @@ def _part(part: Part, where: str) -> str:
 def _word(value: str, where: str) -> str:
     """Return data as a quoted word. `where` names the variable in messages."""
     if "\0" in value:
-        raise ScriptInvalid(f"{where}: a value must not hold a null character")
+        raise SlurmError(f"{where}: a value must not hold a null character", reason="ScriptInvalid")
     try:
         value.encode()
     except UnicodeEncodeError as error:
-        raise ScriptInvalid(f"{where}: a value is no Unicode text ({error.reason})") from error
+        raise SlurmError(
+            f"{where}: a value is not Unicode text ({error.reason})", reason="ScriptInvalid"
+        ) from error
     return shlex.quote(value)
 
 
 def _directive(name: str, value: str | None) -> str:
     """Return the text of a `#SBATCH` line, with quotes around the value if it needs them."""
     if not _OPTION.match(name):
-        raise ScriptInvalid(
-            f"option {name!r}: Slurm's long options have small letters, digits and dashes only"
+        raise SlurmError(
+            f"option {name!r}: Slurm's long options have small letters, digits and dashes only",
+            reason="ScriptInvalid",
         )
     if value is None:
         return f"#SBATCH --{name}"
     if not value.isprintable():
-        raise ScriptInvalid(f"--{name}={value!r}: must not hold a line end or another control character")
+        raise SlurmError(
+            f"--{name}={value!r}: must not hold a line end or another control character",
+            reason="ScriptInvalid",
+        )
     if not _PLAIN_DIRECTIVE.match(value):
         escaped = value.replace("\\", "\\\\").replace('"', '\\"')
         value = f'"{escaped}"'

@@ -31,7 +31,7 @@ IDLE_SECONDS: Final = 60.0
 ENDS_AT_ONCE: Final = 16
 """The largest number of jobs that left the queue and are asked about in one poll."""
 CLOCK_SECONDS: Final = 5.0
-"""The time that a job has run may seem to shrink by so many seconds although the job was not restarted."""
+"""The time that a job has run may seem to shrink by this many seconds although the job was not restarted."""
 
 
 class QueuePoller:

@@ -1,4 +1,4 @@
-"""Task formats, which make tasks of the rows of known data sets. Entry points of `rollyard.task_formats`."""
+"""Task formats, which turn rows of known data sets into tasks: entry points of `rollyard.task_formats`."""
 
 from rollyard_tasks.formats.interface import Row, RowRefused, TaskFormat
 

@@ -14,8 +14,8 @@ from rollyard_tasks.formats.interface import Row, RowRefused
 def answer_fields(row: Row, key: str) -> dict[str, Any]:
     """Return the field `answer` of a task or, where a column lists several accepted answers, `answers`.
 
-    A list may be written as a JSON text if it is one of texts. Other lists in a text, such as [0, 1], are one
-    answer. A whole number is written without a fraction: 204.0 is 204.
+    A list of texts may be written as a JSON text. Other lists in a text, such as [0, 1], are one answer. A
+    whole number is written without a fraction: 204.0 is 204.
 
     Raises:
         RowRefused: The column is absent, empty, or holds something else.

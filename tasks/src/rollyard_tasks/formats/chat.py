@@ -10,17 +10,17 @@ from rollyard_tasks.formats.ids import row_id
 from rollyard_tasks.formats.interface import Row, RowRefused, TaskFormat
 
 _ANSWERS: Final = ("answer", "ground_truth", "solution")
-"""Columns with the answer. The first that a row has is taken, as a solution may be a text around it."""
+"""Columns with the answer. The first that a row has is used, because a solution may have text around it."""
 _REFERENCE: Final = "reference"
 
 
 class ChatTaskFormat(TaskFormat):
-    """Reads rows whose conversation is `prompt`, or without one `messages`.
+    """Reads rows whose conversation is `prompt`, or else `messages`.
 
-    `prompt` is a text or a list of messages. A last message of the assistant in `messages` is what a model
-    is to be tuned to say. It is no part of the task's conversation. Its text is the answer if no column is,
-    and a message that is or has more than that is in the metadata as `reference`. So are all columns that
-    are not read, under their names.
+    `prompt` is a text or a list of messages. A last message of the assistant in `messages` is what a model is
+    to be tuned to say. It is not part of the task's conversation. Its text is the answer if no column is, and
+    a message that is or has more than that is in the metadata as `reference`. Columns that are not read are
+    there as well, under their own names.
     """
 
     columns = (("messages",), ("prompt",))
@@ -52,7 +52,7 @@ class ChatTaskFormat(TaskFormat):
 
 
 def _is_conversation(value: Any) -> bool:
-    """Return whether a prompt is a list of messages, which a table of texts holds as JSON."""
+    """Return whether a prompt is a list of messages, which is JSON in a table of texts."""
     if isinstance(value, str) and value.lstrip().startswith("["):
         try:
             value = json.loads(value)

@@ -1,4 +1,4 @@
-"""Tasks of programming contests: what their programs expect to be there, what is asked, and their tests."""
+"""Tasks of programming contests: the imports that programs expect, the prompt, and the tests."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ The builtins come after modules with functions of the same name: `math.pow` take
 
 
 def request(starter: str, name: str | None) -> str:
-    """Return what a policy is asked for.
+    """Return the request to the policy.
 
     Args:
         starter: The code that it completes, or "".
@@ -68,7 +68,7 @@ def call_tests(row: Row) -> dict[str, Any]:
     if not name:
         cases = zip(map(_lines, inputs), map(_lines, outputs), strict=True)
         return code_tests(cases)
-    # APPS and TACO write values, and may put each result into a list of its own. Others write JSON as texts.
+    # APPS and TACO write values, and may put each result into a list of its own. Others write JSON texts.
     plain = any(isinstance(item, list) for item in inputs)
     cases = zip(map(_arguments, inputs), results(outputs, plain=plain), strict=True)
     unwrap = all(isinstance(each, list) and len(each) == 1 for each in outputs)

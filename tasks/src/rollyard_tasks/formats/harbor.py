@@ -1,8 +1,8 @@
 """The format `harbor`: task folders with task.toml, instruction.md, tests and a solution.
 
 A row is `path`, which names the task, and `task_binary`, the folder as a tar archive. `rollyard submit` and
-`rollyard validate` make such rows of a folder of task folders. Data sets on Hugging Face have the same rows.
-The row of a folder that cannot be packed says why, as `refused`, in place of the archive.
+`rollyard validate` make such rows from a folder of task folders. Data sets on Hugging Face have the same
+rows. The row of a folder that cannot be packed says why, as `refused`, instead of the archive.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ from rollyard_crds.reading.manifest import describe
 
 from rollyard_tasks.formats.ids import task_id
 from rollyard_tasks.formats.interface import Row, RowRefused, TaskFormat
-from rollyard_tasks.harbor.archive import FolderRefused, pack, read_folder, unpack
+from rollyard_tasks.harbor.archive import pack, read_folder, unpack
 from rollyard_tasks.harbor.plan import harbor_plan, solution_calls
 from rollyard_tasks.harbor.table import HarborRefused
+from rollyard_tasks.row_texts import FileRefused
 
 MAX_TASK_FOLDERS: Final = 100_000
 
@@ -37,7 +38,7 @@ class HarborFormat(TaskFormat):
         try:
             folder = HarborFolder.of(_contents(_archive(row)), self.harbor)
             plan = harbor_plan(folder)
-        except (FolderRefused, HarborRefused) as error:
+        except (FileRefused, HarborRefused) as error:
             raise _refused(path, str(error)) from error
         except ValidationError as error:
             raise _refused(path, describe(error, model=HarborFolder)[0]) from error
@@ -61,7 +62,7 @@ def _archive(row: Row) -> str:
 
 
 def _contents(text: str) -> dict[str, tuple[bytes, bool]]:
-    """Return the files of an archive. A folder that holds everything else is left out of their paths."""
+    """Return the files of an archive. A top folder that holds all of them is left out of their paths."""
     contents = unpack(text)
     tops = {path.partition("/")[0] for path in contents}
     if len(tops) == 1 and "task.toml" not in contents:
@@ -84,18 +85,18 @@ def folder_rows(top: Path) -> Iterator[dict[str, str]]:
     """Yield a row for each task folder below `top`, or the row of `top` if it is a task folder itself.
 
     Task folders are those with a `task.toml`, at any depth. Symbolic links are not followed. A task folder
-    that cannot be read, or that holds a link or too much, is a row that says so.
+    that cannot be read, or that holds a link or too much, yields a row that says so.
 
     Raises:
-        FolderRefused: There are too many folders, or one above them cannot be read.
+        FileRefused: There are too many folders, or one above them cannot be read.
     """
     for count, folder in enumerate(_task_folders(top)):
         if count >= MAX_TASK_FOLDERS:
-            raise FolderRefused(f"{top}: holds more than {MAX_TASK_FOLDERS} task folders")
+            raise FileRefused(f"{top}: holds more than {MAX_TASK_FOLDERS} task folders")
         name = folder.name if folder == top else folder.relative_to(top).as_posix()
         try:
             row = {"path": name, "task_binary": pack(read_folder(folder))}
-        except FolderRefused as error:
+        except FileRefused as error:
             row = {"path": name, "refused": str(error)}
         yield row
 
@@ -107,7 +108,7 @@ def _task_folders(folder: Path) -> Iterator[Path]:
     try:
         below = sorted(path for path in folder.iterdir() if path.is_dir() and not path.is_symlink())
     except OSError as error:
-        raise FolderRefused(f"{folder}: {error.strerror}") from error
+        raise FileRefused(f"{folder}: {error.strerror}") from error
     for path in below:
         if not path.name.startswith("."):
             yield from _task_folders(path)

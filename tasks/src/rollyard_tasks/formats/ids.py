@@ -1,4 +1,4 @@
-"""Ids of tasks from what rows say about themselves. Different parts always give different ids."""
+"""Ids of tasks, made from the columns of rows. Different parts always give different ids."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ _MAX: Final = 96
 def task_id(*parts: Any) -> str:
     """Return an id of the parts, joined by slashes.
 
-    Every character of a part that is no letter, digit, full stop or hyphen becomes `_HEX_`, an escape that no
-    other character has, so that no two lists of parts give the same id. An id that would be longer than 96
+    Every character of a part that is not a letter, digit, full stop or hyphen becomes `_HEX_`, an escape that
+    no other character has, so that no two lists of parts give the same id. An id that would be longer than 96
     characters, or that would not begin with a letter or digit, is the hash `sha256:HEX` instead, whose colon
     no other id contains.
     """
@@ -37,7 +37,7 @@ def row_id(row: Row, *columns: str) -> dict[str, str]:
     if name is None:
         return {}
     value = row.values[name]
-    if isinstance(value, float) and value.is_integer():  # pandas writes numbers so where one is missing.
+    if isinstance(value, float) and value.is_integer():  # pandas does so where one is missing.
         value = int(value)
     if isinstance(value, int) and not isinstance(value, bool):
         return {"id": task_id(value)}

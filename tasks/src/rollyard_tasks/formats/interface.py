@@ -44,12 +44,12 @@ _NUMBERED_IMAGE: Final = re.compile(r"image_?[0-9]+")
 
 
 class RowRefused(TasksError, ValueError):
-    """A row that is no task of its format. The message names a field and never shows the row's content.
+    """A row that is not a task of its format. The message names a field and never shows the row's content.
 
     Args:
         field: The field.
         problem: What is wrong with it.
-        quoting: A message that shows some of the row's content, for those who may see all of it.
+        quoting: A message that shows some of the row's content, for those who may see all of that content.
     """
 
     reason = "InvalidTasks"
@@ -62,12 +62,13 @@ class RowRefused(TasksError, ValueError):
 class Row:
     """One row of a data set.
 
-    A column that is null is absent, because a table that unites data sets has all their columns in every
-    row. NaN, which pandas writes where a text is missing, and an object of nothing but nulls are null.
+    A column that is null counts as absent, because a table that unites data sets has all their columns in
+    every row. NaN, which pandas writes where a text is missing, and an object of nothing but nulls count as
+    null.
 
     Args:
-        values: The columns by name. The attribute `values` has those that are not null. What is asked of it
-            by name counts as read, and what is only listed does not.
+        values: The columns by name. The attribute `values` has those that are not null. A column that is
+            looked up there by name counts as read; one that is only listed does not.
         number: The number of the row; the first is 1.
         field: The path of this object within the row, for messages. It is empty for the row itself.
     """
@@ -78,7 +79,7 @@ class Row:
         self._field = field
 
     def filled(self, nothing: Sequence[Any]) -> Row:
-        """Return this row without the columns that hold one of `nothing`. What is read of it counts here."""
+        """Return this row without the columns that hold one of `nothing`. What it reads counts here, too."""
         row = Row({key: value for key, value in self.values.items() if value not in nothing}, self.number)
         row.values.read = self.values.read
         return row
@@ -105,7 +106,7 @@ class Row:
         """Return a text that is not empty, or the default where the field is absent.
 
         Raises:
-            RowRefused: The field is absent and has no default, is empty, or is no text.
+            RowRefused: The field is absent and has no default, is empty, or is not a text.
         """
         value = self._of(key, str, default, self.values.get(key))
         if value == "" and default is None:
@@ -116,7 +117,7 @@ class Row:
         """Return a list, which may be written as a JSON text.
 
         Raises:
-            RowRefused: The field is absent, or is no list.
+            RowRefused: The field is absent, or is not a list.
         """
         return list(self._of(key, list, None, self.json(key)))
 
@@ -124,11 +125,11 @@ class Row:
         """Return a conversation as the messages of a task, which may be written as a JSON text.
 
         The messages may be in the forms of OpenAI, TRL and verl. A table has the fields of all messages in
-        each, so nulls are absent in all that they hold, also in the arguments of calls.
+        each, so nulls count as absent everywhere, even in the arguments of calls.
 
         Raises:
-            RowRefused: The field is absent, is no list of messages or an empty one, or a message cannot be
-                shown to a model.
+            RowRefused: The field is absent, is not a list of messages, or is an empty one, or a message
+                cannot be shown to a model.
         """
         messages = self.items(key)
         if not messages:
@@ -147,7 +148,7 @@ class Row:
         """Return an object as a row of its own, which may be written as a JSON text.
 
         Raises:
-            RowRefused: The field is no object, or is absent and not optional.
+            RowRefused: The field is not an object, or is absent and not optional.
         """
         value = self._of(key, dict, {} if optional else None, self.json(key))
         return Row(value, self.number, self.name(key))
@@ -156,7 +157,7 @@ class Row:
         """Return the value of a field, which may be written as a JSON text, or None where it is absent.
 
         Raises:
-            RowRefused: It is a text that is no JSON.
+            RowRefused: It is a text that is not JSON.
         """
         value = self.values.get(key)
         if not isinstance(value, str):
@@ -181,7 +182,7 @@ class Row:
 
 
 class _Columns(dict[str, Any]):
-    """Columns by name, which note those whose values are asked for by name."""
+    """Columns by name. It notes those that are looked up."""
 
     def __init__(self, values: Mapping[str, Any]) -> None:
         super().__init__(values)
@@ -243,20 +244,20 @@ class TaskFormat(ABC):
         """Take the content of the file `tasks.specs`, before the first row. By default, it is refused.
 
         Raises:
-            RowRefused: The format takes no such file, or another form of it.
+            RowRefused: The format takes no such file, or takes another form of it.
         """
         raise RowRefused("specs", "this format takes none")
 
     def read(self, values: Mapping[str, Any], number: int) -> dict[str, Any]:
-        """Return the fields of the task of a row, whose columns are all used or do not change it.
+        """Return the fields of the task of a row, all of whose columns are used or do not change the task.
 
         Args:
             values: The columns of the row by name.
             number: The number of the row; the first is 1.
 
         Raises:
-            RowRefused: The row is no task of this format, or the format does not read a column that changes
-                the task, such as `images`, `hint` or `tools`.
+            RowRefused: The row is not a task of this format, or the format does not read a column that
+                changes the task, such as `images`, `hint` or `tools`.
         """
         row = Row(values, number)
         fields = self.task(row)
@@ -268,5 +269,5 @@ class TaskFormat(ABC):
         """Return the fields of the task that a row describes. Without an `id`, the row's number is its id.
 
         Raises:
-            RowRefused: The row is no task of this format.
+            RowRefused: The row is not a task of this format.
         """

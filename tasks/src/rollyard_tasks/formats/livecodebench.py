@@ -72,9 +72,9 @@ def _cases(row: Row, field: str) -> list[dict[str, str]]:
 
 
 def _pickled_text(data: str, field: str) -> str:
-    """Return the text in a base64 text of compressed pickle.
+    """Return the text in a compressed pickle that is written in base64.
 
-    The pickle's instructions are listed and never carried out. Only those of a single text are permitted.
+    The pickle's instructions are listed and never executed. Only those of a single text are permitted.
 
     Raises:
         RowRefused: The data holds anything else, or is too long.

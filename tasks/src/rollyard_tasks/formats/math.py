@@ -12,9 +12,9 @@ from rollyard_tasks.formats.interface import Row, RowRefused, TaskFormat
 _REQUEST: Final = r"Put your final answer within \boxed{}."
 _HASHES: Final = "####"
 _NO_ANSWERS: Final = frozenset({"proof", "notfound"})
-"""What NuminaMath has in place of an answer."""
+"""What NuminaMath has instead of an answer."""
 _UNREAD: Final = re.compile(r"[a-e]|body|choices|input_output|op[a-e]|options?(_?[a-e1-5])?|table")
-"""Columns without which a question of mathematics is another one, beside those that change every task. Tables
+"""Columns that change a question of mathematics, in addition to those that change every task. Tables
 of multiple choice have a column for each choice, such as `A` or `option_1`."""
 _KEPT: Final = frozenset(
     {
@@ -43,9 +43,9 @@ class MathFormat(TaskFormat):
     r"""Reads rows with a question and its answer; the handler is `math`.
 
     The question is in `question` or `problem`. The answer is in `answer` or `expected_answer`: a text, a
-    number, or a list of accepted ones. Of an answer that ends with `#### n`, as in GSM8K, it is what follows
-    there. A row without an answer may have a `solution` with `\boxed{…}`, which the handler reads as it reads
-    what the policy says. AIME's tables begin these names with an upper-case letter.
+    number, or a list of accepted ones. If an answer ends with `#### n`, as in GSM8K, only `n` is taken. A row
+    without an answer may have a `solution` with `\boxed{…}`, which the handler reads as it does the policy's.
+    AIME's tables begin these names with an upper-case letter.
     """
 
     columns = (
@@ -73,7 +73,7 @@ class MathFormat(TaskFormat):
 
 
 def _column(row: Row, *names: str) -> str:
-    """Return which of these columns a row fills, or the first name where it fills none.
+    """Return which of these columns a row fills, or the first name if it fills none.
 
     Raises:
         RowRefused: It fills several.

@@ -14,8 +14,8 @@ class MbppFormat(TaskFormat):
     """Reads a description, assertions and a reference solution; the handler is `code`.
 
     The prompt shows the first assertion, which says how the function is called, and the code that makes the
-    objects it is called with. The other assertions stay hidden, and so
-    does `test`, the program with the further tests of MBPP+.
+    objects it is called with. The other assertions stay hidden, and so does `test`, the program with the
+    additional tests of MBPP+.
     """
 
     columns = (("text", "code", "test_list"), ("prompt", "code", "test_list"))
@@ -33,7 +33,7 @@ class MbppFormat(TaskFormat):
         imports = ""
         if "test_imports" in row.values:
             imports = "\n".join(map(str, row.items("test_imports")))
-        # Setup code that uses classes of the solution can run only after it, and where it is.
+        # Setup code that uses classes of the solution can run only after it, and in the same place.
         helpers = imports if _uses(setup_program, _defined(code)) else f"{setup}\n{imports}".strip("\n")
         objects = setup if any(map(_makes, setup_program.body)) else ""
         hidden = [row.text("test")] if "test" in row.values else []
@@ -72,7 +72,7 @@ def _makes(statement: ast.stmt) -> bool:
 
 
 def _defined(code: ast.Module) -> dict[str, ast.stmt]:
-    """Return what defines each name of a program, in their order."""
+    """Return what defines each name of a program, in the order of the definitions."""
     definitions: dict[str, ast.stmt] = {}
     for node in code.body:
         if isinstance(node, (*_FUNCTIONS, ast.ClassDef)):
@@ -97,7 +97,7 @@ def _function(code: ast.Module, tests: ast.Module) -> str:
     candidates = [
         name
         for name, node in _defined(code).items()
-        # A function may be given to another one. A value, such as a lambda, has to be called.
+        # A function may be passed to another one. A value, such as a lambda, has to be called.
         if name in (names if isinstance(node, _FUNCTIONS) else called) and not isinstance(node, ast.ClassDef)
     ]
     if not candidates:

@@ -13,7 +13,7 @@ _CHOICES: Final = ("choices", "options")
 _GPQA: Final = ("Correct Answer", "Incorrect Answer 1", "Incorrect Answer 2", "Incorrect Answer 3")
 _REQUEST: Final = "End with the letter of the right choice, in the form: Answer: LETTER"
 _BEFORE: Final = ("article", "passage", "context", "hint")
-"""Columns that stand before the question. ScienceQA's `lecture` explains the answer, and is left out."""
+"""Columns that are shown before the question. ScienceQA's `lecture` explains the answer, and is left out."""
 _REST: Final = ("category", "subject", "src", "Subdomain", "Record ID")
 """Columns that are kept in the metadata."""
 
@@ -71,7 +71,7 @@ class McqFormat(TaskFormat):
         return texts
 
     def _labelled(self, row: Row, choices: Row) -> tuple[list[str], int]:
-        """Return the choices of ARC's columns, and the place of the right one."""
+        """Return the choices of ARC's columns, and the index of the right one."""
         texts, labels = self._texts(choices, "text"), [str(label) for label in choices.items("label")]
         if not len(texts) == len(labels) == len(set(labels)):
             raise RowRefused(choices.name("label"), "must be as many as the texts, and all different")

@@ -25,7 +25,7 @@ MEMORY_BYTES: Final = 2 << 30
 PIECE_BYTES: Final = 256 << 10
 """The size of the pieces in which the output of the process is read, in bytes."""
 MISSING, UNREADABLE, TOO_LARGE, KEYS = 3, 4, 5, 6
-"""The exit codes of the process: pyarrow is missing, the file is broken, it needs too much memory, or keys
+"""The exit codes of the process: pyarrow is missing, the file is damaged, it needs too much memory, or keys
 of its maps cannot be written in JSON."""
 _BATCH_BYTES: Final = 16 << 20
 """The size of a batch above which its rows are converted one by one, in bytes."""
@@ -53,8 +53,8 @@ PROBLEMS: Final = {
 def json_lines(file: BinaryIO) -> Iterator[str]:
     """Yield each row of a Parquet file as a line of JSON, without a line end.
 
-    Maps become objects, and decimals and dates texts. A binary value becomes {"base64": TEXT}, so that no
-    format takes it for a text.
+    Maps become objects, and decimals and dates become texts. A binary value becomes {"base64": TEXT}, so that
+    no format takes it for a text.
 
     Raises:
         ParquetProblem: pyarrow is not installed, or the file cannot be read.
@@ -101,10 +101,10 @@ def check_exit(code: int) -> None:
     """Check how the process ended.
 
     Raises:
-        ParquetProblem: It has not written all rows.
+        ParquetProblem: The process has not written all rows.
     """
     if code != 0:
-        # A process that ran into its limit of memory dies in its own ways.
+        # A process that reaches its memory limit may die in various ways.
         raise ParquetProblem(TOO_LARGE if code < 0 else code)
 
 
@@ -123,7 +123,7 @@ def converted(file: BinaryIO) -> Generator[bytes, None, None]:
             while piece := child.stdout.read(PIECE_BYTES):
                 yield piece
         except GeneratorExit:
-            child.kill()  # The reader has given up in the middle of the file.
+            child.kill()  # The consumer has stopped in the middle of the file.
             raise
     check_exit(child.returncode)
 
@@ -142,6 +142,6 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    # Arrow aborts one in 400 processes that end in the usual way, although all rows were written ("terminate
-    # called without an active exception").
+    # Arrow aborts one in 400 of the processes that end in the usual way, after all rows were written
+    # ("terminate called without an active exception").
     os._exit(main())

@@ -1,4 +1,4 @@
-"""Installed task formats are found by their entry points, and for a row by its columns."""
+"""Installed task formats, which are found by their entry points, and for a row by its columns."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def task_format(name: str | None) -> TaskFormat:
     """Return a new instance of a format; None stands for the default.
 
     Raises:
-        FormatUnknown: The format is not installed, or is no subclass of TaskFormat.
+        FormatUnknown: The format is not installed, or is not a subclass of TaskFormat.
     """
     name = name or DEFAULT
     points = {point.name: point for point in entry_points(group=GROUP)}
@@ -69,6 +69,6 @@ def other_format(filled: Iterable[str], name: str | None, known: Sequence[Layout
     columns = best[0][1]
     others = [layout_name for layout_name, layout_columns in best if layout_columns == columns]
     if others == [DEFAULT] and name in dict(fits):
-        return ""  # A conversation with an id is one in both formats, which refuse the same messages.
+        return ""  # A conversation with an id is a task in both formats, which refuse the same messages.
     listed = f"{', '.join(columns[:-1])} and {columns[-1]}" if len(columns) > 1 else columns[0]
     return f"rows with {listed} are read by tasks.format: {' or '.join(others)}"

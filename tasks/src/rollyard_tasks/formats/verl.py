@@ -20,7 +20,7 @@ class VerlFormat(TaskFormat):
     The ground truth is the task's answer, or a list of accepted ones, which Skywork writes as a JSON text. A
     row whose `ability` is `mcq` or `multiple_choice` has a letter as its answer, and may have the texts of
     the choices in `extra_info.choices`. A ground truth with `inputs` and `outputs`, or a list of objects with
-    `input` and `output` as DeepCoder writes it, is one of tests.
+    `input` and `output` as DeepCoder writes it, holds tests.
     """
 
     columns = (("data_source", "prompt", "reward_model"),)
@@ -97,7 +97,7 @@ def _listed_tests(reward: Row) -> dict[str, Any] | None:
 
 
 def _choices(extra: Row, answer: str) -> list[str]:
-    """Return the choices of a row of multiple choice: their texts, or letters where the row has none."""
+    """Return the choices of a multiple-choice row: their texts, or letters where the row has none."""
     if "choices" in extra.values:
         return extra.items("choices")
     if len(answer) != 1 or answer.upper() not in _LETTERS:

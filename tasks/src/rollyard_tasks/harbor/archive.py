@@ -1,7 +1,7 @@
-"""Task folders as archives: a folder of this machine is packed, and an archive is read in memory.
+"""Task folders as archives: a folder on this machine is packed, and an archive is read in memory.
 
-Neither ever reads or writes a file outside of the folder. Links are refused, and an archive is never unpacked
-to a disk.
+Neither reads or writes a file outside of the folder. Links are refused, and an archive is never unpacked to
+disk.
 """
 
 from __future__ import annotations
@@ -18,16 +18,10 @@ from typing import Final
 
 from rollyard_crds.fields.harbor import MAX_BYTES, MAX_FILES, path_problem
 
-from rollyard_tasks.errors import TasksError
+from rollyard_tasks.row_texts import FileRefused
 
 _MAX_ARCHIVE: Final = MAX_BYTES + (MAX_FILES + 64) * 2048
-"""The largest size of an archive after decompression, in bytes. Each file has a head and padding."""
-
-
-class FolderRefused(TasksError, ValueError):
-    """A task folder, or its archive, that cannot be read. The message names the file."""
-
-    reason = "InvalidTasks"
+"""The largest size of an archive after decompression, in bytes. Each file has a header and padding."""
 
 
 Contents = dict[str, tuple[bytes, bool]]
@@ -35,17 +29,17 @@ Contents = dict[str, tuple[bytes, bool]]
 
 
 def read_folder(folder: Path) -> Contents:
-    """Return the files of a task folder of this machine.
+    """Return the files of a task folder on this machine.
 
     Raises:
-        FolderRefused: The folder holds a symbolic link or a special file, cannot be read, or is too large.
+        FileRefused: The folder holds a symbolic link or a special file, cannot be read, or is too large.
     """
     contents: Contents = {}
     room = MAX_BYTES
     try:
         top = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError as error:
-        raise FolderRefused(f"{folder.name}: {error.strerror}") from error
+        raise FileRefused(f"{folder.name}: {error.strerror}") from error
     try:
         for where, folders, names, descriptor in os.fwalk(dir_fd=top, onerror=_raise):
             folders.sort()
@@ -56,12 +50,12 @@ def read_folder(folder: Path) -> Contents:
                 if stat.S_ISDIR(info.st_mode):
                     continue
                 if stat.S_ISLNK(info.st_mode):
-                    raise FolderRefused(f"{path}: is a symbolic link, which a task folder must not hold")
+                    raise FileRefused(f"{path}: is a symbolic link, which a task folder must not hold")
                 data = _read(name, descriptor, path, room)
                 room -= len(data)
                 _add(contents, path, data, bool(info.st_mode & 0o100))
     except OSError as error:
-        raise FolderRefused(f"{error.filename or folder.name}: {error.strerror}") from error
+        raise FileRefused(f"{error.filename or folder.name}: {error.strerror}") from error
     finally:
         os.close(top)
     return contents
@@ -77,7 +71,7 @@ def _read(name: str, folder: int, path: str, room: int) -> bytes:
     with open(os.open(name, flags, dir_fd=folder), "rb") as file:
         info = os.fstat(file.fileno())
         if not stat.S_ISREG(info.st_mode):
-            raise FolderRefused(f"{path}: is no regular file")
+            raise FileRefused(f"{path}: is no regular file")
         data = b"" if info.st_size > room else file.read(room + 1)
         if info.st_size > room or len(data) > room:
             raise _too_large(path)
@@ -86,16 +80,16 @@ def _read(name: str, folder: int, path: str, room: int) -> bytes:
 
 def _add(contents: Contents, path: str, data: bytes, executable: bool) -> None:
     if problem := path_problem(path):
-        raise FolderRefused(f"{path[:200]!r}: {problem}")
+        raise FileRefused(f"{path[:200]!r}: {problem}")
     if path in contents:
-        raise FolderRefused(f"{path}: stands twice in the archive")
+        raise FileRefused(f"{path}: stands twice in the archive")
     if len(contents) >= MAX_FILES:
-        raise FolderRefused(f"holds more than {MAX_FILES} files")
+        raise FileRefused(f"holds more than {MAX_FILES} files")
     contents[path] = (data, executable)
 
 
-def _too_large(path: str) -> FolderRefused:
-    return FolderRefused(
+def _too_large(path: str) -> FileRefused:
+    return FileRefused(
         f"{path}: with this file, the folder holds more than {MAX_BYTES} bytes; large data belongs into the "
         "image that environment.docker_image names"
     )
@@ -114,20 +108,20 @@ def pack(contents: Contents) -> str:
 
 
 def unpack(text: str) -> Contents:
-    """Return the files in an archive that may be hostile: a tar file in base64, compressed with gzip or not.
+    """Return the files in an archive that may be hostile: a tar file in base64, with or without gzip.
 
     Raises:
-        FolderRefused: The text is no such archive, or the archive holds links or special files, leads out of
-            the folder, or is too large.
+        FileRefused: The text is not such an archive, or the archive holds links or special files, leads out
+            of the folder, or is too large.
     """
     try:
         data = base64.b64decode(text, validate=True)
     except (binascii.Error, ValueError) as error:
-        raise FolderRefused("is no base64") from error
+        raise FileRefused("is no base64") from error
     if data.startswith(b"\x1f\x8b"):
         data = _inflated(data)
     if len(data) > _MAX_ARCHIVE:
-        raise FolderRefused(f"the archive is longer than {_MAX_ARCHIVE} bytes")
+        raise FileRefused(f"the archive is longer than {_MAX_ARCHIVE} bytes")
     contents: Contents = {}
     room = MAX_BYTES
     try:
@@ -137,21 +131,21 @@ def unpack(text: str) -> Contents:
                 if entry.isdir():
                     continue
                 if entry.issym() or entry.islnk():
-                    raise FolderRefused(f"{path[:200]}: is a link, which a task folder must not hold")
+                    raise FileRefused(f"{path[:200]}: is a link, which a task folder must not hold")
                 if not entry.isreg() or entry.sparse is not None:
-                    raise FolderRefused(f"{path[:200]}: is no regular file")
+                    raise FileRefused(f"{path[:200]}: is no regular file")
                 if entry.size > room:
                     raise _too_large(path[:200])
                 room -= entry.size
                 file = archive.extractfile(entry)
                 content = file.read() if file is not None else b""
                 if len(content) != entry.size:
-                    raise FolderRefused(f"{path[:200]}: the archive is cut off")
+                    raise FileRefused(f"{path[:200]}: the archive is cut off")
                 _add(contents, path, content, bool(entry.mode & 0o100))
     except (tarfile.TarError, OSError, ValueError, EOFError) as error:
-        if isinstance(error, FolderRefused):
+        if isinstance(error, FileRefused):
             raise
-        raise FolderRefused(f"the archive cannot be read ({type(error).__name__})") from error
+        raise FileRefused(f"the archive cannot be read ({type(error).__name__})") from error
     return contents
 
 
@@ -160,7 +154,7 @@ def _inflated(data: bytes) -> bytes:
     try:
         archive = reader.decompress(data, _MAX_ARCHIVE + 1)
     except zlib.error as error:
-        raise FolderRefused("the compressed archive is damaged") from error
+        raise FileRefused("the compressed archive is damaged") from error
     if len(archive) <= _MAX_ARCHIVE and not reader.eof:
-        raise FolderRefused("the compressed archive is cut off")
+        raise FileRefused("the compressed archive is cut off")
     return archive

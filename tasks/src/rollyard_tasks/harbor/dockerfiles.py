@@ -1,4 +1,4 @@
-"""Images that a task folder does not name, because they are to be built of its Dockerfile."""
+"""Images that a task folder does not name, because they are to be built from its Dockerfile."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rollyard_crds.fields.harbor import HarborFolder
 from rollyard_tasks.harbor.table import HarborRefused
 
 DOCKERFILE_IMAGE: Final = "dockerfile:"
-"""What the name of such an image begins with. A digest of the folder with the Dockerfile follows."""
+"""The beginning of the name of such an image. A digest of the folder with the Dockerfile follows."""
 _WORKDIR: Final = re.compile(r"\s*WORKDIR\s+(.+?)\s*", re.IGNORECASE)
 _PLAIN: Final = re.compile(r"[A-Za-z0-9._/-]+")
 

@@ -48,7 +48,7 @@ class Healthcheck:
 
 @dataclass(frozen=True, slots=True)
 class HarborStep:
-    """One step: an instruction, and what verifies the work. A task without steps has one of them."""
+    """One step: an instruction, and what verifies the work. A task without steps counts as one step."""
 
     name: str
     instruction: str
@@ -57,23 +57,23 @@ class HarborStep:
     solution: str
     """The folder of its reference solution, or "" if it has none."""
     workdir: str = ""
-    """The folder whose files come into the working folder before the step, or ""."""
+    """The folder whose files are copied to the working folder before the step, or ""."""
     agent_seconds: float | None = None
     verifier_seconds: float = VERIFIER_SECONDS
     verifier_env: Mapping[str, str] = field(default_factory=dict)
     min_reward: Mapping[str, float] = field(default_factory=dict)
-    """The rewards below which no later step is played, by their keys."""
+    """The rewards below which no later step is played, by key."""
     healthcheck: Healthcheck | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class HarborPlan:
-    """All of what a task folder asks for."""
+    """All that a task folder asks for."""
 
     steps: tuple[HarborStep, ...]
     strategy: Literal["mean", "final"]
     image: str
-    """The image of the agent's sandbox, or "" for that of the job. It may have to be built of a Dockerfile
+    """The image of the agent's sandbox, or "" for that of the job. It may have to be built from a Dockerfile
     (see `dockerfiles`)."""
     env: Mapping[str, str]
     workdir: str
@@ -94,7 +94,7 @@ class HarborPlan:
     tests_hosts: tuple[str, ...] | None
     """The same for the tests, whose hosts the job lists in `stages.eval.allowedHosts`."""
     reward_key: str
-    """The key of `reward.json` that the job has named for the reward, or "" for the usual one."""
+    """The key of `reward.json` that the job names for the reward, or "" for the usual one."""
     metadata: Mapping[str, Any]
 
     def sandbox(self) -> TaskSandbox:
@@ -108,7 +108,7 @@ class HarborPlan:
         return self._sandbox(self.verifier_image or self.image, folders, ())
 
     def _sandbox(self, image: str, folders: list[str], hosts: tuple[str, ...] | None) -> TaskSandbox:
-        # An image brings its working folder. Over the job's own system, the folder must be made.
+        # An image has its working folder. Without an image, the folder must be made.
         if not image and self.workdir != WORKDIR:
             folders = [*folders, self.workdir]
         if image and not image.startswith(DOCKERFILE_IMAGE):
@@ -121,7 +121,7 @@ class HarborPlan:
         )
 
     def dockerfile(self, image: str) -> str:
-        """Return the folder of the Dockerfile of which an image of the task is built, or "" if it is not."""
+        """Return the folder of the Dockerfile from which an image of the task is built, or "" if none is."""
         if not image.startswith(DOCKERFILE_IMAGE):
             return ""
         return {self.verifier_image: "tests", self.image: "environment"}.get(image, "")
@@ -137,7 +137,7 @@ def harbor_plan(folder: HarborFolder) -> HarborPlan:
     if text is None:
         raise HarborRefused("task.toml", "is missing, or is no UTF-8 text")
     root = Table.parse(text, folder.options)
-    # The older key `version` says nothing: published folders have what their authors think of there.
+    # The older key `version` says nothing: in published folders it holds whatever their authors chose.
     root.skip("version", "source")
     version = root.text("schema_version", "1.0")
     if not _SCHEMA.fullmatch(version):
@@ -148,7 +148,7 @@ def harbor_plan(folder: HarborFolder) -> HarborPlan:
     image = environment.image or image_name(folder, "environment")
     own_workdir = ""
     if not environment.workdir:
-        # Where docker_image is named beside a Dockerfile, it has been built of it.
+        # Where docker_image is named in addition to a Dockerfile, it was built from that.
         own_workdir = last_workdir(folder.text("environment/Dockerfile") or "")
     agent, verifier = root.table("agent"), root.table("verifier")
     agent_seconds, agent_network = agent.seconds("timeout_sec", None), stated_network(agent)
@@ -231,7 +231,7 @@ def solution_calls(plan: HarborPlan, step: HarborStep) -> list[dict[str, Any]]:
 
 
 def resource_problems(plan: HarborPlan, resources: SandboxResources) -> list[str]:
-    """Return what of a job's `sandbox.resources` is less than a task folder asks for."""
+    """Return which of a job's `sandbox.resources` are less than a task folder asks for."""
     requirements: list[tuple[str, str, float, str]] = [
         ("cpus", "cpu", plan.cpus, resources.cpu),
         ("memory_mb", "memory", plan.memory_bytes, resources.memory),
@@ -372,7 +372,7 @@ def _table_step(
     if own.separate:
         raise table.refused("verifier.environment_mode", "a step cannot have a separate verifier here")
     least, check = _least(table), _healthcheck(table)
-    # They are kept by Harbor after the step. No separate verifier would get them.
+    # Harbor keeps them after the step. No separate verifier would get them.
     table.skip("artifacts")
     table.end()
     return _step(folder, name, seconds, own, least, check)
@@ -454,7 +454,7 @@ def stated_network(table: Table) -> StatedNetwork | None:
     """Return the network that a table states, or None if it states none.
 
     Raises:
-        HarborRefused: A value is no mode or no host, or the values contradict each other.
+        HarborRefused: A value is not a mode or not a host, or the values contradict each other.
     """
     key, mode = "network_mode", table.text("network_mode")
     internet = table.free("allow_internet")
@@ -483,8 +483,8 @@ def allowed_hosts(reading: Reading, *stated: StatedNetwork | None) -> tuple[str,
     """Return the hosts that the agent or the tests may reach, or None for those that their job names.
 
     Args:
-        reading: It has the job's options, and notes a network that they leave out.
-        stated: What the tables state, of which an earlier one comes before a later one.
+        reading: Has the job's options, and notes a network that they leave out.
+        stated: What the tables state. An earlier one takes precedence over a later one.
 
     Raises:
         HarborRefused: Every host is asked for, and the job's options do not say what becomes of that.

@@ -24,7 +24,7 @@ _UNITS: Final = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 
 class HarborRefused(TasksError, ValueError):
-    """A task folder that is broken, or that asks for something that cannot be had. It names the field."""
+    """A task folder that is broken, or that asks for what cannot be had. The message names the field."""
 
     reason = "InvalidTasks"
 
@@ -39,9 +39,9 @@ class Reading:
 
     options: HarborOptions = field(default_factory=HarborOptions)
     unknown: dict[str, str | None] = field(default_factory=dict)
-    """The paths of keys that are not known, at most 64, each with that of a known key which resembles it."""
+    """The paths of unknown keys, at most 64, each with that of a known key that resembles it."""
     ignored: dict[str, None] = field(default_factory=dict)
-    """The paths of keys that ask for something which the options leave out, in their order."""
+    """The paths of keys that ask for something that the options leave out, in their order."""
 
 
 class Table:
@@ -64,7 +64,7 @@ class Table:
         """Return the table of a whole file.
 
         Raises:
-            HarborRefused: The text is no TOML. The message has the line.
+            HarborRefused: The text is not TOML. The message has the line.
         """
         try:
             return cls(tomllib.loads(text), reading=Reading(options or HarborOptions()))
@@ -87,7 +87,7 @@ class Table:
     def take(self, key: str, kind: type | tuple[type, ...], expected: str) -> Any:
         """Return a value and mark it as read; the value is None where the key is absent."""
         value = self.free(key)
-        # A truth value is a number to Python, and to no reader of the file.
+        # A truth value is a number to Python, but not to readers of the file.
         if value is not None and (not isinstance(value, kind) or isinstance(value, bool)):
             raise self.refused(key, f"must be {expected}")
         return value
@@ -98,7 +98,7 @@ class Table:
         return default if value is None else str(value)
 
     def choice(self, key: str, choices: tuple[str, ...], default: str) -> str:
-        """Return one of some words."""
+        """Return a text that must be one of `choices`."""
         value = self.text(key, default)
         if value not in choices:
             raise self.refused(key, f"is {value[:50]!r}, expected {' or '.join(choices)}")
@@ -165,10 +165,10 @@ class Table:
     def env(self, key: str) -> dict[str, str]:
         """Return environment variables. `${NAME:-default}` stands for its default.
 
-        Variables of the machine on which a task runs are never read, because they may be secrets.
+        Variables of the machine on which a task runs are never read, because they may hold secrets.
 
         Raises:
-            HarborRefused: A value is no text, or names a variable that has no default.
+            HarborRefused: A value is not a text, or names a variable that has no default.
         """
         values = self.take(key, dict, "a table of texts") or {}
         variables: dict[str, str] = {}
@@ -195,7 +195,7 @@ class Table:
             raise self.refused(key, why)
 
     def skip(self, *keys: str) -> None:
-        """Mark keys as read that have no meaning for a rollout."""
+        """Mark keys that have no meaning for a rollout as read."""
         for key in keys:
             self.free(key)
 

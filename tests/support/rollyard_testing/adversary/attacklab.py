@@ -35,11 +35,7 @@ PYTHON = "/.rollyard/venv/bin/python"
 START_SECONDS = patience(90.0)
 GONE_SECONDS = patience(15.0)
 SMALL = {"resources": {"memory": "192Mi", "disk": "16Mi", "processes": 64}, "warm": 1}
-STAGES = {
-    "init": {"timeoutSeconds": 60},
-    "run": {"timeoutSeconds": 60},
-    "eval": {"timeoutSeconds": 20},
-}
+STAGES = {"init": {"timeoutSeconds": 60}, "run": {"timeoutSeconds": 60}, "eval": {"timeoutSeconds": 20}}
 TOOLS = ["bash", "ipython", "edit", "submit"]
 
 

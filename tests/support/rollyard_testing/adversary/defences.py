@@ -109,12 +109,7 @@ def page(items: Iterable[pytest.Item]) -> str:
         "tests below `tests/` show it. `make docs` writes this page from the marks of these tests.",
     ]
     for boundary, heading in BOUNDARIES.items():
-        lines += [
-            "",
-            f"## {heading}",
-            "",
-            *HEADER,
-        ]
+        lines += ["", f"## {heading}", "", *HEADER]
         surfaces = dict.fromkeys(one.surface for one in tests if one.boundary == boundary)
         lines += [
             f"| {surface} | {one.attack} | {one.stopped_by} | {_by_file(tests[one])} |"

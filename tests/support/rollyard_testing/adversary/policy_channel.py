@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
-
 from rollyard_testing.adversary.attacklab import TOOLS
 from rollyard_testing.adversary.attacks import Attack, edit, ipython, python
 
@@ -12,12 +10,9 @@ IMPATIENT = {"agent": {"type": "oracle", "tools": TOOLS, "toolTimeoutSeconds": 1
 ATTACKS = [
     Attack(
         name="forged_reports",
-        goal="Report the end of a command, and its exit status, in the shell's place.",
-        mark=pytest.mark.attack(
-            "written to every descriptor, inherited and of others",
-            surface="report of a command's end",
-            stopped_by="a socket that programs do not inherit, sender checked by the kernel",
-        ),
+        tries="written to every descriptor, inherited and of others",
+        surface="report of a command's end",
+        stopped_by="a socket that programs do not inherit, sender checked by the kernel",
         steps=(
             "( for f in /proc/self/fd/*; do printf '0 %08d' {1..9} >&${f##*/}; done; exit 3 ) 2> /dev/null",
             "( printf '0 %s' $__ry >&11; printf 'x0 %s /' $__ry >&11; exit 4 ) 2> /dev/null",
@@ -41,12 +36,9 @@ raise SystemExit(5)
     ),
     Attack(
         name="replaced_shells",
-        goal="Put a program of its own where the exec server expects its shell.",
-        mark=pytest.mark.attack(
-            "exec of another program",
-            surface="shell",
-            stopped_by="a lost shell is replaced",
-        ),
+        tries="exec of another program",
+        surface="shell",
+        stopped_by="a lost shell is replaced",
         steps=(
             "exec bash --norc -c 'exit 0'",
             "exec @PY@ -c 'print(0)'",
@@ -57,47 +49,35 @@ raise SystemExit(5)
     ),
     Attack(
         name="exit_flood",
-        goal="Wear the exec server out by shells that end.",
-        mark=pytest.mark.attack(
-            "24 shells that end",
-            surface="shell",
-            stopped_by="a lost shell is replaced",
-        ),
+        tries="24 shells that end",
+        surface="shell",
+        stopped_by="a lost shell is replaced",
         steps=(*["exit 0", "kill -9 $$"] * 12, "echo still here"),
         shows=("^still here$",),
     ),
     Attack(
         name="debug_trap",
-        goal="Run before each command, and refuse it.",
-        mark=pytest.mark.attack(
-            "DEBUG trap that refuses every command",
-            surface="shell",
-            stopped_by="time limit, then a new shell",
-        ),
+        tries="DEBUG trap that refuses every command",
+        surface="shell",
+        stopped_by="time limit, then a new shell",
         steps=("trap 'false' DEBUG; shopt -s extdebug", "echo one", "echo two", "exit 0", "echo still here"),
         spec=IMPATIENT,
         shows=("still here$",),
     ),
     Attack(
         name="stopped_session",
-        goal="Stop every process, so that nothing ever ends.",
-        mark=pytest.mark.attack(
-            "SIGSTOP to everything",
-            surface="shell",
-            stopped_by="time limit, then a new shell",
-        ),
+        tries="SIGSTOP to everything",
+        surface="shell",
+        stopped_by="time limit, then a new shell",
         steps=("kill -STOP -1", "echo still here"),
         spec=IMPATIENT,
         shows=("still here$",),
     ),
     Attack(
         name="terminal_tricks",
-        goal="Harm whoever reads the output: escapes, partial UTF-8, lone surrogates, NUL, no line's end.",
-        mark=pytest.mark.attack(
-            "terminal escapes, partial UTF-8, NUL, raw mode",
-            surface="output",
-            stopped_by="output is bytes; undecodable ones are replaced in records",
-        ),
+        tries="terminal escapes, partial UTF-8, NUL, raw mode",
+        surface="output",
+        stopped_by="output is bytes; undecodable ones are replaced in records",
         steps=(
             "printf '\\033]0;owned\\007\\033[2J\\033[6n\\033c\\x9b31m\\rhidden\\b\\b'",
             "printf '\\xf0\\x9f\\x92'",
@@ -110,12 +90,13 @@ raise SystemExit(5)
     ),
     Attack(
         name="files_of_the_server",
-        goal="Read or change the exec server through its own files, by the tool that it serves.",
-        mark=pytest.mark.attack(
-            "its memory map, environment and other files of /proc, terminals and devices, by the tool `edit`",
-            surface="server",
-            stopped_by="it reads nothing of /proc, whatever link leads there, opens without waiting, "
-            "reads regular text only, and replaces files by rename",
+        tries=(
+            "its memory map, environment and other files of /proc, terminals and devices, by the tool `edit`"
+        ),
+        surface="server",
+        stopped_by=(
+            "it reads nothing of /proc, whatever link leads there, opens without waiting, "
+            "reads regular text only, and replaces files by rename"
         ),
         steps=(
             "ln -s /proc/self/mem memory; ln -s /proc/self/maps maps",
@@ -149,12 +130,11 @@ raise SystemExit(5)
     ),
     Attack(
         name="leased_file",
-        goal="Make the exec server wait for a file that a process holds a lease on.",
-        mark=pytest.mark.attack(
-            "a file that a process holds a lease on",
-            surface="server",
-            stopped_by="it reads nothing of /proc, whatever link leads there, opens without waiting, "
-            "reads regular text only, and replaces files by rename",
+        tries="a file that a process holds a lease on",
+        surface="server",
+        stopped_by=(
+            "it reads nothing of /proc, whatever link leads there, opens without waiting, "
+            "reads regular text only, and replaces files by rename"
         ),
         steps=(
             "echo text > leased",
@@ -178,12 +158,9 @@ time.sleep(300)
     ),
     Attack(
         name="kernel_tampering",
-        goal="Take the notebook kernel over, and answer in its place.",
-        mark=pytest.mark.attack(
-            "the kernel patches itself",
-            surface="IPython",
-            stopped_by="it harms its own rollout only; Eval does not use it",
-        ),
+        tries="the kernel patches itself",
+        surface="IPython",
+        stopped_by="it harms its own rollout only; Eval does not use it",
         steps=(
             ipython(
                 "import os, types\nkernel = get_ipython().kernel\n"
@@ -197,12 +174,9 @@ time.sleep(300)
     ),
     Attack(
         name="forged_kernel_messages",
-        goal="Send replies to the worker from a command, with the key of the notebook kernel.",
-        mark=pytest.mark.attack(
-            "messages forged on its ports",
-            surface="IPython",
-            stopped_by="messages are signed; others are dropped",
-        ),
+        tries="messages forged on its ports",
+        surface="IPython",
+        stopped_by="messages are signed; others are dropped",
         steps=(
             ipython("secret = 1"),
             python("""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
-
 from rollyard_testing.adversary.attacks import Attack, python
 
 SEGMENTS = """
@@ -22,12 +20,9 @@ for kind in ("shm", "sem", "msg"):
 ATTACKS = [
     Attack(
         name="immortal_processes",
-        goal="Keep a process alive after the end of the rollout.",
-        mark=pytest.mark.attack(
-            "processes that ignore signals, are stopped, or detach",
-            surface="leftovers",
-            stopped_by="the namespace ends with the sandbox",
-        ),
+        tries="processes that ignore signals, are stopped, or detach",
+        surface="leftovers",
+        stopped_by="the namespace ends with the sandbox",
         steps=(
             "(trap '' TERM INT HUP QUIT; exec -a @MARK@ sleep 1000) > /dev/null 2>&1 & disown; "
             "setsid bash -c 'trap \"\" TERM INT HUP; exec -a @MARK@ sleep 1000' > /dev/null 2>&1 & "
@@ -54,39 +49,27 @@ while True:
     ),
     Attack(
         name="killing_everything",
-        goal="End the exec server, and with it the evaluation that is to come.",
-        mark=pytest.mark.attack(
-            "kill -9 -1",
-            boundary="exec server",
-            surface="server",
-            stopped_by="process 1 of a namespace cannot be killed from inside",
-        ),
+        tries="kill -9 -1",
+        boundary="exec server",
+        surface="server",
+        stopped_by="process 1 of a namespace cannot be killed from inside",
         steps=("kill -9 -1", "echo still here"),
         shows=("still here$",),
     ),
     Attack(
         name="signals_to_the_first_process",
-        goal="End or stop the exec server by each signal there is.",
-        mark=pytest.mark.attack(
-            "each signal to process 1",
-            boundary="exec server",
-            surface="server",
-            stopped_by="signals of processes inside are dropped; SIGTERM counts only from outside",
-        ),
-        steps=(
-            "for s in {1..64}; do kill -s $s 1; done 2> /dev/null; echo sent",
-            "echo still here",
-        ),
+        tries="each signal to process 1",
+        boundary="exec server",
+        surface="server",
+        stopped_by="signals of processes inside are dropped; SIGTERM counts only from outside",
+        steps=("for s in {1..64}; do kill -s $s 1; done 2> /dev/null; echo sent", "echo still here"),
         shows=("^sent$", "^still here$"),
     ),
     Attack(
         name="no_leave_to_delete",
-        goal="Leave what the worker may not delete: no permissions, odd modes, a socket, a pipe.",
-        mark=pytest.mark.attack(
-            "files that cannot be deleted",
-            surface="leftovers",
-            stopped_by="memory file systems end with the sandbox",
-        ),
+        tries="files that cannot be deleted",
+        surface="leftovers",
+        stopped_by="memory file systems end with the sandbox",
         steps=(
             python("""
 import os, socket

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
-
 from rollyard_testing.adversary.attacks import Attack, python
 
 CALLS = """
@@ -19,12 +17,9 @@ def attempt(name, *arguments):
 ATTACKS = [
     Attack(
         name="mounts",
-        goal="Mount, remount or unmount something.",
-        mark=pytest.mark.attack(
-            "mount, remount, umount, pivot_root, the new mount calls",
-            surface="mounts",
-            stopped_by="no capability; filter of system calls",
-        ),
+        tries="mount, remount, umount, pivot_root, the new mount calls",
+        surface="mounts",
+        stopped_by="no capability; filter of system calls",
         steps=(
             python(
                 CALLS
@@ -48,12 +43,9 @@ attempt("syscall", 430, b"tmpfs", 0)  # fsopen
     ),
     Attack(
         name="namespaces",
-        goal="Become root of a namespace of its own, and attack the kernel from there.",
-        mark=pytest.mark.attack(
-            "unshare and setns, alone and with a user namespace",
-            surface="namespaces",
-            stopped_by="user namespaces are forbidden inside",
-        ),
+        tries="unshare and setns, alone and with a user namespace",
+        surface="namespaces",
+        stopped_by="user namespaces are forbidden inside",
         steps=(
             python(
                 CALLS
@@ -77,12 +69,9 @@ for name in os.listdir("/proc/1/ns") if os.access("/proc/1/ns", os.R_OK) else ()
     ),
     Attack(
         name="chroot_and_handles",
-        goal="Open files of the host by leaving the root folder, or by a file handle.",
-        mark=pytest.mark.attack(
-            "chroot, `..`, open_by_handle_at",
-            surface="root folder",
-            stopped_by="no capability; pivoted root",
-        ),
+        tries="chroot, `..`, open_by_handle_at",
+        surface="root folder",
+        stopped_by="no capability; pivoted root",
         steps=(
             python(
                 CALLS
@@ -105,12 +94,9 @@ for folder in (b"/usr", b"/work", b"/"):
     ),
     Attack(
         name="set_user_bits",
-        goal="Become another user by a program with a set-user-id bit or a capability.",
-        mark=pytest.mark.attack(
-            "set-user-id bits, setuid calls, capabilities",
-            surface="rights",
-            stopped_by="no_new_privs, nosuid mounts, empty capability sets",
-        ),
+        tries="set-user-id bits, setuid calls, capabilities",
+        surface="rights",
+        stopped_by="no_new_privs, nosuid mounts, empty capability sets",
         steps=(
             "cp $(command -v bash) shell && chmod 6755 shell && ./shell -p -c 'id -u; id -g'",
             python(
@@ -132,12 +118,9 @@ print("no new privileges", fields["NoNewPrivs"])
     ),
     Attack(
         name="kernel_settings",
-        goal="Change a setting of the kernel, of a device or of a control group.",
-        mark=pytest.mark.attack(
-            "each file of /proc, /sys and /dev opened for writing",
-            surface="settings",
-            stopped_by="read-only or covered",
-        ),
+        tries="each file of /proc, /sys and /dev opened for writing",
+        surface="settings",
+        stopped_by="read-only or covered",
         steps=(
             python("""
 import os
@@ -169,12 +152,9 @@ print("tried", seen)
     ),
     Attack(
         name="kernel_memory",
-        goal="Read the kernel's memory or addresses.",
-        mark=pytest.mark.attack(
-            "kcore, mem, kmsg, kallsyms",
-            surface="kernel",
-            stopped_by="absent or covered",
-        ),
+        tries="kcore, mem, kmsg, kallsyms",
+        surface="kernel",
+        stopped_by="absent or covered",
         steps=(
             "for f in /proc/kcore /dev/mem /dev/kmem /dev/port /proc/kmsg /dev/kmsg; do "
             "head -c 16 $f 2>&1 | wc -c | grep -q '^16$' && echo WON $f; done; echo tried",
@@ -185,12 +165,9 @@ print("tried", seen)
     ),
     Attack(
         name="devices",
-        goal="Open or make a device of the host.",
-        mark=pytest.mark.attack(
-            "open or make device nodes",
-            surface="devices",
-            stopped_by="a /dev of its own, nodev mounts",
-        ),
+        tries="open or make device nodes",
+        surface="devices",
+        stopped_by="a /dev of its own, nodev mounts",
         steps=(
             python("""
 import os, stat
@@ -218,12 +195,9 @@ for name, kind, major, minor in (
     ),
     Attack(
         name="control_groups",
-        goal="Leave or change its control group, or run a program of the host by release_agent.",
-        mark=pytest.mark.attack(
-            "release_agent, cgroup.procs",
-            surface="control groups",
-            stopped_by="no control group is mounted",
-        ),
+        tries="release_agent, cgroup.procs",
+        surface="control groups",
+        stopped_by="no control group is mounted",
         steps=(
             "find / -name release_agent -o -name cgroup.procs 2>/dev/null | head -n 3",
             "cat /proc/self/cgroup",
@@ -235,12 +209,9 @@ for name, kind, major, minor in (
     ),
     Attack(
         name="clock_and_names",
-        goal="Change the clock, the host's name or the kernel's modules.",
-        mark=pytest.mark.attack(
-            "set or load",
-            surface="clock, host name, modules, swap, perf",
-            stopped_by="no capability; uts namespace; filter of system calls",
-        ),
+        tries="set or load",
+        surface="clock, host name, modules, swap, perf",
+        stopped_by="no capability; uts namespace; filter of system calls",
         steps=(
             python(
                 CALLS
@@ -263,12 +234,9 @@ attempt("syscall", 298, b"\\0" * 128, 0, -1, -1, 0)  # perf_event_open, of anoth
     ),
     Attack(
         name="host_processes",
-        goal="Read or signal the worker by its process id on the host.",
-        mark=pytest.mark.attack(
-            "environment, memory, signals by host pid",
-            surface="processes of the host",
-            stopped_by="pid namespace",
-        ),
+        tries="environment, memory, signals by host pid",
+        surface="processes of the host",
+        stopped_by="pid namespace",
         steps=(
             "cat /proc/@WORKER@/environ /proc/@WORKER@/cmdline; ls /proc/@WORKER@/root/ /proc/@WORKER@/cwd/",
             "kill -9 @WORKER@ && echo WON",
@@ -280,12 +248,9 @@ attempt("syscall", 298, b"\\0" * 128, 0, -1, -1, 0)  # perf_event_open, of anoth
     ),
     Attack(
         name="host_files",
-        goal="Read tokens, the state of the control plane, or a home folder of the host.",
-        mark=pytest.mark.attack(
-            "tokens, run folder, home, through /proc as well",
-            surface="files of the host",
-            stopped_by="nothing of them is mounted",
-        ),
+        tries="tokens, run folder, home, through /proc as well",
+        surface="files of the host",
+        stopped_by="nothing of them is mounted",
         steps=(
             "cat @STATE@/tokens.json @LAB@/host-secret @RUN@/run-secret; ls @RUN@/sandboxes",
             "for p in /proc/[0-9]*; do for w in root cwd; do cat $p/$w@LAB@/host-secret; "
@@ -298,12 +263,9 @@ attempt("syscall", 298, b"\\0" * 128, 0, -1, -1, 0)  # perf_event_open, of anoth
     ),
     Attack(
         name="open_descriptors",
-        goal="Use a descriptor of the worker or of the exec server that a command inherits.",
-        mark=pytest.mark.attack(
-            "inherited ones",
-            surface="descriptors",
-            stopped_by="all are closed in commands",
-        ),
+        tries="inherited ones",
+        surface="descriptors",
+        stopped_by="all are closed in commands",
         steps=(
             python("""
 import os
@@ -322,12 +284,9 @@ for name in os.listdir("/proc/self/fd"):
     ),
     Attack(
         name="system_folders",
-        goal="Change a program that another sandbox, the exec server or Eval will run.",
-        mark=pytest.mark.attack(
-            "programs, Python's paths, the injected runtime",
-            surface="system folders",
-            stopped_by="read-only",
-        ),
+        tries="programs, Python's paths, the injected runtime",
+        surface="system folders",
+        stopped_by="read-only",
         steps=(
             "for f in /usr/bin/env /bin/bash /.rollyard/venv/bin/python /etc/passwd /etc/ld.so.preload; do "
             "{ echo x >> $f; } 2>/dev/null && echo WON $f; done; echo tried",
@@ -350,12 +309,9 @@ print("tried", len(sys.path))
     ),
     Attack(
         name="ptrace_outside",
-        goal="Trace or read a process outside of its own tree.",
-        mark=pytest.mark.attack(
-            "ptrace, process_vm_readv, pidfd_open",
-            surface="processes of the host",
-            stopped_by="pid namespace; filter of system calls",
-        ),
+        tries="ptrace, process_vm_readv, pidfd_open",
+        surface="processes of the host",
+        stopped_by="pid namespace; filter of system calls",
         steps=(
             python(
                 CALLS

@@ -137,5 +137,5 @@ ATTACKS = [
         ),
         shows=("^stolen 0$",),
         hides=("^stolen [1-9]", "Traceback"),
-    ),
+    )
 ]

@@ -17,6 +17,7 @@ import httpx
 from rollyard_api.app import build
 from rollyard_api.service import ControlPlane
 from rollyard_api.settings import Settings
+from rollyard_api.storage.database import Transaction
 
 from rollyard_testing.crds.segments import reported
 from rollyard_testing.manifests import job_manifest
@@ -45,6 +46,63 @@ class Served:
             return sum(bool(wait._callbacks) for wait in waits) >= polls
 
         await eventually(there)
+
+    async def until_stored(self) -> None:
+        """Wait until the records of all rollouts that have ended are in the trajectory store."""
+
+        async def stored() -> bool:
+            return await self.plane.archive.unstored() == 0
+
+        await eventually(stored)
+
+    async def later(self, seconds: float, operation: Callable[[Transaction], Any]) -> Any:
+        """Run an operation as if so many seconds had passed, and return what it returns."""
+
+        def op(tx: Transaction) -> Any:
+            tx.now += seconds
+            return operation(tx)
+
+        return await self.plane.database.write(op)
+
+    async def submit(self, name: str = "job", **spec: Any) -> None:
+        """Submit a new job of `make_manifest`."""
+        answer = await self.admin.post("/v1/rolloutjobs", json=make_manifest(name, **spec))
+        assert answer.status_code == 201, answer.text
+
+    async def report_backends(self, *urls: str, pool: str = "pool", ready: bool = True) -> None:
+        """Report the backends of a pool as its driver does."""
+        body = {"backends": [{"url": url, "ready": ready} for url in urls]}
+        answer = await self.driver.put(f"/v1/backendpools/{pool}/backends", json=body)
+        assert answer.status_code == 200, answer.text
+
+    async def counts(self, name: str = "job") -> dict[str, Any]:
+        """Return the counts of a job's status."""
+        counts: dict[str, Any] = (await self.admin.get(f"/v1/rolloutjobs/{name}")).json()["status"]["counts"]
+        return counts
+
+
+async def read_pages(http: httpx.AsyncClient, path: str, **query: Any) -> AsyncIterator[httpx.Response]:
+    """Yield the pages of results of a path, of which the last one says that it is the last."""
+    cursor, finished = "", False
+    while not finished:
+        page = await http.get(path, params={"cursor": cursor, **query})
+        assert page.status_code == 200, page.text
+        yield page
+        cursor, finished = page.headers["rollyard-cursor"], page.headers["rollyard-finished"] == "true"
+
+
+async def listed(http: httpx.AsyncClient, path: str, **query: Any) -> list[Any]:
+    """Return the items of all pages of a list."""
+    items: list[Any] = []
+    after: dict[str, str] | None = {}
+    while after is not None:
+        page = await http.get(path, params={**query, **after})
+        assert page.status_code == 200, page.text
+        assert page.json()["items"] or not after, "a page makes progress"
+        items += page.json()["items"]
+        more = page.json()["metadata"].get("continue")
+        after = {"continue": more} if more else None
+    return items
 
 
 @asynccontextmanager
@@ -133,6 +191,14 @@ def start_api(folder: Path, *arguments: str, port: int = 0) -> Iterator[Process]
             popen.wait(patience(10))
 
 
+def refused_start(folder: Path, *arguments: str) -> str:
+    """Return the last line with which a control plane of a folder refuses to start."""
+    command = [sys.executable, "-m", "rollyard_api", "--state-dir", str(folder), "--port", "0", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=folder.parent, timeout=patience(120))
+    assert done.returncode == 2, done.stderr
+    return done.stderr.splitlines()[-1]
+
+
 def make_manifest(name: str = "job", **spec: Any) -> dict[str, Any]:
     """Return a small job that needs no model. Fields of the spec may be given."""
     tasks = {"inline": [{"id": "t0", "prompt": "p"}, {"id": "t1", "prompt": "p"}]}
@@ -163,6 +229,13 @@ class Worker:
         assert answer.status_code == 200, answer.text
         leases: list[dict[str, Any]] = answer.json()["leases"]
         return leases
+
+    async def reach(self, stage: str, count: int = 1) -> list[dict[str, Any]]:
+        """Take up to so many rollouts from Init to a later stage, and return their leases of it."""
+        for before in ("init", "run")[: 1 if stage == "run" else 2]:
+            leases = await self.lease(**{before: count})
+            assert set(await self.complete(*map(self.result, leases))) == {"accepted"}
+        return await self.lease(**{stage: count})
 
     def result(self, lease: dict[str, Any], **fields: Any) -> dict[str, Any]:
         """Return the StageResult of a lease, in which a Run's segments stand as records have them."""

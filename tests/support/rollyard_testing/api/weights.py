@@ -6,6 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import httpx
 import sqlalchemy as sa
 from rollyard_api.storage.rows import WeightUpdateRow
 from rollyard_api.storage.schema import backends, weight_updates
@@ -15,11 +16,27 @@ from rollyard_api.weights.steps import BackendTarget
 from sqlalchemy.engine import Connection
 
 from rollyard_testing.manifests import pool_manifest
+from rollyard_testing.waiting import eventually
 
 FULL, NEXT = {"checkpoint": {"path": "/full"}}, {"checkpoint": {"path": "/next"}}
 ONE, TWO = ({"lora": {"name": name, "path": f"/{name}"}} for name in ("one", "two"))
 PUSHED = {"pushed": True}
 """Sources of weights."""
+
+
+async def backends_of(admin: httpx.AsyncClient) -> list[dict[str, Any]]:
+    """Return the backends of the pool `p`."""
+    backends: list[dict[str, Any]] = (await admin.get("/v1/backendpools/p")).json()["status"]["backends"]
+    return backends
+
+
+async def until_backends(admin: httpx.AsyncClient, condition: Callable[[list[dict[str, Any]]], Any]) -> None:
+    """Wait until a condition holds for the backends of the pool `p`."""
+
+    async def holds() -> bool:
+        return bool(condition(await backends_of(admin)))
+
+    await eventually(holds)
 
 
 def _row(conn: Connection, number: int) -> WeightUpdateRow:

@@ -51,12 +51,7 @@ ANSWERS: Mapping[str, tuple[frozenset[str], tuple[int, int]]] = {
 }
 """The answers in the place of the API server, the calls that get them, and how many calls lie between them.
 """
-STREAMS: Mapping[str, int] = {
-    "cut": 6,
-    "gone event": 6,
-    "error event": 1,
-    "broken off": 1,
-}
+STREAMS: Mapping[str, int] = {"cut": 6, "gone event": 6, "error event": 1, "broken off": 1}
 """The ways in which a watch ends that was begun, and how often of their sum.
 
 With `cut` the connection breaks in the middle of a line; with `broken off` the answer ends there as if it

@@ -100,6 +100,28 @@ class Lab:
     def holds(self, kind: str, name: str = "math", of: str = "RolloutJob") -> bool:
         return self.condition(kind, name, of).get("status") == "True"
 
+    async def with_workers(self, obj: Object | None = None, *, count: int = 3) -> None:
+        """Apply an object, by default the job of the tests, and wait for its pods."""
+        self.kube.put(job() if obj is None else obj)
+        await until(lambda: len(self.kube.of("Pod")) == count)
+
+    async def with_running_workers(self) -> None:
+        """Apply the job of the tests, let its pods run, and wait until the job says so."""
+        await self.with_workers()
+        self.start_pods()
+        await until(lambda: self.holds("Running"))
+
+    async def stopped(self) -> None:
+        """Wait until every pod is to be deleted, and remove them as the kubelet does."""
+        await until(lambda: all("deletionTimestamp" in pod["metadata"] for pod in self.kube.of("Pod")))
+        for name in self.kube.names("Pod"):
+            self.kube.remove("Pod", NAMESPACE, name)
+
+    def pod(self, name: str) -> Object:
+        """Return a pod, or an empty object if there is none of this name."""
+        pod: Object = self.kube.objects.get(("Pod", NAMESPACE, name), {})
+        return pod
+
     def start_pods(self) -> None:
         for pod in self.kube.of("Pod"):
             if not pod.get("status"):

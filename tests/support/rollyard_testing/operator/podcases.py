@@ -50,11 +50,7 @@ PLACEMENTS: tuple[dict[str, Any], ...] = (
             }
         },
     },
-    {
-        "tolerations": [
-            {"key": "node.kubernetes.io/unreachable", "operator": "Exists", "effect": "NoExecute"}
-        ],
-    },
+    {"tolerations": [{"key": "node.kubernetes.io/unreachable", "operator": "Exists", "effect": "NoExecute"}]},
 )
 TEMPLATES: tuple[dict[str, Any], ...] = (
     {},

@@ -74,12 +74,7 @@ class Conversations:
                 logprobs += [0.0] * len(read)
                 labels += [""] * len(read)
                 messages.append(
-                    {
-                        "role": "tool",
-                        "name": "bash",
-                        "content": step.output,
-                        "tool_call_id": f"call_{number}",
-                    }
+                    {"role": "tool", "name": "bash", "content": step.output, "tool_call_id": f"call_{number}"}
                 )
         segment = {
             "prompt_ids": self.ids(prompt),

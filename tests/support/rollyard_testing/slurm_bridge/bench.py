@@ -73,6 +73,12 @@ class Bench:
                 await self.fleet.keep_ready(self.now, self.store.offer)
                 await self.fleet.act(self.now)
 
+    async def until_running(self) -> None:
+        """Let what is wanted be submitted, and the first job run."""
+        await self.turns()
+        self.slurm.run(101)
+        await self.turns()
+
     def said_of(self, kind: str = "Running", part: str = "message") -> str:
         (only,) = self.store.listed
         return next((str(getattr(one, part)) for one in only.status.conditions if one.type == kind), "")

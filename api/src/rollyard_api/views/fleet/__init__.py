@@ -1,1 +1,1 @@
-"""The whole fleet at a glance: jobs, pools, workers and rates."""
+"""An overview of the whole fleet: jobs, pools, workers and rates."""

@@ -1,4 +1,4 @@
-"""What has changed in the fleet, once a second, for everybody who follows it.
+"""Changes of the fleet, once a second, for everybody who follows it.
 
 One read serves all followers, and nothing is read while there are none. A follower that does not keep up is
 dropped, because the others must not wait for it; a page simply connects again.
@@ -46,7 +46,7 @@ def glance(fleet: FleetSnapshot) -> dict[str, Any]:
 
 
 class FleetFeed:
-    """Tells followers what has changed between two reads.
+    """Informs followers of what has changed between two reads.
 
     Args:
         reader: The reader of the fleet.
@@ -62,7 +62,7 @@ class FleetFeed:
         self._folded: dict[int, int] = {}
 
     async def tick(self) -> None:
-        """Read the fleet if anybody follows it, and tell what has changed since the last call."""
+        """Read the fleet if anybody follows it, and send what has changed since the last call."""
         if not self._followers:
             self._last = None
             return
@@ -135,7 +135,7 @@ def _named(job: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _same(before: dict[str, Any] | None, now: dict[str, Any]) -> bool:
-    """Return whether nothing of a slim row has changed but by how much the job is late."""
+    """Return whether nothing in a slim row has changed except how late the job is."""
     if before is now:
         return True
     if before is None or (before["late"] is None) != (now["late"] is None):
@@ -150,7 +150,7 @@ def _folded(conn: Connection) -> dict[int, int]:
 
 
 def _ended(conn: Connection, due: Iterable[tuple[int, int, int]]) -> list[tuple[int, dict[str, Any]]]:
-    """Return {rollouts, more} of each job: the newest slim rows, and the number of those without room."""
+    """Return {rollouts, more} of each job: the newest slim rows, and the number of those left out."""
     results = []
     room = MAX_ENDED_ALL
     for number, after, upto in due:

@@ -1,4 +1,4 @@
-"""Slim rows of jobs: how far each is, whether it is late, what it waits for, and pages of them."""
+"""Slim rows of jobs, and pages of them: how far each has got, whether it is late, and what it waits for."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from rollyard_api.views import keyset
 from rollyard_api.views.keyset import Page
 
 FINAL: Final = ("Succeeded", "Failed", "Cancelled")
-"""The phases that do not change any more."""
+"""The phases that no longer change."""
 STUCK_SECONDS: Final = 300.0
 """The seconds without an end of a rollout after which a job that has begun counts as late."""
 
@@ -53,7 +53,7 @@ def slim(
     Args:
         conn: The database.
         rows: Rows of COLUMNS.
-        heard: The jobs of which a worker was heard lately. 0 stands for all jobs.
+        heard: The jobs of which a worker was heard from lately. 0 stands for all jobs.
         now: The time, in seconds since the epoch.
     """
     states: defaultdict[int, dict[RolloutState, int]] = defaultdict(dict)
@@ -78,7 +78,8 @@ def _slim(
         }
         for stage in STAGES
     }
-    # Those that wait for Init, who may be a million, are not counted: they are what remains of the total.
+    # Those that wait for Init, of which there may be a million, are not counted: they are the rest of the
+    # total.
     stages["init"]["queued"] = max(0, row.total - row.ended - sum(states.values()))
     active = sum(counts["active"] for counts in stages.values())
     return {
@@ -104,7 +105,7 @@ def _slim(
 
 
 def is_final(job: Mapping[str, Any]) -> bool:
-    """Return whether a slim row does not change any more."""
+    """Return whether a slim row no longer changes."""
     return job["finished_at"] is not None and job["phase"] in FINAL
 
 
@@ -188,10 +189,10 @@ class JobFilter(BaseModel):
     namespace: Annotated[str | None, StringConstraints(max_length=63)] = None
     state: JobState | None = None
     search: Annotated[str, StringConstraints(max_length=128)] = ""
-    """A part of the name or of `namespace/name`, in any case of letters."""
+    """A part of the name or of `namespace/name`, in upper or lower case."""
     sort: JobSort = "late"
-    """The order. By `late`, the jobs that are late longest come first, then the unfinished ones, the oldest
-    first, and last those that have finished, the newest first."""
+    """The order. By `late`, the jobs that have been late for longest come first, then the unfinished ones,
+    oldest first, and last those that have finished, newest first."""
 
 
 def page(jobs: Mapping[int, dict[str, Any]], filters: JobFilter, limit: int, cursor: str) -> Page:
@@ -228,7 +229,7 @@ def _key(sort: JobSort, number: int, job: Mapping[str, Any]) -> tuple[Any, ...]:
         case "late":
             if job["finished_at"] is not None:
                 return (2, -job["finished_at"], number)
-            # Lateness grows with the time, so its order is that of the moments from which jobs are late.
+            # Lateness grows with time, so its order is that of the moments from which jobs are late.
             return (1, job["created_at"], number) if job["late"] is None else (0, -job["late"], number)
         case "created":
             return (0, job["created_at"], number)

@@ -1,7 +1,7 @@
-"""The fleet at a glance, by one reader for everybody who looks at it.
+"""The overview of the fleet, by one reader for everybody who views it.
 
-However many pages are open, the database is read at most once in `seconds`. Whoever asks in between gets what
-was read, and whoever asks during a read waits for it. Jobs that have ended for good are read once.
+However many pages are open, the database is read at most once in `seconds`. Requests in between get what was
+read, and requests during a read wait for it. Jobs that have ended for good are read once.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def _backend(pool: PoolRow, row: BackendRow, active: int) -> dict[str, Any]:
 def queues(
     rows: Iterable[Mapping[str, Any]], slots: Mapping[StageName, int]
 ) -> dict[StageName, dict[str, int]]:
-    """Return the rollouts that wait for and are in each stage, and the places of all workers."""
+    """Return the rollouts that wait for each stage and are in it, and the places of all workers."""
     totals: dict[StageName, dict[str, int]]
     totals = {stage: {"queued": 0, "active": 0, "slots": slots.get(stage, 0)} for stage in STAGES}
     for job in rows:
@@ -115,12 +115,12 @@ def queues(
 
 
 MAX_JOBS: Final = 20_000
-"""The number of jobs that are looked at. Of more, the newest are."""
+"""The largest number of jobs that are read, beginning with the newest."""
 
 
 @dataclass(frozen=True, slots=True)
 class FleetSnapshot:
-    """What one read found."""
+    """The result of one read."""
 
     time: float
     """When it was read, in seconds since the epoch."""
@@ -131,11 +131,11 @@ class FleetSnapshot:
 
 
 class FleetReader:
-    """Reads the fleet for all who ask.
+    """Reads the fleet for all requests.
 
     Args:
         database: The database.
-        seconds: The age up to which what was read is given again.
+        seconds: The age up to which the last read is returned again.
     """
 
     def __init__(self, database: Database, seconds: float) -> None:
@@ -155,7 +155,7 @@ class FleetReader:
         """
         started = time.monotonic()
         async with self._lock:
-            # A read that began after this call asked is new enough, whatever `seconds` says.
+            # A read that began after this call is new enough, whatever `seconds` says.
             if self._last is not None and self._read > min(started, time.monotonic() - self._seconds):
                 return self._last
             began = time.monotonic()
@@ -167,7 +167,7 @@ class FleetReader:
 
 
 def _look(conn: Connection, known: Mapping[int, dict[str, Any]]) -> FleetSnapshot:
-    """Return the fleet. Of the slim rows that were read last, those that do not change any more are kept."""
+    """Return the fleet. Slim rows of the last read that no longer change are kept."""
     now = time.time()
     alive = jobs.c.deleted_at.is_(None)
     newest = sa.select(jobs.c.id).where(alive).order_by(jobs.c.id.desc()).limit(MAX_JOBS)

@@ -1,4 +1,4 @@
-"""The stage workers that were heard lately, with their places and their last trouble.
+"""The stage workers that were heard from lately, with their places and their last trouble.
 
 Requests note their worker in memory, which costs them next to nothing, and a background task writes what has
 changed into a small table every few seconds, so that each replica knows the workers of all.
@@ -26,7 +26,7 @@ MAX_NOTED: Final = 16_384
 """The number of workers that are noted between two writes. Further ones are noted later."""
 MAX_TROUBLES: Final = 1024
 ALIVE_SECONDS: Final = 120.0
-"""The seconds for which a worker that is not heard counts as there."""
+"""The seconds for which a worker that is not heard from counts as present."""
 TROUBLE_SECONDS: Final = 900.0
 """The seconds for which the last trouble of a worker is shown."""
 KEPT_SECONDS: Final = 3600.0
@@ -63,11 +63,11 @@ _TROUBLE: Final = (
 
 
 class SeenWorkers:
-    """What this process heard of workers since the last write.
+    """What this process has heard from workers since the last write.
 
     Args:
         database: The database.
-        seconds: The shortest time between two writes about one worker that has only been heard again.
+        seconds: The shortest time between two writes about a worker that has only been heard from again.
     """
 
     def __init__(self, database: Database, seconds: float) -> None:
@@ -106,7 +106,7 @@ class SeenWorkers:
                 noted.written = 0.0
 
     def troubled(self, troubles: Sequence[StageTrouble], now: float) -> None:
-        """Note stages that did not end well. Only the last one of a worker is kept."""
+        """Note stages that did not end well. Only the last one of each worker is kept."""
         for trouble in troubles:
             key = trouble.job_id, trouble.worker
             if key in self._troubles or len(self._troubles) < MAX_TROUBLES:
@@ -173,21 +173,21 @@ _ACTIVE: Final = (
 
 @dataclass(frozen=True, slots=True)
 class WorkersView:
-    """The workers and nodes as the API answers them, and what follows from them for the rest of the fleet."""
+    """The workers and nodes as the API returns them, and what follows from them for the rest of the fleet."""
 
     nodes: list[dict[str, Any]]
     workers: list[dict[str, Any]]
     more: int
-    """The number of workers for which there was no room."""
+    """The number of workers that were left out."""
     slots: dict[StageName, int]
     """The places of all workers per stage, as far as they are known."""
     jobs: frozenset[int]
-    """The jobs of which a worker was heard lately. 0 stands for all jobs."""
+    """The jobs of which a worker was heard from lately. 0 stands for all jobs."""
 
 
 def view(conn: Connection, now: float) -> WorkersView:
-    """Return what is known of the workers at the time `now`, in seconds since the epoch."""
-    # What a worker that serves any job holds is counted under 0, beside each job's own.
+    """Return what is known about the workers at the time `now`, in seconds since the epoch."""
+    # What a worker that serves any job holds is counted under 0, apart from each job's own.
     active: defaultdict[tuple[int, str], Counter[str]] = defaultdict(Counter)
     of_node: Counter[str] = Counter()
     for row in conn.execute(_ACTIVE):

@@ -4,8 +4,9 @@ The place up to which a job's rollouts were folded is kept with its statistics, 
 transaction. A rollout is therefore counted once, however often a process is killed. Places are given in the
 order of the commits (see `rollouts.transitions`), so none is passed over.
 
-The statistics of a job are kept, instead of counted when somebody asks. They are bounded: the newest policy
-versions, a fixed number of buckets of time that grow wider, and the most frequent reasons.
+The statistics of a job are updated as rollouts end instead of being counted for each request. They are
+bounded: the newest policy versions, a fixed number of time buckets that grow wider, and the most frequent
+reasons.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ BINS: Final = 20
 
 
 class Sketch(Struct):
-    """A histogram of any numbers in bounded room, which needs no range before it sees them.
+    """A histogram of any numbers in bounded space, which need not know their range in advance.
 
     Numbers are counted by the nearest multiple of a step, a power of two. The step doubles whenever more than
     MAX_KEYS multiples are in use, and the counts are merged. Rewards are usually a few values from 0 to 1,
@@ -79,7 +80,7 @@ class Sketch(Struct):
     def histogram(self) -> dict[str, Any]:
         """Return {bins, min, max, n, mean, zeros, ones}: BINS counts of equal parts of min..max.
 
-        A number is counted at most half a step away from where it is. If all numbers are equal, the first
+        A number is counted at most half a step away from its value. If all numbers are equal, the first
         bin has all of them.
         """
         bins = [0] * BINS
@@ -228,7 +229,7 @@ class Statistics(Struct):
         self.failures[reason] = Failures(n, stage or "", row.id, (row.message or "")[:MAX_MESSAGE])
 
     def view(self, labels: Mapping[int, str]) -> dict[str, Any]:
-        """Return the statistics as the API answers them.
+        """Return the statistics as the API returns them.
 
         Args:
             labels: The policy version of each index that is known.
@@ -268,7 +269,7 @@ class Statistics(Struct):
 
 
 BATCH: Final = 500
-"""The number of rollouts and of groups that one transaction folds. Requests of others run in between."""
+"""The number of rollouts and of groups that one transaction folds. Other requests run in between."""
 RATE_SECONDS: Final = 10
 """The width of a bucket of the fleet's rates, in seconds."""
 RATE_KEPT: Final = 900
@@ -324,7 +325,7 @@ def behind(conn: Connection, job_id: int | None = None) -> list[int]:
     """Return the numbers of the jobs with ended rollouts or groups that are not folded yet.
 
     Args:
-        job_id: The only job that is looked at, or None for all.
+        job_id: The only job that is considered, or None for all.
     """
     query = (
         sa.select(jobs.c.id)
@@ -385,7 +386,7 @@ def _fold_rollouts(tx: Transaction, job_id: int, document: bytes, ended: Sequenc
             bucket[1] += row.tokens
     tx.conn.execute(sa.insert(ended_rollouts), rows)
     if recent:
-        # Two replicas take the buckets in the same order, since they could deadlock otherwise.
+        # Two replicas take the buckets in the same order, because they could deadlock otherwise.
         added = [{"start": start, "rollouts": n, "tokens": t} for start, (n, t) in sorted(recent.items())]
         tx.conn.execute(_RATES[tx.sqlite], added)
         tx.conn.execute(sa.delete(rates).where(rates.c.start < int(tx.now) - 2 * RATE_KEPT))
@@ -442,14 +443,14 @@ class Folding:
                 raise
 
     async def fold(self, job_id: int, batches: int = 1_000_000) -> None:
-        """Fold what is left of one job, in at most so many transactions."""
+        """Fold what is left of one job, in at most this many transactions."""
         for _ in range(batches):
             if not await self._database.write(partial(fold, job_id=job_id), durable=False):
                 return
 
 
 def statistics(conn: Connection, job: JobRow, labels: Mapping[int, str]) -> dict[str, Any]:
-    """Return the statistics of a job as the API answers them.
+    """Return the statistics of a job as the API returns them.
 
     Args:
         labels: The policy version of each index that is known.

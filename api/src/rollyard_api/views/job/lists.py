@@ -2,8 +2,8 @@
 
 Rows are sorted and filtered in the database, page by page. Rollouts that have ended come from
 `ended_rollouts`, whose indexes sort them, and the others from `rollouts`, of which far fewer are in the hands
-of workers. An order by what only ended rollouts have lists these alone, and `since` lists those that have not
-ended, the ones that have been in their state for longest first.
+of workers. An order by what only ended rollouts have lists only these, and `since` lists those that have not
+ended, with the ones that have been in their state for longest first.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class RolloutFilter(BaseModel):
 
     @property
     def is_plain(self) -> bool:
-        """Whether only what lists have that are not of slim rows is asked for."""
+        """Whether the request uses only what lists without slim rows have as well."""
         return self == RolloutFilter(stage=self.stage, status=self.status, retried=self.retried)
 
 
@@ -122,7 +122,7 @@ def rollout_page(conn: Connection, job: JobRow, filters: RolloutFilter, limit: i
 
 
 def ended(job_id: int, filters: RolloutFilter) -> tuple[sa.Select[Any], Order]:
-    """Return a query for the rows of `ENDED_ROWS` that were asked for, and their order."""
+    """Return a query for the requested rows of `ENDED_ROWS`, and their order."""
     t = ended_rollouts.c
     where = [t.job_id == job_id, *_conditions(ended_rollouts, job_id, filters)]
     for name, (compare, column) in _LIMITS.items():
@@ -143,7 +143,7 @@ def _unfinished(job_id: int, filters: RolloutFilter) -> tuple[sa.Select[Any], Or
 
 
 def _conditions(table: sa.Table, job_id: int, filters: RolloutFilter) -> list[sa.ColumnElement[bool]]:
-    """Return what the rows of either table can be restricted to."""
+    """Return the conditions that apply to the rows of either table."""
     of_ended = table is ended_rollouts
     conditions: list[sa.ColumnElement[bool]] = []
     if set(filters.states) != set(ENDED if of_ended else RolloutState):
@@ -184,7 +184,7 @@ ENDED_ROWS: Final = sa.select(
 
 
 def slim(conn: Connection, job: JobRow, rows: Sequence[Any]) -> list[dict[str, Any]]:
-    """Return rows of `rollouts` in any state, or of ENDED_ROWS, as the API answers them."""
+    """Return rows of `rollouts` in any state, or of ENDED_ROWS, as the API returns them."""
     if not rows:
         return []
     tasks, versions = task_ids(conn, job.id, {row.group_no for row in rows}), labels(conn, job)
@@ -227,7 +227,7 @@ def _by_id(conn: Connection, job: JobRow, filters: RolloutFilter, limit: int, cu
 
 
 def held_by(conn: Connection, worker: str, most: int) -> list[Any]:
-    """Return the rows of the rollouts that a worker of this name holds, the oldest leases first."""
+    """Return the rows of the rollouts that a worker with this name holds, the oldest leases first."""
     # The comparison selects all leases, and lets the planner find their small index.
     query = _ROWS.where(rollouts.c.lease_expires > 0, rollouts.c.worker == worker)
     return list(conn.execute(query.order_by(rollouts.c.since).limit(most)))
@@ -264,7 +264,7 @@ class GroupFilter(BaseModel):
     """The groups of which at least one sample has this status."""
     task: Chars128 | None = None
     search: Chars128 = ""
-    """A part of the task's id, in any case of letters."""
+    """A part of the task's id, in upper or lower case."""
 
 
 def group_page(conn: Connection, job: JobRow, filters: GroupFilter, limit: int, cursor: str) -> Page:
@@ -299,7 +299,7 @@ def _group_conditions(job_id: int, filters: GroupFilter) -> list[sa.ColumnElemen
     if filters.task is not None:
         conditions.append(groups.c.task_id == filters.task)
     if filters.search:
-        # `position` and `instr` take the text as it is, so no sign in it has a meaning.
+        # `position` and `instr` take the text as it is, so no character in it is special.
         conditions.append(PlaceIn(sa.func.lower(groups.c.task_id), sa.literal(filters.search.lower())) > 0)
     if filters.informative is not None:
         conditions.append(sa.func.coalesce(groups.c.informative, sa.false()).is_(filters.informative))
@@ -356,8 +356,8 @@ _GANTT_COLUMNS: Final = rollouts.c["id", "group_no", "sample", "state", "reward"
 def gantt(conn: Connection, job: JobRow, sort: GanttSort, limit: int, now: float) -> list[dict[str, Any]]:
     """Return the rollouts of a job that took longest, or those that began last.
 
-    Rollouts that have begun and not ended come with the others; what they do now ends at `now`, in seconds
-    since the epoch. By `started`, the newest of both kinds are chosen and come in the order of their begins.
+    Rollouts that have begun and not ended are included; what they do now ends at `now`, in seconds since the
+    epoch. By `started`, the newest of both kinds are chosen and come in the order of their starts.
     """
     since = rollouts.c.since.desc() if sort == "started" else rollouts.c.since
     unfinished = sa.select(*_GANTT_COLUMNS).where(rollouts.c.job_id == job.id, rollouts.c.state.in_(_BEGUN))

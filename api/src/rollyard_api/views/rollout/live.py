@@ -1,8 +1,9 @@
 """Rollouts that somebody watches while they run.
 
-A look marks its rollout as watched for some seconds. The worker learns it from the answer to its heartbeat,
-and sends with the next ones what is new in the conversation. What it sent is kept in one small row, which
-ends with the watch. Everything is bounded, because workers and those who look are not trusted with memory.
+Each view marks its rollout as watched for some seconds. The worker learns this from the answer to its
+heartbeat, and sends what is new in the conversation with the next ones. What it sent is kept in one small
+row, which is removed when the watch ends. Everything is bounded, because neither workers nor viewers are
+trusted with memory.
 """
 
 from __future__ import annotations
@@ -23,14 +24,14 @@ from rollyard_api.storage.view_tables import watched_rollouts
 from rollyard_api.views.rollout.records import row_of
 
 WATCH_SECONDS: Final = 10.0
-"""The seconds for which a look makes its rollout watched."""
+"""The seconds for which a view makes its rollout watched."""
 KEPT_SECONDS: Final = 60.0
-"""The seconds for which the turns are kept after the last look."""
+"""The seconds for which the turns are kept after the last view."""
 MAX_WATCHED: Final = 128
-"""The number of rollouts that are watched at once."""
+"""The largest number of rollouts that are watched at once."""
 MAX_WATCHED_OF_JOB: Final = 32
 MAX_BYTES: Final = 64 << 10
-"""The bytes of the turns of one rollout that are kept. The oldest ones give way."""
+"""The largest size of the turns of one rollout, in bytes. The oldest are dropped."""
 _W = watched_rollouts.c
 _WATCHED: Final = sa.select(_W.rollout_id).where(_W.until > bindparam("b_now"))
 _KEPT: Final = (
@@ -54,7 +55,7 @@ def watched(tx: Transaction, leases: Collection[str]) -> list[str]:
 
 
 def take(tx: Transaction, reports: Sequence[LiveTurns], leases: Mapping[str, int]) -> None:
-    """Keep what a worker sends of rollouts that are watched.
+    """Keep what a worker sends about rollouts that are watched.
 
     Args:
         reports: The turns by rollout.
@@ -83,7 +84,7 @@ def take(tx: Transaction, reports: Sequence[LiveTurns], leases: Mapping[str, int
 
 
 def _bounded(turns: Mapping[int, dict[str, Any]], dropped: int) -> bytes:
-    """Return the newest turns that have room, as JSON."""
+    """Return the newest turns that fit, as JSON."""
     chosen: list[dict[str, Any]] = []
     room = MAX_BYTES
     for no in sorted(turns, reverse=True):
@@ -101,7 +102,7 @@ def look(tx: Transaction, namespace: str, name: str, rollout: str) -> dict[str, 
     Raises:
         NotFound: There is no such job, or it has no such rollout.
         Conflict: It has ended.
-        LimitReached: As many rollouts as may be are watched.
+        LimitReached: The largest number of rollouts is already watched.
     """
     job = job_rows.find(tx.conn, namespace, name)
     row = row_of(tx.conn, job, rollout, _RUNNING)
@@ -156,7 +157,7 @@ class Watching:
         self._until = 0.0
 
     def note(self, now: float) -> None:
-        """Note a look, at a time in seconds since the epoch."""
+        """Note a view, at a time in seconds since the epoch."""
         self._until = now + WATCH_SECONDS
 
     def possible(self, now: float) -> bool:

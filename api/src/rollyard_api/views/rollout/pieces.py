@@ -89,7 +89,7 @@ MAX_CALLS: Final = 64
 
 
 def text_of(message: Mapping[str, Any]) -> str:
-    """Return the text of a message. Content in parts is one text, in which a part that is no text is JSON."""
+    """Return the text of a message. Content in parts is one text, with JSON for parts that are not text."""
     content = message.get("content")
     if content is None:
         return ""
@@ -143,7 +143,7 @@ def _item(record: CompactRecord, number: int, most: int) -> dict[str, Any]:
 def _calls(
     record: CompactRecord, message: Mapping[str, Any], turn: int | None, most: int
 ) -> list[dict[str, Any]]:
-    """Return the calls of the turn that said a message, or those that the message itself has."""
+    """Return the calls of the turn that produced a message, or those that the message itself has."""
     parsed: list[tuple[str, Any, Mapping[str, Any]]] = []
     if turn is not None:
         calls = record.head["turns"][turn].get("tool_calls") or ()
@@ -201,7 +201,7 @@ def quantized(logprobs: Iterable[float], mask: Iterable[int]) -> str:
 
 
 def _runs(values: Iterable[Any]) -> list[tuple[Any, int]]:
-    """Return each value with the number of times that it stands one after the other."""
+    """Return each run of equal values as the value and the length of the run."""
     return [(value, sum(1 for _ in same)) for value, same in groupby(values)]
 
 
@@ -233,7 +233,7 @@ def tokens(record: CompactRecord, number: int, start: int, limit: int, *, exact:
 
 
 AROUND: Final = 20
-"""The number of tokens that are shown before and after the place."""
+"""The number of tokens that are shown before and after the position."""
 
 
 def difference(left: CompactRecord, right: CompactRecord) -> dict[str, Any]:

@@ -1,7 +1,7 @@
-"""Records of ended rollouts, read once for the many pieces in which a page asks for them.
+"""Records of ended rollouts, read once for the many pieces that a page requests.
 
 A record of 100,000 tokens takes some 20 MB as Python objects and 1 MB as arrays, so token lists stay the raw
-arrays in which the trajectory store has them. The newest records stay in memory, up to a number of bytes.
+arrays that the trajectory store has. The newest records stay in memory, up to a number of bytes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from rollyard_api.trajectories.delivery import Piece
 MAX_BYTES: Final = 128 << 20
 """The number of bytes that the kept records take together, by an estimate."""
 MAX_ONE: Final = 32 << 20
-"""The size of a record that is not kept."""
+"""The size in bytes from which a record is not kept."""
 _RUN_BYTES: Final = 256
 """The bytes that a run of equal policy versions takes as Python objects."""
 
@@ -38,7 +38,7 @@ class CompactRecord:
     messages: list[dict[str, Any]]
     segments: list[PackedSegment]
     turn_of: dict[int, int]
-    """The number of the turn that said a message, by the message's number."""
+    """The number of the turn that produced a message, by the message's number."""
     size: int
     """The bytes that it takes, by an estimate."""
 
@@ -50,7 +50,7 @@ def compact(data: Piece) -> CompactRecord:
     messages = head.pop("messages", [])
     turn_numbers = turns_said([message.get("role", "") for message in messages], len(head.get("turns") or ()))
     runs = sum(len(segment.policy_versions.runs) for segment in segments)
-    # What is not tokens is as long in memory as here, give or take the objects around short texts.
+    # Anything but tokens takes as much memory as here, give or take the objects around short texts.
     return CompactRecord(head, messages, segments, turn_numbers, 2 * len(data) + _RUN_BYTES * runs + 4096)
 
 

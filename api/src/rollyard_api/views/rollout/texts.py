@@ -1,7 +1,7 @@
 """The texts of tokens, byte for byte, from the tokenizer of a pool where this machine has it.
 
 A token may be a part of a character. Such bytes are shown as escapes, so that the texts of all tokens
-together lose nothing and invent nothing. The vocabulary is read from the file itself, with the rules that
+together neither lose nor invent anything. The vocabulary is read from the file itself, with the rules that
 byte-level and SentencePiece tokenizers have for their pieces, because decoders of whole texts repair what is
 broken.
 """
@@ -22,11 +22,11 @@ from rollyard_api.core.problems import ApiError
 MAX_KEPT: Final = 4
 """The number of vocabularies in memory."""
 MAX_PIECES: Final = 1 << 20
-"""The number of tokens of a vocabulary. Larger ones are refused."""
+"""The largest number of tokens of a vocabulary. Larger ones are refused."""
 MAX_PIECE_BYTES: Final = 256
 """The bytes of a token that are shown."""
 LOOK_SECONDS: Final = 30.0
-"""The time after which a tokenizer that could not be read is looked for again."""
+"""The time after which a tokenizer that could not be read is tried again."""
 _SPACE: Final = "\u2581"
 
 
@@ -35,12 +35,12 @@ Pieces = Mapping[int, bytes]
 
 
 def texts_of(pieces: Pieces | str, ids: Sequence[int]) -> list[str] | None:
-    """Return the text of each of these tokens, or None if there are no pieces, but why they are missing."""
+    """Return the text of each of these tokens, or None if `pieces` says why there are none."""
     return None if isinstance(pieces, str) else [shown(pieces.get(number)) for number in ids]
 
 
 def shown(piece: bytes | None) -> str:
-    r"""Return a token's bytes as text: those that are no UTF-8 as \xNN, and an unknown token as `<?>`."""
+    r"""Return a token's bytes as text: those that are not UTF-8 as \xNN, and an unknown token as `<?>`."""
     if piece is None:
         return "<?>"
     return piece[:MAX_PIECE_BYTES].decode("utf-8", "backslashreplace")
@@ -117,8 +117,8 @@ class TokenTexts:
         """Return the pieces of a pool's tokenizer, or why they cannot be read here."""
         looked, vocabulary = self._kept.get(tokenizer, (0.0, None))
         if vocabulary is None or (isinstance(vocabulary, str) and time.monotonic() - looked > LOOK_SECONDS):
-            # Two requests at once may both read the file, which is better than one that waits for a disk that
-            # the other asks for in vain.
+            # Two requests at once may both read the file, which is better than one that waits for the other's
+            # read from a disk that hangs.
             vocabulary = await self._look(tokenizer, namespace)
             self._kept[tokenizer] = (time.monotonic(), vocabulary)
         self._kept.move_to_end(tokenizer)

@@ -1,4 +1,4 @@
-"""Tests of simple assertions are read instead of run, which saves the time of their processes.
+"""Tests of simple assertions, which are read instead of run. This saves the time of their processes.
 
 Most tests of data sets look like `assert candidate(3) == 9`. Their calls can be read from the text, so that
 the policy's process can start at once, and their verdict can often be reached in the worker: the few
@@ -19,11 +19,11 @@ from rollyard_pipeline.handlers.code.programs import parsed
 from rollyard_pipeline.handlers.code.sandboxed import decode, encode
 
 _MOST_READ: Final = 200_000
-"""The most characters of a test that is read."""
+"""The largest number of characters of a test that is read."""
 _MOST_HASHED: Final = 1000
-"""The most items of a set or dictionary that is made here. The policy can choose items of the same hash."""
+"""The largest number of items of a set or dictionary made here. The policy can choose items of one hash."""
 _MOST_VALUES: Final = 20_000
-"""The most values that a result may consist of here, and the most characters of a text."""
+"""The largest number of values in a result here, and of characters in a text."""
 _LARGEST: Final = 1 << 64
 """The largest number in size that is calculated with here."""
 _HIGHEST: Final = 64
@@ -49,7 +49,7 @@ _EVALUATED_ONCE: Final = (
     ast.unaryop,
     ast.cmpop,
 )
-"""The syntax of which every part is evaluated exactly once, whatever the values are."""
+"""The syntax whose parts are all evaluated exactly once, whatever the values are."""
 _COMPARE: Final[Mapping[type[ast.cmpop], Callable[[Any, Any], Any]]] = {
     ast.Eq: operator.eq,
     ast.NotEq: operator.ne,
@@ -78,7 +78,7 @@ _FUNCTIONS: Final[Mapping[str, tuple[Callable[[Any], Any], tuple[type, ...]]]] =
     "sorted": (sorted, (list, tuple)),
     "tuple": (tuple, (list, tuple)),
 }
-"""The functions that are known here, and the types of which their only argument may be."""
+"""The functions that are known here, and the types that their only argument may have."""
 
 
 class _Unknown(WorkerError):
@@ -266,11 +266,11 @@ def _literal(call: ast.Call) -> list[Any]:
 
 
 def _constant(node: ast.expr) -> Any:
-    """Return the value of an argument in which nothing but literals is calculated with.
+    """Return the value of an argument that is calculated from literals alone.
 
     Raises:
         _Unknown: The value could be large, or is known only where the test runs.
-        ValueError, TypeError: There are no literals only.
+        ValueError, TypeError: There are not only literals.
     """
     if isinstance(node, ast.BinOp):
         left, right = _constant(node.left), _constant(node.right)
@@ -307,7 +307,7 @@ def _is_idle(statement: ast.stmt) -> bool:
 
 
 def _awkward(value: Any) -> bool:
-    """Return whether an encoded value could take long to be made or compared, or holds no plain data only."""
+    """Return whether an encoded value could take long to make or compare, or holds more than plain data."""
     waiting, count = [value], 0
     while waiting:
         each = waiting.pop()

@@ -2,10 +2,10 @@
 
 Outputs and results are compared in the worker, as data. Spaces count as LiveCodeBench counts them. A number
 may differ from the expected one only where one of the two is written as a fraction, or is a float: whole
-numbers are counts and remainders, and the nearest other one is as wrong as any.
+numbers are counts and remainders, so the nearest one is as wrong as any other.
 
-What people are shown of a test that failed decides nothing, because the policy chose much of it. The
-functions that write it take a bounded time, and return a short text, whatever they get.
+The parts of a failed test that people are shown decide nothing, because the policy chose much of them. The
+functions that write them take a bounded time, and return a short text, whatever they are given.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ from rollyard_pipeline.handlers.code.sandboxed import encode
 from rollyard_pipeline.sabotage import TEST_TIMEOUT
 
 _LENGTH: Final = 200
-"""The most characters of a value."""
+"""The largest number of characters of a value."""
 _DEPTH: Final = 3
 """How deep a nested value is shown."""
 _ITEMS: Final = 8
-"""The most items of a list that are shown, and the most calls of a test."""
+"""The largest number of items of a list, and of calls of a test, that are shown."""
 _TEST: Final = 1000
-"""The most characters of a test."""
+"""The largest number of characters of a test."""
 _END: Final = 800
-"""The most characters of the end of an output."""
+"""The largest number of characters of the end of an output."""
 _BRACKETS: Final[Mapping[str, str]] = {"l": "[]", "t": "()", "s": "{}", "z": "{}", "y": "<>"}
 
 
@@ -60,15 +60,15 @@ _ROUNDED: Final = Context(prec=40, Emax=MAX_EMAX, Emin=MIN_EMIN, traps=[])
 """How distances are calculated. Numbers themselves are compared exactly, in a time that is linear."""
 _HALF: Final = Decimal("0.5")
 _LONGEST_FLOAT: Final = 32
-"""The most characters of a float that a sandbox reports."""
+"""The largest number of characters of a float that a sandbox reports."""
 _LONGEST_DECIMAL: Final = 1000
-"""The most digits of an exact fraction that is compared with a number."""
+"""The largest number of digits of an exact fraction that is compared with a number."""
 _MOST_BITS: Final = 1024
 """The size of an integer in bits beyond which no float is near to it."""
 
 
 _OUTPUT: Final = 5 << 20
-"""The most bytes of a program's output that are read. A longer output is wrong."""
+"""The largest number of bytes of a program's output that are read. A longer output is wrong."""
 _ROUNDS: Final = 4
 """How often the calls of a test may turn out to depend on the results of earlier ones."""
 _JUDGE_SECONDS: Final = 60.0
@@ -135,8 +135,8 @@ class CodeHandler(Handler):
 class _Trial:
     """The tests of one program.
 
-    `timed_out` says whether a program of the policy exceeded a limit of time, and `why`, for people, in what
-    the last test failed that did.
+    `timed_out` says whether a program of the policy exceeded a time limit. `why` says, for people, how the
+    last failed test failed.
     """
 
     ctx: StageContext
@@ -289,7 +289,7 @@ class _Trial:
         self.why = f"{self.why}\n{words}".strip()
 
     async def _private(self, whose: Literal["policy", "author"]) -> EvalPlace:
-        """Return a private place in which no process of the other one has run, and kill those that do."""
+        """Return a private place in which no process of the other owner has run, and kill those that run."""
         assert self.ctx.place is not None
         if self.used not in ("", whose):
             place = await self.ctx.sandbox.begin_eval()
@@ -328,7 +328,7 @@ _ONE_THREAD: Final[Mapping[str, str]] = dict.fromkeys(
 
 
 def _without_judges(source: str) -> str:
-    """Return the source without what only the tests of authors need, because compiling it takes time."""
+    """Return the source without the parts that only the authors' tests need, because compiling takes time."""
     tree = ast.parse(source)
     tree.body = [node for node in tree.body if getattr(node, "name", "") not in _JUDGES]
     return ast.unparse(tree)
@@ -351,7 +351,7 @@ magic, code, source, request = marshal.loads(sys.stdin.buffer.read())
 exec(marshal.loads(code) if magic == MAGIC_NUMBER else compile(source, "sandboxed.py", "exec"))
 main(sys.argv[1], request)
 """
-"""The program that Python is started with, for which compiling the other one would be most of its work."""
+"""The program that Python is started with. Compiling the other one would be most of the work of the start."""
 
 
 def difference(
@@ -578,5 +578,5 @@ def _whole(digits: str) -> str:
 
 
 def _kind(content: Any) -> str:
-    """Return the kind of a value for which there is nothing better to show."""
+    """Return the kind of a value, if there is nothing better to show."""
     return short_text(content, 50) if isinstance(content, str) else type(content).__name__

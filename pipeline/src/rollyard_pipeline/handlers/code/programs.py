@@ -16,11 +16,11 @@ _FUNCTION: Final = re.compile(r"^[ \t]*+(?:async[ \t]++)?def[ \t]++(\w++)", re.M
 _INDENTED: Final = re.compile(r"(?:[ \t]*+\n)*+[ \t]")
 _UNINDENTED: Final = re.compile(r"^\S", re.MULTILINE)
 _MOST_PARSED: Final = 1 << 16
-"""The most characters of a text that are parsed: the parser holds all threads of the worker meanwhile."""
+"""The largest number of characters that are parsed, because the parser blocks all threads of the worker."""
 _LONG_NUMBER: Final = re.compile(r"[0-9_]{4000,}+")
-"""Digits that are too many for Python's parser, which does not know what they are for."""
+"""More digits than Python's parser accepts, whatever they are for."""
 _LABEL_SHOWN: Final = 20
-"""The most characters of a block's label that people are shown."""
+"""The largest number of characters of a block's label that people are shown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,10 +42,10 @@ def program_of(answer: str, entry_point: str | None = None) -> AnswerProgram:
     """Return the program in an answer.
 
     Where a function is wanted, it is the last block that defines it; one that imports it, or assigns a value
-    to its name, comes after one that has its body. Else it is the last block that is labelled as Python and
-    does something, else the last without a label that does, else the last such one with another label.
-    Interactive sessions are no programs. Without such a block it is what stands before the first fence, if
-    that is Python, else all of the answer.
+    to its name, comes after one that has its body. Otherwise it is the last block that is labelled as Python
+    and does something, else the last such block without a label, else the last with another label.
+    Interactive sessions are not programs. Without such a block it is the text before the first fence, if that
+    is Python, else the whole answer.
 
     Args:
         answer: The answer, in Markdown or as a program without any fence.
@@ -106,7 +106,7 @@ def _begins(prefix: str, name: str) -> bool:
 def defines(program: str, name: str) -> bool:
     """Return whether a program defines a function of this name, or a class `Solution`, which may have it.
 
-    One that is no Python defines what it has a `def` for.
+    A program that is not Python defines what it has a `def` for.
     """
     return _strength(program, name) > 0
 
@@ -171,7 +171,7 @@ def _bound(node: ast.AST, name: str) -> int:
 
 
 def _acts(program: str) -> bool:
-    """Return whether a text is Python that does more than to give values, as a sample of an output does."""
+    """Return whether a text is Python that does more than give values, as a sample of an output does."""
     tree = _tree(program)
     return tree is not None and any(
         not isinstance(statement, ast.Expr | ast.Assign | ast.AnnAssign)
@@ -191,7 +191,7 @@ def _flat(program: str) -> str:
 
 
 def _state(block: Block) -> State:
-    """Return whether a block was cut within a string that stands in triple quotation marks."""
+    """Return whether a block was cut within a triple-quoted string."""
     if len(block.text) > _MOST_PARSED or (block.label and not _PYTHON.fullmatch(block.label)):
         return "whole"
     try:
@@ -206,7 +206,7 @@ def _state(block: Block) -> State:
 def _tree(program: str) -> ast.Module | None:
     """Return a syntax tree that shows the names of a program, but not its long numbers.
 
-    That of a program that is too long shows the statements at its beginning.
+    The tree of a program that is too long shows only the statements at its beginning.
     """
     if len(program) > _MOST_PARSED:
         program = program[:_MOST_PARSED]
@@ -230,7 +230,7 @@ _DEFINING: Final = (
     ast.ImportFrom,
     ast.Assign,
 )
-"""The statements that have no effect but the names that they define, apart from what a module does itself."""
+"""The statements that do nothing but define names, apart from what an imported module does."""
 
 
 def needed(helpers: str, program: str, name: str) -> str:
@@ -239,7 +239,7 @@ def needed(helpers: str, program: str, name: str) -> str:
     Args:
         helpers: The code that stands before the test.
         program: The test.
-        name: The name of the tested function, which is no helper.
+        name: The name of the tested function, which is not a helper.
     """
     tree = parsed(helpers)
     if tree is None or not all(isinstance(statement, _DEFINING) for statement in tree.body):

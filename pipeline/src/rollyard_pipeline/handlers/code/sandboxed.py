@@ -8,7 +8,7 @@ of the policy's decides how they compare.
 
 Most of an evaluation's time is the start of these processes. Therefore they import little: no annotation is
 evaluated, the request is marshalled, and so is the code of this module for a Python of the worker's version,
-installed packages are looked for at the first import that needs them, and Python is not finalized.
+installed packages are searched for at the first import that needs them, and Python is not finalized.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def encode(value: Any, depth: int = 0) -> Any:
     """Return a value as JSON that keeps its type. Other objects become a mark that equals nothing."""
     if depth > MAX_DEPTH:
         return {"o": "deep"}
-    if type(value).__name__ == "Anything":  # The class is not there where the policy's program runs.
+    if type(value).__name__ == "Anything":  # The class does not exist where the policy's program runs.
         return {"o": "anything"}
     if value is None or isinstance(value, bool):
         return value
@@ -120,7 +120,7 @@ def rebuilt(name: str, data: Any) -> Any:
 
 
 def has_object(value: Any) -> bool:
-    """Return whether a value of `encode` holds an object that is no plain data."""
+    """Return whether a value of `encode` holds an object that is not plain data."""
     waiting = [value]
     while waiting:
         each = waiting.pop()
@@ -236,7 +236,7 @@ def call(request: dict[str, Any], out: int) -> None:
     """
     names, name = module("solution"), request["entry_point"]
     run({"prefix.py": request["prefix"]}, names, out)
-    # What the prefix has of these names is no answer, but the policy's program may use it.
+    # What the prefix defines of these names is not an answer, but the policy's program may use it.
     inherited = {each: names.pop(each) for each in ("Solution", name) if each in names}
     run({"solution.py": request["source"]}, names, out)
     its = names.get("Solution")
@@ -350,7 +350,7 @@ def judge(request: dict[str, Any]) -> dict[str, Any]:
                 return decode(result["v"])
             kind = getattr(builtins, result["e"], Exception)
             if kind in (StopIteration, StopAsyncIteration):
-                # It would end an iterator of the test in silence. A generator turns it into this (PEP 479).
+                # It would silently end an iterator of the test. A generator turns it into this (PEP 479).
                 raise RuntimeError("the function raised " + kind.__name__)
             raise (kind if isinstance(kind, type) and issubclass(kind, Exception) else Exception)("raised")
         missing.append(number)
@@ -373,10 +373,10 @@ def judge(request: dict[str, Any]) -> dict[str, Any]:
         error = ""
     except Unanswered:
         error = "Unanswered"
-    except BaseException as raised:  # A test that ends Python has not said that all is well.
+    except BaseException as raised:  # A test that ends Python has not reported success.
         error = type(raised).__name__
     if objects:  # It is true, and unequal to all others, whatever the policy's class says.
-        error = "TypeError: the function returned an object that is no plain data"
+        error = "TypeError: the function returned an object that is not plain data"
     # A test may have caught Unanswered itself.
     passed = not (looking or error or missing)
     return {"passed": passed, "more": bool(missing), "calls": calls if looking else [], "error": error}
@@ -438,7 +438,7 @@ def main(action: str, request: dict[str, Any]) -> None:
         os.lseek(stdin, 0, os.SEEK_SET)
         os.dup2(stdin, 0)
         os.dup2(out, 1)
-        # The file that Python has opened itself takes standard input for a pipe, which it was.
+        # The file that Python itself opened treats standard input as the pipe that it was.
         old = sys.stdin
         sys.stdin = os.fdopen(0, "r", -1, old.encoding, old.errors, closefd=False)
         run({"prefix.py": request["prefix"], "solution.py": request["source"]}, module("__main__"), out)

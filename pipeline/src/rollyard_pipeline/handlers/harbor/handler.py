@@ -303,7 +303,7 @@ class _Steps:
             )
             if result.exit_code == 0 and not result.timed_out:
                 return
-            # Failures in the time of the start do not count.
+            # Failures during the start period do not count.
             failures += time.monotonic() - started > check.start
             if failures > check.retries:
                 words = f"the health check {check.command[:200]!r} failed: {result.text()[-500:]}"
@@ -330,7 +330,7 @@ def _with_solution(task: Task, plan: HarborPlan, step: HarborStep) -> Task:
 
 
 def _check_stages(task: Task, plan: HarborPlan, spec: RolloutJobSpec) -> None:
-    """Check that the job's networks and its carry are such as the task can have."""
+    """Check that the task can have the job's networks and its carry."""
     stage = spec.stages.eval
     in_run = spec.sandbox.network != "none" and task.sandbox.allowed_hosts != []
     in_eval = stage.allowed_hosts is not None and plan.tests_hosts != ()

@@ -29,7 +29,7 @@ class RewardFiles:
     rewards: Mapping[str, float]
     """The rewards by their keys, among them `reward`."""
     note: str = ""
-    """What of the files was left out although it looks like a reward, for people."""
+    """What was left out of the files although it looks like a reward, for people."""
 
 
 Content = bytes | str | None
@@ -40,8 +40,8 @@ def read_rewards(as_json: Content, as_text: Content, key: str = "") -> RewardFil
     """Return the rewards of one run of the tests.
 
     Args:
-        as_json: `reward.json`, which comes first: a number, or an object in which all that is no number is a
-            diagnostic.
+        as_json: `reward.json`, which comes first: a number, or an object in which everything that is not a
+            number is a diagnostic.
         as_text: `reward.txt`: one number. It counts where `reward.json` cannot be read, or names no reward.
         key: The key of `reward.json` that has the reward, or "" for `reward`.
 
@@ -88,11 +88,12 @@ def _document(file: bytes | str) -> Any:
     try:
         return json.loads(file, object_pairs_hook=_object)
     except (ValueError, RecursionError) as error:
-        raise _invalid("reward.json is no JSON") from error
+        raise _invalid("reward.json is not JSON") from error
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return an object of JSON. Tests that write texts of the policy unescaped let it add a second reward."""
+    """Return an object of JSON. Tests that write the policy's texts unescaped would let it add a second
+    reward."""
     document = dict(pairs)
     if len(document) < len(pairs):
         raise _invalid("reward.json has a key twice")
@@ -100,7 +101,8 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _numbers(document: Mapping[str, Any]) -> tuple[dict[str, float], list[str]]:
-    """Return the numbers beside `reward` that can be components, and for people the keys of the others."""
+    """Return the numbers other than `reward` that can be components, and for people the keys of the
+    others."""
     numbers: dict[str, float] = {}
     left_out: list[str] = []
     for key, value in document.items():
@@ -151,7 +153,8 @@ def _invalid(message: str) -> RewardUnusable:
 
 
 def below(rewards: Mapping[str, float], least: Mapping[str, float]) -> bool:
-    """Return whether a step's rewards are lower than its `min_reward`. A key without a reward is."""
+    """Return whether a step's rewards are lower than its `min_reward`. A key without a reward counts as
+    lower."""
     return any(not rewards.get(key, -math.inf) >= number for key, number in least.items())
 
 

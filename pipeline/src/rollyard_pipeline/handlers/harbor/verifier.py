@@ -1,4 +1,4 @@
-"""Running a task's tests in a sandbox, after all that could have been planted there has been removed.
+"""Running a task's tests in a sandbox, after everything that could have been planted there was removed.
 
 No process of the policy is alive while this module works, so what it has removed stays removed. Which of the
 policy's files the tests run is up to the tests.
@@ -32,7 +32,7 @@ class StepVerdict:
     rewards: Mapping[str, float]
     reason: str = ""
     printed: str = ""
-    """The output of the tests, and what of their reward files was left out."""
+    """The output of the tests, and what was left out of their reward files."""
 
 
 async def make_folder(client: ExecClient, path: str) -> None:
@@ -72,7 +72,7 @@ async def empty(client: ExecClient, folder: str) -> None:
 async def upload(client: ExecClient, folder: str, files: Mapping[str, tuple[bytes, int]]) -> None:
     """Write files, which are given as content and mode by their paths below a folder.
 
-    Whatever is at such a path is removed first: a link would have the content kept elsewhere.
+    Whatever is at such a path is removed first: a link would keep the content elsewhere.
 
     Raises:
         FileError: A file cannot be written.
@@ -108,11 +108,11 @@ async def verify(
     if not (plan.separate and plan.verifier_image):
         await empty(client, TESTS)
         await upload(client, TESTS, folder.below(*step.tests))
-    # What the policy has written there decides neither which program nor which module is found.
+    # What the policy wrote there must not decide which program or module is found.
     variables: Mapping[str, str] = env
     for written in dict.fromkeys([plan.workdir, LOGS, *plan.artifacts]):
         variables = evaluation_environment(variables, place, workdir=written, author=env)
-    # Tests find the modules beside them, which Python would otherwise not look for (PYTHONSAFEPATH).
+    # Tests find the modules next to them, which Python would otherwise not search for (PYTHONSAFEPATH).
     variables = {"PYTHONPATH": TESTS, **variables, **step.verifier_env}
     result = await client.run(
         ["bash", "--noprofile", "--norc", f"{TESTS}/test.sh"],
@@ -122,7 +122,7 @@ async def verify(
         timeout=timeout,
         max_output=_OUTPUT,
     )
-    # What the tests left running could change the files while they are read.
+    # Processes that the tests left running could change the files while they are read.
     await client.kill_all()
     printed = result.text().strip()
     if result.timed_out:

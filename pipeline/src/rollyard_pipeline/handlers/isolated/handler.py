@@ -36,7 +36,7 @@ _REQUESTS: Final = 256
 _MESSAGE: Final = 4096  # characters
 _STACK_BYTES: Final = 1 << 16
 _START_SECONDS: Final = 60.0
-"""How long the import of a handler may take, in seconds, on a busy machine, too."""
+"""How long the import of a handler may take, in seconds, even on a busy machine."""
 _ABORT_SECONDS: Final = 2.0  # How long a process may take to write its stack and end.
 
 
@@ -66,7 +66,7 @@ class HandlerProcesses:
     ) -> HandlerOutcome:
         """Call a method of the handler, and return the outcome; see `HandlerProcess.call`.
 
-        If it is cancelled, the process ends. Where its code was blocked is a note of the `CancelledError`.
+        If it is cancelled, the process ends. A note of the `CancelledError` says where its code was blocked.
         """
         while self._idle and not self._idle[-1].alive:
             await self._idle.pop().end()
@@ -83,7 +83,7 @@ class HandlerProcesses:
         except HandlerFailed:
             raise
         except Exception:
-            keep = True  # The method raised it, and the process is as good as before.
+            keep = True  # The method raised it, and the process can still be used.
             raise
         finally:
             if keep:
@@ -152,7 +152,7 @@ class IsolatedHandler(Handler):
 
 
 def loaded_handler(extensions: Registry, name: str, processes: HandlerProcesses | None = None) -> Handler:
-    """Return a new handler of this name. One of another package than Rollyard's is isolated.
+    """Return a new handler of this name. A handler of another package is isolated.
 
     Args:
         extensions: Finds the handler.
@@ -294,7 +294,7 @@ class HandlerProcess:
             sandboxes: The sandboxes that the method may use.
 
         Raises:
-            HandlerFailed: The process died, or said something that is no outcome.
+            HandlerFailed: The process died, or sent something that is not an outcome.
             Exception: The method raised it.
         """
         request = _Request(context, sandboxes, {})
@@ -378,7 +378,7 @@ class HandlerProcess:
             return
         while len(tasks) >= _REQUESTS:
             await asyncio.wait(tasks.values(), return_when=asyncio.FIRST_COMPLETED)
-            await asyncio.sleep(0)  # The callbacks of what has ended remove it.
+            await asyncio.sleep(0)  # Their own callbacks remove those that have ended.
         number = int(header["id"])
         if number in tasks:
             raise ValueError(f"request {number} is made twice")

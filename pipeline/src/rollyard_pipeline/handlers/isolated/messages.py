@@ -51,7 +51,7 @@ class HandlerOutcome(BaseModel):
     reward: Any = None
     """The reward that `eval` returned. It is judged like that of any handler."""
     components: dict[str, Any] | None = None
-    """The components that `eval` returned. None if the call was none of `eval`, or failed."""
+    """The components that `eval` returned. None if the call was not one of `eval`, or failed."""
     reason: Any = ""
     """The reason that `eval` returned."""
     raised: int | None = None

@@ -59,7 +59,7 @@ class SandboxWire(Wire):
 
     Args:
         worker: The connection to the worker.
-        call: The number of the call. Later, the worker refuses the requests.
+        call: The number of the call. After the call, the worker refuses the requests.
         sandbox: The number of the sandbox among those of the call.
     """
 
@@ -81,7 +81,7 @@ class SandboxWire(Wire):
         return await self._worker.request(message, body, limit=_NO_LIMIT, listener=listener)
 
     def fail(self, error: SandboxError) -> None:
-        """Leave the connection open, which is the worker's."""
+        """Leave the connection open, because it is the worker's."""
 
 
 class AgentOfWorker:
@@ -189,7 +189,7 @@ async def performed(handler: Handler, call: HandlerCall, worker: WorkerWire, num
         outcome["carry"] = carried(context)
     except AgentFailed as error:
         outcome["raised"] = error.number
-    except BaseException as error:  # SystemExit is an outcome, too: the worker hears of it.
+    except BaseException as error:  # SystemExit is an outcome, too, which the worker learns of.
         outcome["error"] = described(error)
     outcome["shown"] = context.shown
     try:
@@ -208,14 +208,14 @@ def carried(context: StageContext) -> dict[str, Any]:
     """Return what a handler carries to the next stage.
 
     Raises:
-        PermanentFailure: It is no JSON object.
+        PermanentFailure: It is not a JSON object.
     """
     try:
         carry = json.loads(json.dumps(context.carry))
     except (TypeError, ValueError) as error:
-        raise PermanentFailure(f"ctx.carry is no JSON: {error}", "HandlerStateInvalid") from error
+        raise PermanentFailure(f"ctx.carry is not JSON: {error}", "HandlerStateInvalid") from error
     if not isinstance(carry, dict):
-        raise PermanentFailure("ctx.carry is no JSON object", "HandlerStateInvalid")
+        raise PermanentFailure("ctx.carry is not a JSON object", "HandlerStateInvalid")
     return carry
 
 

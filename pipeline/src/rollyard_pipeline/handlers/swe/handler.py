@@ -63,7 +63,7 @@ _DIFF: Final = re.compile(
     r"diff --git .++\n(?:--- |(?:old|new|deleted|similarity|rename|copy|index)\b))",
     re.MULTILINE,
 )
-"""The header of a file with its first hunk, or with what git says of a file that it moves or makes."""
+"""The header of a file with its first hunk, or with what git says about a file that is moved or created."""
 _NAMES: Final = re.compile(
     r"^(?:--- (.++)\n\+\+\+ (.++)\n@@ -|rename from (.++)\nrename to (.++)$)", re.MULTILINE
 )
@@ -73,8 +73,8 @@ _SIDE: Final = re.compile(r"[ab]/")
 log = logging.getLogger(__name__)
 
 _LOG_BYTES: Final = 16 << 20
-"""The most bytes of the tests' output that are read. A longer log is not judged."""
-_SHOWN: Final = 10  # The most tests that a message names.
+"""The largest number of bytes of the tests' output that are read. A longer log is not judged."""
+_SHOWN: Final = 10  # The largest number of tests that a message names.
 PATCH_REFUSED: Final = "PatchDoesNotApply"
 TAMPERED: Final = "TestsTampered"
 NO_RESULTS: Final = "NoTestResults"
@@ -93,10 +93,10 @@ _SHELL: Final = ("bash", "--noprofile", "--norc", "-c")
 class SweHandler(Handler):
     """Returns reward 1.0 if the hidden tests have the results that they should have, else 0.0.
 
-    The policy's changes of the repository's folder are carried into a fresh sandbox, but for those of tests,
-    of what decides how tests are run, and of caches. The hidden tests come after them. The policy's
-    code runs in the processes of the tests, so it could forge a log. `swe.verdict: report`
-    takes the results from a plugin of pytest instead; see docs/handlers.md for what remains possible.
+    The policy's changes of the repository's folder are carried into a fresh sandbox, except for those of
+    tests, of files that decide how tests run, and of caches. The hidden tests come after them. The policy's
+    code runs in the processes of the tests, so it could forge a log. `swe.verdict: report` takes the results
+    from a plugin of pytest instead; see docs/handlers.md for what remains possible.
     """
 
     reward_range = SHIPPED["swe"].reward
@@ -117,7 +117,7 @@ class SweHandler(Handler):
         tests = task.swe
         if tests is None:
             return None
-        # A diff that is an answer is the policy's, too, and so is what the sandbox suffers from it.
+        # A diff that is an answer is the policy's, too, and so is any damage that it does to the sandbox.
         protected = (lambda _path: True) if tests.submission == "answer" else protection(tests)
         return FolderChanges(_folder(tests, workdir), tests.max_bytes, protected)
 
@@ -296,8 +296,8 @@ async def apply_answer(
 ) -> str:
     """Apply the diff that an answer holds, and return why it is refused, or "".
 
-    Changes of protected files are left out. What git says of the diff, and the folder before and afterwards,
-    decide about this. The text of the diff does not, because git has its own way to read it.
+    Changes of protected files are left out. What git says about the diff, and the folder before and
+    afterwards, decide this. The text of the diff does not, because git has its own way of reading it.
 
     Raises:
         rollyard_sandbox.errors.SandboxError: The sandbox failed, or has no git.
@@ -308,7 +308,7 @@ async def apply_answer(
         return "it is empty, or too long"
     listed = await _git(ctx, folder, patch, ("--numstat", "-z"), ctx.eval_env)
     if listed.exit_code != 0 or listed.truncated_bytes:
-        return "it is no diff"
+        return "it is not a diff"
     names = {record.split(b"\t", 2)[-1] for record in listed.output.split(b"\0") if record}
     if any(posixpath.normpath(name) != name or name.startswith((b"/", b"../")) for name in names):
         return "it has a path that could be written more shortly, or leads out of the folder"
@@ -329,10 +329,10 @@ async def apply_answer(
 def patch_of(answer: str) -> str:
     """Return the diff in an answer, which ends with a newline.
 
-    It is the whole answer if that begins as a diff does. Else it is the last fenced block that looks like a
-    diff, with headers of files and hunks, of those that are labelled as one, or else of all; together with
-    the others, if no two of them change the same file. Else it is the last that is labelled as a diff, else
-    the last one of all, else the whole answer.
+    It is the whole answer if that begins as a diff does. Otherwise it is the last fenced block that looks
+    like a diff, with headers of files and hunks, among those that are labelled as one, or else among all;
+    together with the others, if no two of them change the same file. Otherwise it is the last block that is
+    labelled as a diff, else the last one of all, else the whole answer.
     """
     begins = _DIFF.match(answer.lstrip("\n")) is not None
     blocks = [] if begins else [block for block in fenced_blocks(answer, _state) if block.text.strip()]
@@ -380,7 +380,7 @@ def _state(block: Block) -> State:
 async def _git(
     ctx: StageContext, folder: str, patch: str, options: Sequence[str], env: Mapping[str, str] | None
 ) -> ExecResult:
-    # A repository further up must not decide what the paths of the diff are relative to.
+    # A repository further up must not decide to what the paths of the diff are relative.
     variables = {**(env or {}), "GIT_CEILING_DIRECTORIES": posixpath.dirname(folder)}
     return await ctx.sandbox.run(
         [*_GIT, *options, "-"],

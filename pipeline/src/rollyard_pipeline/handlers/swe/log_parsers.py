@@ -1,4 +1,4 @@
-"""What test frameworks print, read into results. Test names are those that SWE-bench's data sets use."""
+"""Parsers of what test frameworks print. Test names are those that SWE-bench's data sets use."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def _pytest(lines: Iterable[str], results: Results, name: Callable[[str], str]) 
         line = line[worker.end() :] if worker is not None else line
         first, rest = (*line.split(None, 1), "", "")[:2]
         if first in STATUSES and rest and not rest.startswith("["):
-            # A message follows the other results. In brackets there is a count or the progress, and no name.
+            # A message follows the other results. Brackets hold a count or the progress, not a name.
             results.add(name(rest.strip() if first == PASSED else without_message(rest)), first)
             continue
         result = _RESULT.search(line)

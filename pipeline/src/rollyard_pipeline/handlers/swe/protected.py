@@ -45,7 +45,7 @@ def protection(tests: SweTests) -> Callable[[bytes], bool]:
 
     def protected(path: bytes) -> bool:
         parts = path.decode("utf-8", "surrogateescape").split("/")
-        # What reads them may not care about capital letters.
+        # Programs that read them may ignore the case of letters.
         small = [part.lower() for part in parts]
         if any(_matches(part, _FOLDERS) for part in small) or _matches(small[-1], _FILES):
             return True
@@ -65,7 +65,7 @@ def test_paths(tests: SweTests) -> list[str]:
 
 
 def test_folders(paths: Iterable[str]) -> list[str]:
-    """Return the folders of tests in which these files lie: what tests share lies beside them."""
+    """Return the folders of tests in which these files lie, because what tests share lies there, too."""
     folders = set()
     for path in paths:
         parts = path.split("/")[:-1]

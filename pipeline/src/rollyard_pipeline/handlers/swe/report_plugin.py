@@ -5,7 +5,7 @@ and removes it, imports pytest, and compiles the files of the tests that decide,
 what compiles them. It is for Python 3.5 and later, and for every version of pytest since 3.
 
 Each line of the report is signed with the secret, and signatures are chained, so that no line can be added,
-left out or repeated from outside of this module. Code of the repository runs in the same process, and could
+left out or repeated from outside this module. Code of the repository runs in the same process, and could
 make every test pass by replacing tests, what runs them or what compares values. Therefore:
 
 - A test of a file that decides has passed only if its own code, as compiled here, was run to its end, as
@@ -197,7 +197,7 @@ def compiled(source: bytes, path: str) -> Any:
 
 
 def _sources(folder: str, paths: Any) -> Any:
-    """Return the content of modules by their paths, of which a folder's stands for all modules in it."""
+    """Return the content of modules by their paths. The path of a folder stands for all modules in it."""
     sources = {}  # type: Any
     for path in paths:
         for begin in (folder, os.getcwd()):
@@ -239,7 +239,7 @@ class DecidingFiles:
             try:
                 return compiled(source, path)
             except (SyntaxError, ValueError):
-                return None  # Pytest will not load it, either.
+                return None  # Pytest will not load it either.
 
     def at(self, path: str) -> Any:
         """Return the rows of a file from which a class inherits tests. It cannot be one of the policy's."""
@@ -556,7 +556,7 @@ def _expected_to_fail(item: Any) -> bool:
 
 
 def _counts_as_failed(item: Any) -> bool:
-    """Return whether an assertion that fails in the place of the test is noticed, reported and counted."""
+    """Return whether an assertion that fails in place of the test is noticed, reported and counted."""
     from _pytest import runner
 
     info = runner.CallInfo  # type: Any

@@ -22,25 +22,26 @@ XPASS: Final = "XPASS"
 STATUSES: Final = (PASSED, XFAIL, XPASS, SKIPPED, FAILED, ERROR)
 """All results, the worst last."""
 MISSING: Final = "MISSING"
-"""What stands in the place of a result where a test has none."""
+"""What stands in place of a result where a test has none."""
 _WEIGHT: Final = {status: weight for weight, status in enumerate((*STATUSES, MISSING))}
-_SHOWN: Final = 10  # The most tests that a message names for each result.
-_SHOWN_NAME: Final = 160  # The most characters of a name in a message.
-_SHOWN_LIST: Final = 1_900  # The most characters about a list of tests. All that is shown has 4,096.
+_SHOWN: Final = 10  # The largest number of tests that a message names for each result.
+_SHOWN_NAME: Final = 160  # The largest number of characters of a name in a message.
+_SHOWN_LIST: Final = 1_900  # The largest number of characters about a list of tests, of 4,096 in all.
 _TIME: Final = r"\d++(?:\.\d++)?\s?m?s"
 _SECONDS: Final = re.compile(rf"(?<!\s)\s++(?:\({_TIME}\)|\[{_TIME}\]|in {_TIME}ec|# time={_TIME})$")
 """The time that a test took, after its name. No pattern here looks at a part of a line many times."""
 _BARE_SECONDS: Final = re.compile(rf"(?<!\s)\s++{_TIME}$")
-"""What may be such a time, or the end of a sentence such as `waits 5s`."""
+"""What may be either such a time or the end of a sentence such as `waits 5s`."""
 _MOST_DASHES: Final = 20
-_MOST_NAME: Final = 8_192  # The most characters in which a name is looked for. A task's have at most half.
+_MOST_NAME: Final = 8_192  # The number of characters searched for a name. A name of a task has at most half.
 
 
 class Results(dict[str, str]):
     """The result of each test by its name. Of several results for one test, the worst counts."""
 
     def add(self, test: str, status: str) -> None:
-        """Add a result. What a program prints beside the real result can therefore only make it worse."""
+        """Add a result. What a program prints in addition to the real result can therefore only make it
+        worse."""
         if _WEIGHT[status] >= _WEIGHT.get(self.get(test, ""), -1):
             self[test] = status
 
@@ -96,7 +97,7 @@ class Reported:
     def __init__(self, tests: SweTests, names: Iterable[str]) -> None:
         self._timed = tests.log_parser not in PYTEST_PARSERS
         self._names = set(names)
-        # The names of other frameworks are sentences, of which one may begin as another one does.
+        # The names of other frameworks are sentences, and one may begin as another one does.
         self._spaced = [] if self._timed else sorted(name for name in self._names if " " in name)
         listed = (*tests.fail_to_pass, *tests.pass_to_pass, *(tests.expected or ()))
         self._listed = {name.strip() for name in listed}
@@ -120,7 +121,7 @@ class Reported:
         return list(dict.fromkeys([*exact, *self._longer.get(name, ())]))
 
     def _shorter(self, long_name: str) -> list[str]:
-        """Return the name without the time at its end, if that is no other test of the data set."""
+        """Return the name without the time at its end, if that is not another test of the data set."""
         name = _BARE_SECONDS.sub("", long_name)
         return [name] if name in self._names and name not in self._listed else []
 

@@ -130,7 +130,7 @@ class ImageCache:
         return target
 
     async def fetch(self, image: Image, program: ContainerProgram, *, unpacked: bool) -> bool:
-        """Build an image that no sandbox waits for yet, unless the cache is full; whether it is there now.
+        """Build an image that no sandbox waits for yet, unless the cache is full. Return whether it exists.
 
         An image that is needed now is built even if the images in use fill the cache. One that is only
         expected is not.
@@ -214,7 +214,7 @@ class ImageCache:
         return await run_program(argv, seconds=BUILD_SECONDS, env=env)
 
     def _make_room(self, target: Path) -> bool:
-        """Remove what dead builders left, and the least recently used images; whether there is room then."""
+        """Remove what dead builders left, and the least recently used images. Return if there is room."""
         now = time.time()
         for path in [*self.folder.glob(".new-*"), *self.folder.glob(".layers-*")]:
             with contextlib.suppress(OSError):

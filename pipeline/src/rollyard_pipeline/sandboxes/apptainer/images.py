@@ -44,7 +44,7 @@ class Image:
     """The file or folder, or None for an image in a registry."""
     scheme: str = ""
     recipe: Recipe | None = None
-    """How an image is built of a Dockerfile."""
+    """How an image is built from a Dockerfile."""
     base: Image | None = None
     """The image over which a Dockerfile is built."""
 
@@ -113,7 +113,7 @@ def dockerfile_image(
         text: What messages call it.
         recipe: The translated Dockerfile.
         bases: What this platform has in place of images that Dockerfiles name, with or without `docker://`.
-            Another name is that of an image in a registry.
+            Any other name is that of an image in a registry.
         private: See `parse_image`.
 
     Raises:
@@ -132,14 +132,14 @@ def built_image(text: str, build: BuildFolder, allowed: AllowedImages, private: 
     """Return the image of the Dockerfile that a task brings.
 
     Raises:
-        ImageNotAllowed: The image of its FROM is not among `allowed`.
+        SandboxImpossible: The image of its FROM is not among `allowed`.
         ImageNotUsable: It cannot be translated faithfully, or its base cannot be used.
     """
     data, _ = build.files.get("Dockerfile", (b"", 0))
     try:
         dockerfile = data.decode()
     except UnicodeDecodeError as error:
-        raise DockerfileRefused(f"sandbox.image {text!r}: Dockerfile: is no UTF-8 text", 1) from error
+        raise DockerfileRefused(f"sandbox.image {text!r}: Dockerfile: is not UTF-8 text", 1) from error
     files = {path: (content, bool(mode & 0o100)) for path, (content, mode) in build.files.items()}
     recipe = make_recipe(dockerfile, HeldContext(files))
     allowed.check(base_name(recipe, build.bases))
@@ -156,8 +156,8 @@ def check_sif(text: str, path: Path) -> None:
         head = file.read(_SIF_HEADER_BYTES)
     if head[_SIF_MAGIC_AT : _SIF_MAGIC_AT + len(_SIF_MAGIC)] != _SIF_MAGIC or len(head) < _SIF_HEADER_BYTES:
         raise ImageNotUsable(
-            f"sandbox.image {text!r}: {path} is no SIF file (`apptainer build` makes one; archives are named "
-            "docker-archive:/PATH.tar or oci-archive:/PATH.tar)"
+            f"sandbox.image {text!r}: {path} is not a SIF file (`apptainer build` makes one; archives are "
+            "named docker-archive:/PATH.tar or oci-archive:/PATH.tar)"
         )
     # These are the offset and length of the part that holds the data objects.
     offset, length = struct.unpack_from("<qq", head, _SIF_SIZES_AT)
@@ -195,9 +195,9 @@ def _archive_digests(text: str, path: Path) -> list[str]:
                         return [str(entry["digest"]) for entry in document["manifests"]]
                     return [str(part) for entry in document for part in (entry["Config"], *entry["Layers"])]
     except (tarfile.TarError, OSError, ValueError, KeyError, TypeError) as error:
-        raise ImageNotUsable(f"sandbox.image {text!r}: {path} is no image archive: {error}") from error
+        raise ImageNotUsable(f"sandbox.image {text!r}: {path} is not an image archive: {error}") from error
     raise ImageNotUsable(
-        f"sandbox.image {text!r}: {path} has neither manifest.json nor index.json: it is no image archive"
+        f"sandbox.image {text!r}: {path} has neither manifest.json nor index.json: it is not an image archive"
     )
 
 

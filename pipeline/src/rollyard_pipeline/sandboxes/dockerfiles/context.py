@@ -1,7 +1,7 @@
 """The files that a Dockerfile may copy: those of one folder, and nothing outside of it.
 
-The folder's author is not trusted. Its files are listed and read without following any symbolic link, so that
-no name leads out of it, also if the folder changes in between.
+The folder's author is not trusted. Its files are listed and read without following any symbolic link, so no
+name leads out of it, even if the folder changes in between.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class BuildContext(Protocol):
     """A folder with a Dockerfile."""
 
     def files(self) -> Mapping[str, ContextFile]:
-        """Return its files by path; of folders, only what is in them.
+        """Return its files by path. Folders are listed only by what is in them.
 
         Raises:
             DockerfileProblem: The folder cannot be read, or holds too much.
@@ -48,7 +48,7 @@ class BuildContext(Protocol):
         """Yield the content of a file, piece by piece.
 
         Raises:
-            DockerfileProblem: The file cannot be read, or is no regular file any more.
+            DockerfileProblem: The file cannot be read, or is no longer a regular file.
         """
 
 
@@ -130,7 +130,7 @@ class FolderContext:
                 flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
                 with open(os.open(name, flags, dir_fd=descriptors[-1]), "rb") as file:
                     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-                        raise _problem(f"{path}: is no regular file")
+                        raise _problem(f"{path}: is not a regular file")
                     yield file
             finally:
                 for descriptor in descriptors[1:]:
@@ -146,7 +146,7 @@ def _listed(path: str, info: os.stat_result) -> ContextFile:
     if stat.S_ISLNK(info.st_mode):
         problem = "is a symbolic link, which could lead out of the folder"
     elif not stat.S_ISREG(info.st_mode):
-        problem = "is no regular file"
+        problem = "is not a regular file"
     elif not path.isprintable():
         path, problem = ascii(path), "has a name that cannot be printed"
     return ContextFile(path, bool(info.st_mode & 0o100), problem)
@@ -198,7 +198,7 @@ def _problem(text: str) -> DockerfileProblem:
 def copied(files: Mapping[str, ContextFile], source: str) -> tuple[dict[str, ContextFile], bool]:
     """Return what a source of COPY names, by its path below the target, and whether it is a folder.
 
-    Of a folder everything below it is copied, without its own name.
+    If it is a folder, everything below it is copied, without its own name.
 
     Args:
         files: All files of the context.

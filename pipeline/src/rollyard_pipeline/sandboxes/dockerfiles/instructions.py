@@ -85,7 +85,7 @@ def _instruction(number: int, line: str) -> Instruction:
 
 
 def check_instruction(each: Instruction) -> None:
-    """Check an instruction for what no instruction may have.
+    """Check an instruction for what is not allowed in any.
 
     Raises:
         DockerfileRefused: It has an option, a heredoc, the JSON form where that is not translated, or
@@ -105,7 +105,7 @@ def check_instruction(each: Instruction) -> None:
 
 
 def _is_json(text: str) -> bool:
-    """Return whether the words are a list of JSON. A `[` of the shell is none."""
+    """Return whether the words are a list of JSON. A `[` of the shell is not one."""
     try:
         return isinstance(json.loads(text), list)
     except (ValueError, RecursionError):

@@ -1,10 +1,10 @@
 """A Dockerfile as a definition file, made by spython's parser and writer, and the files that it needs.
 
-A Dockerfile is first translated to instructions that spython translates faithfully; all else is refused.
-spython writes the words of each RUN into one script, in which a `cd` or `export` lasts and a failure before
-`&&` is overlooked, and copies all files before the first command. Docker does none of this. So every RUN
-becomes a shell of its own, every variable is exported, and files are copied to a folder from which the script
-takes them in the right order.
+A Dockerfile is first translated to instructions that spython translates faithfully; everything else is
+refused. spython writes the words of each RUN into one script, in which a `cd` or `export` lasts and a failure
+before `&&` is overlooked, and copies all files before the first command. Docker does none of this. Therefore
+every RUN becomes a shell of its own, every variable is exported, and files are copied to a folder from which
+the script takes them in the right order.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ log = logging.getLogger(__name__)
 _SILENT: Final = -9
 """A level of spython's messages at which it prints none, such as that a file is missing here."""
 _VERSION: Final = "1"
-"""It is part of every key. Another one makes all images be built again."""
+"""It is part of every key. A change of it causes all images to be built again."""
 MAX_FOLDERS: Final = 100_000
 DOCKERFILE: Final = "Dockerfile"
 
@@ -149,7 +149,7 @@ def _body(translation: Translation) -> str:
     """Return what spython makes of the instructions, after its head.
 
     Raises:
-        DockerfileRefused: This version of spython makes something else of them than it should.
+        DockerfileRefused: This version of spython translates them in another way than it should.
     """
     text, parsed = spython_definition(translation.lines)
     head, _, body = text.partition("\nStage: spython-base\n")
@@ -196,7 +196,7 @@ def spython_definition(lines: list[str]) -> tuple[str, Mapping[str, object]]:
 
 @dataclass(frozen=True, slots=True)
 class DockerfileFolder:
-    """A folder with a Dockerfile that an image is needed of."""
+    """A folder with a Dockerfile from which an image is needed."""
 
     name: str
     """What messages call it: its path below the folder that was searched, or its own name."""
@@ -219,15 +219,15 @@ class DockerfileFolder:
         except DockerfileProblem as error:
             raise DockerfileRefused(str(error), 1) from error
         except UnicodeDecodeError as error:
-            raise DockerfileRefused("Dockerfile: is no UTF-8 text", 1) from error
+            raise DockerfileRefused("Dockerfile: is not UTF-8 text", 1) from error
         return make_recipe(text, context)
 
 
 def dockerfile_folders(top: Path) -> list[DockerfileFolder]:
     """Return the folders with Dockerfiles whose images are needed, sorted.
 
-    It is `top` itself if it has a Dockerfile. Otherwise they are those of task folders: `environment` where
-    the task's `task.toml` names no image, and `tests` where a separate verifier has no image.
+    The result is `top` itself if it has a Dockerfile. Otherwise it is those of task folders: `environment`
+    where the task's `task.toml` names no image, and `tests` where a separate verifier has no image.
 
     Raises:
         DockerfileProblem: A folder cannot be read, or there are too many.
@@ -289,7 +289,7 @@ class Translation:
     base: str = ""
     """The image of FROM, as the Dockerfile names it."""
     lines: list[str] = field(default_factory=list)
-    """The instructions for spython, one a line."""
+    """The instructions for spython, one per line."""
     script: list[str] = field(default_factory=list)
     """The lines of the build script that spython must make of them."""
     environment: list[str] = field(default_factory=list)
@@ -344,7 +344,7 @@ class _Translator:
                 else:
                     if each.keyword in ("SHELL", "ONBUILD"):
                         raise each.refused("is not translated; spython would run it as a command")
-                    raise each.refused("is no instruction of a Dockerfile")
+                    raise each.refused("is not an instruction of a Dockerfile")
             except DockerfileProblem as error:
                 raise each.refused(str(error)) from error
         if not self._translation.base:
@@ -383,9 +383,9 @@ class _Translator:
 
         base = literal(expand(words[0], lookup))
         if base == "scratch":
-            raise each.refused("scratch is no image that can be started, and spython would look it up")
+            raise each.refused("scratch is not an image that can be started, and spython would look it up")
         if not _BASE.fullmatch(base):
-            raise each.refused(f"{base[:100]!r} is no name of an image")
+            raise each.refused(f"{base[:100]!r} is not a name of an image")
         self._translation.base = base
         self._translation.lines.append(f"FROM {base}")
         self._command("umask 022")
@@ -394,7 +394,7 @@ class _Translator:
         for word in split_words(each.text):
             name, equals, default = word.partition("=")
             if not _NAME.fullmatch(name):
-                raise each.refused(f"{name[:60]!r} is no name of a variable")
+                raise each.refused(f"{name[:60]!r} is not a name of a variable")
             if not self._translation.base:
                 if not equals:
                     raise each.refused(f"{name} has no default, and nothing else gives it a value")
@@ -431,7 +431,7 @@ class _Translator:
 
         for name, value in pairs:
             if not _NAME.fullmatch(name):
-                raise each.refused(f"{name[:60]!r} is no name of a variable")
+                raise each.refused(f"{name[:60]!r} is not a name of a variable")
             self._variables[name] = expand(value, lookup)
             set_here.add(name)
             assignment = f"{name}={quoted(self._variables[name])}"

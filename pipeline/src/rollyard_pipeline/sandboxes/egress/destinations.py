@@ -1,4 +1,4 @@
-"""From the name that a program asks for to the addresses that the proxy connects to.
+"""The way from the name that a program asks for to the addresses that the proxy connects to.
 
 These are public addresses that are not this machine's own.
 """
@@ -70,7 +70,7 @@ _REFUSED_6: Final = {
     "reserved": ("2001::/23", "2001:db8::/32", "2620:4f:8000::/48", "3fff::/20"),
 }
 PINNABLE: Final = frozenset({"private", "shared by a carrier", "reserved"})
-"""What an address may be that the installer pins a host to, in the place of a public one."""
+"""What kind of address the installer may pin a host to, instead of a public one."""
 _PUBLIC_6: Final = ipaddress.IPv6Network("2000::/3")
 _NETWORKS: Final = tuple(
     (kind, ipaddress.ip_network(text))
@@ -85,14 +85,14 @@ _RESOLVERS: Final = 2
 _MOST_ADDRESSES: Final = 32
 _NEVER: Final = float("-inf")
 _ABSENT: Final = (socket.EAI_NONAME, socket.EAI_NODATA)
-"""The errors of a name that has no address, in contrast to one whose servers do not answer."""
+"""The errors of a name that has no address, as opposed to one whose servers do not answer."""
 
 Resolve = Callable[[str], Awaitable[list[Address]]]
 """Returns the addresses of a host. It raises OSError if there are none."""
 
 
 def why_refused(address: Address) -> str:
-    """Return what the address is in the place of a public one of another machine, or "" if it is that."""
+    """Return what kind of address this is, or "" if it is a public one of another machine."""
     if isinstance(address, ipaddress.IPv6Address) and address.scope_id is not None:
         return "link-local"
     for kind, network in _NETWORKS:
@@ -137,11 +137,11 @@ class SystemResolver:
                     self._threads, lambda: socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
                 )
         except UnicodeError as error:
-            raise socket.gaierror(socket.EAI_NONAME, f"{host!r} is no host: {error}") from error
+            raise socket.gaierror(socket.EAI_NONAME, f"{host!r} is not a host: {error}") from error
         return list(dict.fromkeys(ipaddress.ip_address(entry[4][0]) for entry in entries))
 
     def close(self) -> None:
-        """End the threads, without a wait for those that still resolve a name."""
+        """End the threads, without waiting for those that still resolve a name."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
 
@@ -226,7 +226,7 @@ class Destinations:
         """Return the addresses to connect to, all of which have been checked.
 
         Args:
-            host: The name in the form of `allowed_hosts.host_name`, or None if it is no DNS name.
+            host: The name in the form of `allowed_hosts.host_name`, or None if it is not a DNS name.
 
         Raises:
             EgressRefused: The list does not contain the host and port, or an address of the host is not

@@ -179,7 +179,7 @@ class _Lending:
                 except ExecError as error:
                     self._places.release()
                     self._waiting.release()
-                    failures += error.reason != "TooManyTunnels"  # Programs give those back in time.
+                    failures += error.reason != "TooManyTunnels"  # Programs give tunnels back in time.
                     if error.reason == "TunnelRefused" or failures == _TRIES:
                         log.info("network of %s: it ends: %s", self._name, error)
                         return

@@ -1,4 +1,4 @@
-"""What the proxy grants one sandbox, and what it has taken."""
+"""What the proxy grants a sandbox, and what the sandbox has used."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ class EgressLimits:
     """The bytes in both directions."""
     connection_seconds: float = 600.0
     idle_seconds: float = 120.0
-    """The seconds for which neither end of a connection may be silent together."""
+    """The seconds for which both ends of a connection may be silent at the same time."""
     connect_seconds: float = 10.0
     head_seconds: float = 15.0
     """The seconds in which a request, and the first message of TLS, must have come."""
     reserved: int = 8
-    """The number of connections that a sandbox has however many the others hold."""
+    """The number of connections that a sandbox may have, however many the others hold."""
     worker_connections: int = 256
     """The number of connections of one worker at which sandboxes get no more than the reserved ones."""
 
@@ -48,9 +48,9 @@ class EgressLimits:
 class EgressRefused(WorkerError):
     """What a program of the sandbox asked for is refused. The message may be shown to the policy.
 
-    The reason is `RequestRefused` (the proxy takes no such request), `NotTls` (the bytes are no ClientHello
-    that is taken), `DestinationRefused` (the destination is not allowed), `HostUnresolved` (the host has no
-    address at present) or `NetworkSpent` (the sandbox has used up the bytes that it may move).
+    The reason is `RequestRefused` (the proxy takes no such request), `NotTls` (the bytes are not an
+    acceptable ClientHello), `DestinationRefused` (the destination is not allowed), `HostUnresolved` (the host
+    has no address at present) or `NetworkSpent` (the sandbox has used up the bytes that it may move).
 
     Args:
         status: The status of the proxy's answer.

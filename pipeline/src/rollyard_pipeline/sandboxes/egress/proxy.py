@@ -265,7 +265,7 @@ def server_name(data: bytes) -> str | None:
     See RFC 8446 section 4.1.2, and RFC 6066 section 3.
 
     Raises:
-        EgressRefused: The bytes are no ClientHello, or one that is too long, that names no server, or that
+        EgressRefused: The bytes are not a ClientHello, or one that is too long, that names no server, or that
             hides the name (encrypted client hello).
     """
     message, rest = bytearray(), memoryview(data)

@@ -130,7 +130,7 @@ class Reaper:
         asyncio.get_running_loop().add_reader(pidfd, self._ended, pid)
 
     def close(self) -> None:
-        """Stop watching. ChildProcesses that still run are left running."""
+        """Stop watching. Child processes that still run are left running."""
         for pid in list(self._pidfds):
             self._ended(pid)
 

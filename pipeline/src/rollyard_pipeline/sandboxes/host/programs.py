@@ -1,4 +1,4 @@
-"""Programs of the machine that run for a limited time, and end with all that they started."""
+"""Running programs of this machine for a limited time, after which everything that they started ends."""
 
 from __future__ import annotations
 

@@ -97,7 +97,7 @@ class SandboxRecord:
             if document["state"] not in _STATES:
                 raise ValueError(f"state {document['state']!r}")
             if len(bytes.fromhex(document["secret"])) != SECRET_BYTES:
-                # A peer can prove that it knows a secret which is empty.
+                # Any peer can prove that it knows an empty secret.
                 raise ValueError(f"secret: must have {SECRET_BYTES} bytes")
             return cls(**fields)
         except (KeyError, TypeError, AttributeError) as error:
@@ -230,11 +230,11 @@ class SandboxFolder:
         self._death(sandbox_id, death).touch(mode=0o600)
 
     def died_of(self, sandbox_id: str, death: Death) -> bool:
-        """Return whether a removed sandbox is remembered as one that ended so."""
+        """Return whether a removed sandbox is remembered as one that ended for this reason."""
         return _is_id(sandbox_id) and self._death(sandbox_id, death).exists()
 
     def remove(self, sandbox_id: str) -> None:
-        """Remove the folder with everything in it. A missing folder is no error."""
+        """Remove the folder with everything in it. A missing folder is not an error."""
         if _is_id(sandbox_id):
             for folder in (self.folder(sandbox_id), self._hidden(sandbox_id)):
                 with contextlib.suppress(OSError):

@@ -89,7 +89,7 @@ class Starter(ABC):
         return
 
     async def fetch(self, key: SandboxKey) -> bool:
-        """Bring the image of a key to this machine ahead of its first sandbox; whether there was room for it.
+        """Bring the image of a key to this machine ahead of its first sandbox. Return whether there was room.
 
         It raises the same exceptions as `start`.
         """

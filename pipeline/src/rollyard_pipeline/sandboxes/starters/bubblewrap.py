@@ -24,7 +24,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from rollyard_pipeline.errors import WorkerError
 from rollyard_pipeline.sandboxes.errors import ImageNotUsable, NodeUnusable, SandboxStartFailed
 from rollyard_pipeline.sandboxes.host.cgroups import CgroupPlace
 from rollyard_pipeline.sandboxes.host.processes import ProcessRef, kill_and_wait
@@ -203,7 +202,7 @@ class BubblewrapStarter(Starter):
         self._bwrap = bwrap or shutil.which("bwrap") or "bwrap"
         self._runtime: Runtime | None = None
         self._templates = Templates(self._start_template) if templates else None
-        # A fork takes about 10 ms. Those that nobody takes in the end would cost more than they save.
+        # A fork takes about 10 ms. Forks that nobody uses in the end would cost more than they save.
         self.starts_ahead = not templates
         self._failures = 0
 
@@ -237,13 +236,13 @@ class BubblewrapStarter(Starter):
         problem: Exception | None = None
         try:
             started = await self._fork(self._templates, key, folder, cgroups, secret)
-        except TemplateLost:
-            log.info("a template of sandboxes has ended; another one will be started")
         except SandboxStartFailed as error:
             problem = error
         else:
-            self._failures = 0
-            return started
+            if started is not None:
+                self._failures = 0
+                return started
+            log.info("a template of sandboxes has ended; another one will be started")
         self._templates.drop(key.image)
         (folder / SOCKET_NAME).unlink(missing_ok=True)  # The next start binds it again.
         started = await self._start_alone(key, folder, cgroups, secret)
@@ -256,7 +255,8 @@ class BubblewrapStarter(Starter):
 
     async def _fork(
         self, templates: Templates, key: SandboxKey, folder: Path, cgroups: Sequence[Path], secret: bytes
-    ) -> StartedSandbox:
+    ) -> StartedSandbox | None:
+        """Fork a sandbox of a template, or return None if the template has ended."""
         options = {
             "sizes": memory_folders(key),
             "limits": numbered(resource_limits(key, self.places)),
@@ -267,7 +267,7 @@ class BubblewrapStarter(Starter):
         }
         template = await templates.get(key.image, self._stamp(key.image))
         root = await template.fork(Fork(folder / SOCKET_NAME, secret, cgroups, options), START_SECONDS)
-        return StartedSandbox(root, None)
+        return None if root is None else StartedSandbox(root, None)
 
     async def _start_template(self, image: str | None, control: int) -> Started:
         runtime = self._prepared()
@@ -372,12 +372,6 @@ def _mounts(key: SandboxKey) -> list[str]:
     ]
 
 
-class TemplateLost(WorkerError):
-    """The template has ended, so another one has to be started."""
-
-    reason = "TemplateLost"
-
-
 @dataclass(frozen=True, slots=True)
 class Fork:
     """A sandbox that a template is to fork. The fields of `options` are those that the template reads."""
@@ -404,11 +398,12 @@ class Template:
         """End the template. Sandboxes that were forked from it are left running."""
         self._control.close()
 
-    async def fork(self, request: Fork, seconds: float) -> ProcessRef:
+    async def fork(self, request: Fork, seconds: float) -> ProcessRef | None:
         """Fork a sandbox, and return its process 1 when the server inside is ready.
 
+        It returns None if the template has ended.
+
         Raises:
-            TemplateLost: The template has ended.
             SandboxStartFailed: The server ended, or was not ready within `seconds` and has been killed. The
                 message ends with its standard error.
             NodeDiskFull: There is no room for the socket.
@@ -429,8 +424,8 @@ class Template:
                 descriptors.append(owned(stack, procs))
             try:
                 socket.send_fds(self._control, [json.dumps(request.options).encode()], descriptors)
-            except OSError as error:
-                raise TemplateLost(f"the template of sandboxes has ended: {error}") from error
+            except OSError:
+                return None
             ready_write.close()
             info_write.close()
             root: ProcessRef | None = None
@@ -451,7 +446,7 @@ class Template:
             await _kill(root)
             words = log_text(errors)
             if not words and root is None and failure.startswith("ended"):
-                raise TemplateLost("the template of sandboxes has ended")
+                return None
             raise SandboxStartFailed(f"the exec server {failure}: {words or 'it wrote nothing'}")
 
 
@@ -546,7 +541,7 @@ def source_stamp(arguments: Sequence[str]) -> tuple[Any, ...]:
 def _named(info: int) -> ProcessRef | None:
     """Return process 1 of a sandbox whose start was given up before the template named it. This blocks.
 
-    Otherwise it could run on until its lease ends. The result is None if there is no such process.
+    Otherwise it could continue to run until its lease ends. The result is None if there is no such process.
     """
     if not select.select([info], [], [], NAMED_SECONDS)[0]:
         return None

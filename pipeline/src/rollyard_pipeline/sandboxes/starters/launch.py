@@ -52,7 +52,7 @@ class SandboxLaunch:
     log: bool = False
     """Whether LOG_FD is the standard error too, for a program that replaces it in the processes it starts."""
     control: int | None = None
-    """The descriptor that the program inherits as LISTEN_FD in the place of a socket that is bound here."""
+    """The descriptor that the program inherits as LISTEN_FD instead of a socket that is bound here."""
     end: Callable[[ProcessRef], object] | None = None
     """Ends the program and all it has started, for one whose death leaves others behind. This blocks."""
 

@@ -236,7 +236,7 @@ def _write_compiled(path: Path, origin: Path, shown: str) -> None:
     """
     code = SourceFileLoader(origin.stem, str(origin)).get_code(origin.stem)
     if code is None:
-        raise SandboxStartFailed(f"{origin} is no Python module")
+        raise SandboxStartFailed(f"{origin} is not a Python module")
     # The .pyc file is not checked against the source (PEP 552, flags 0b01), because neither can be changed.
     head = importlib.util.MAGIC_NUMBER + (1).to_bytes(4, "little")
     # `cache_from_source` is not used, because it follows PYTHONPYCACHEPREFIX, which is for this process only.

@@ -1,1 +1,1 @@
-"""The format `swebench`: rows of SWE-bench and of the data sets that are built like it."""
+"""The format `swebench`: rows of SWE-bench and of the data sets modelled on it."""

@@ -29,14 +29,14 @@ bash run_tests.sh
 
 
 _NOTHING: Final[Sequence[Any]] = ("", "null", [])
-"""What a column may hold in place of null, where a table of several data sets was written as texts."""
+"""What a column may hold instead of null, where a table of several data sets was written as texts."""
 _NAMED: Final = 10  # The most names that a message shows.
 _EXPECTED: Final = "expected_output_json"
 _UNREPORTED: Final = re.compile(
     r"(?:\[(?:\d+%?\])?|\d+%\]|(?:PASSED|FAILED|ERROR|SKIPPED|XFAIL|XPASS):?|\.{3,}|[_-]{3,}|={3,}.*)?"
 )
-"""Names that no test runner reports, without white space. They come from logs in which another word stood in
-the place of a name: `PASSED [100%]` and `PASSED [ 50%]` after a test that prints, `SKIPPED [1]`, headings."""
+"""Names that no test runner reports, without white space. They come from logs in which another word was where
+a name should be: `PASSED [100%]` and `PASSED [ 50%]` after a test that prints, `SKIPPED [1]`, headings."""
 _KNOWN: Final = frozenset(get_args(LogParser))
 _OTHERS: Final = {
     "pytest_with_options": "pytest_options",
@@ -50,7 +50,7 @@ _OTHERS: Final = {
 }
 """The names of log parsers in other projects' rows, and what they are called here."""
 _ACTIVATE: Final = "source /opt/miniconda3/bin/activate\nconda activate testbed"
-"""The commands that make ready the environment of an image of SWE-bench."""
+"""The commands that prepare the environment of an image of SWE-bench."""
 _START: Final = ">>>>> Start Test Output"
 _END: Final = ">>>>> End Test Output"
 """The lines around the output of the tests, as SWE-bench's scripts print them."""
@@ -98,7 +98,7 @@ class SweBenchFormat(TaskFormat):
         """Return the task of a row."""
         row = row.filled(_NOTHING)
         filled = row.values
-        row.text("image", "")  # A container's in all of these data sets, where it is another column's or not.
+        row.text("image", "")  # A container image in all of these data sets.
         if _EXPECTED in filled:
             fields = _r2e(row)
         elif "eval_script" in filled:
@@ -193,7 +193,7 @@ def _rebench(row: Row) -> dict[str, Any]:
     script = _script_of(folder, preparation, commands, files)
     fields = _task(row, image, folder, script, log_parser, patch)
     if len(commands) > 1:
-        fields["swe"]["verdict"] = "log"  # A report is that of one run of pytest.
+        fields["swe"]["verdict"] = "log"  # A report covers one run of pytest.
     return fields
 
 
@@ -262,14 +262,14 @@ def _task(
 
 
 def _folder(row: Row, folder: str) -> str:
-    """Return the folder of the repository. A column `repository`, which is our own, may name another one."""
+    """Return the folder of the repository. The column `repository`, which is our own, may name another."""
     if "repository" not in row.values:
         return folder
     return row.row("repository").text("path", "repository")
 
 
 def _applying(patch: str, folder: str, *, reverse: bool) -> dict[str, Any]:
-    """Return the call of the tool `bash` that applies a diff. Its last line is one that the diff lacks."""
+    """Return the call of the tool `bash` that applies a diff. The end marker is a line not in the diff."""
     last = "END_OF_PATCH"
     while last in patch:
         last += "_"
@@ -295,7 +295,7 @@ def _reported(row: Row, field: str, listed: list[Any]) -> tuple[list[str], list[
     """Return the names of tests that a test runner can report, and the others.
 
     Raises:
-        RowRefused: A name is no text, or none is left of those that have to pass.
+        RowRefused: A name is not a text, or none is left of those that have to pass.
     """
     for index, name in enumerate(listed):
         if not isinstance(name, str):
@@ -357,7 +357,7 @@ def _script_of(
 
 
 def _labels(repository: str, files: Sequence[str]) -> list[str]:
-    """Return what the test command of a repository takes for these files: Django takes modules."""
+    """Return what the test command of a repository takes for these files; Django takes modules."""
     if repository != "django/django":
         return list(files)
     return [
@@ -368,5 +368,5 @@ def _labels(repository: str, files: Sequence[str]) -> list[str]:
 
 
 def _files_of(tests: Sequence[str]) -> list[str]:
-    """Return the files of pytest's test names, each once and in their order."""
+    """Return the files in pytest's test names, each once and in their order."""
     return list(dict.fromkeys(test.split("::")[0] for test in tests if "::" in test))

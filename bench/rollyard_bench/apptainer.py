@@ -7,34 +7,17 @@ import os
 import subprocess
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
-from rollyard_pipeline.sandboxes import open_provider
 from rollyard_pipeline.sandboxes.apptainer.starter import ApptainerOptions
-from rollyard_pipeline.sandboxes.interface import SandboxProvider
 
-from rollyard_bench import coldstart, lab
-from rollyard_bench.registry import Measurement, Settings
-from rollyard_bench.results import Baseline
+from rollyard_bench import lab
+from rollyard_bench.results import Measurement, Settings
+from rollyard_bench.sandboxes import cold_start, started
 
 MODULE = "rollyard_bench.apptainer"
-
-
-@asynccontextmanager
-async def _provider(image: str) -> AsyncIterator[SandboxProvider]:
-    """Yield a started provider, which leaves nothing behind."""
-    with tempfile.TemporaryDirectory(prefix="ryb-") as folder:
-        options = ApptainerOptions(default_image=image)
-        provider = open_provider("apptainer", run_dir=Path(folder), node="bench", apptainer=options)
-        await provider.start()
-        try:
-            yield provider
-        finally:
-            for left in provider.claimed():
-                await provider.release(left)
-            await provider.aclose()
 
 
 @contextmanager
@@ -63,20 +46,11 @@ def _bare(program: str, image: str) -> Iterator[Callable[[], float]]:
 
 async def _measured(settings: Settings) -> list[Measurement]:
     program, image = lab.apptainer(), await lab.default_image()
-    scale = 1 if settings.quick else 3
-    with _bare(program, image) as bare:
-        async with _provider(image) as provider:
-            cold = await coldstart.cold(provider, bare, 10 * scale)
-    return [
-        Measurement(
-            "apptainer_cold",
-            cold.ours.p50,
-            Baseline("apptainer instance start + exec server start, bare", cold.bare.p50 + cold.server.p50),
-            f"acquire with an empty pool until the client is connected {cold.ours.text()}; "
-            f"`apptainer instance start` of the same SIF without options {cold.bare.text()}; "
-            f"exec server outside of a sandbox, until a client is connected {cold.server.text()}",
-        ),
-    ]
+    options = ApptainerOptions(default_image=image)
+    with _bare(program, image) as bare, tempfile.TemporaryDirectory(prefix="ryb-") as folder:
+        async with started("apptainer", Path(folder), apptainer=options) as provider:
+            name = "bare `apptainer instance start` of the same SIF"
+            return [await cold_start("apptainer_cold", provider, bare, name, 10 if settings.quick else 30)]
 
 
 async def measure(settings: Settings) -> list[Measurement]:

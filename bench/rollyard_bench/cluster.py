@@ -18,9 +18,8 @@ import httpx
 import orjson
 from kubernetes.aio import client, config
 
-from rollyard_bench.processes import Missing, ProgramFailed, output
+from rollyard_bench.processes import ROOT, Missing, ProgramFailed, output
 
-ROOT = Path(__file__).resolve().parents[2]
 LOCK = "/tmp/kube-lab.lock"
 START_SECONDS = 120.0
 IMAGES_SECONDS = 300.0

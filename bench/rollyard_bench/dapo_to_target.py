@@ -3,27 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import random
 import tempfile
 import time
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import count, islice
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-import httpx
+from rollyard_client import AsyncClient
 
-from rollyard_bench.harness import stage_worker
-from rollyard_bench.memory import manifest, posted
-from rollyard_bench.processes import Program, ProgramFailed, control_plane
-from rollyard_bench.registry import Measurement, Settings
-from rollyard_bench.results import Baseline
+from rollyard_bench.harness import deployment, manifest
+from rollyard_bench.processes import ProgramFailed
+from rollyard_bench.results import Baseline, Measurement, Settings
 
-HERE = Path(__file__).resolve().parents[1]
 TARGET = 32
 SAMPLES = 8
 IN_FLIGHT = 32
@@ -33,7 +28,6 @@ SIGMA = 1.0
 UNINFORMATIVE = 0.6
 TASKS = 320
 JOB_SECONDS = 240.0
-WAIT = 20  # seconds of one long poll
 
 
 def tasks(seed: int, median_seconds: float) -> Iterator[dict[str, Any]]:
@@ -57,12 +51,11 @@ class Reached:
     groups: int
 
 
-class Yard:
-    """A control plane with one worker, and the jobs of the contestants."""
+class Contest:
+    """The jobs of both contestants on one deployment."""
 
-    def __init__(self, client: httpx.AsyncClient, worker: Program) -> None:
+    def __init__(self, client: AsyncClient) -> None:
         self._client = client
-        self._worker = worker
         self._jobs = count()
 
     async def ours(self, source: Iterator[dict[str, Any]]) -> Reached:
@@ -70,71 +63,39 @@ class Yard:
         sampling = {"targetGroups": TARGET, "maxInFlightGroups": IN_FLIGHT}
         begin = time.time()
         name = await self._job(list(islice(source, TASKS)), dynamicSampling=sampling)
-        found = await self._follow(name, TARGET, "true")
+        informative = 0
+        async for _ in self._client.groups(name, follow=True, informative=True):
+            informative += 1
+            if informative == TARGET:
+                break
         met = time.time()
-        answer = await self._client.get(f"/v1/rolloutjobs/{name}")
-        status = answer.raise_for_status().json()["status"]["dynamicSampling"]
-        await self._follow(name, None, "false")
-        return Reached(met - begin, status["uninformativeGroups"] + len(found))
+        if informative < TARGET:
+            raise ProgramFailed(f"{name} ended with {informative} of {TARGET} informative groups")
+        sampled = (await self._client.job(name)).status.dynamic_sampling
+        assert sampled is not None
+        await self._client.wait(name)
+        return Reached(met - begin, sampled.uninformative_groups + informative)
 
     async def batches(self, source: Iterator[dict[str, Any]]) -> Reached:
         """Sample whole batches, each after the one before it has ended, until enough groups have a signal."""
         begin, informative, ended = time.time(), 0, 0
         while informative < TARGET:
             name = await self._job(list(islice(source, IN_FLIGHT)))
-            found = await self._follow(name, None, "false")
-            informative += sum(group["informative"] for group in found)
-            ended += len(found)
+            async for group in self._client.groups(name, follow=True):
+                informative += group.informative
+                ended += 1
         return Reached(time.time() - begin, ended)
 
-    async def _job(self, inline: list[dict[str, Any]] | None, **spec: Any) -> str:
-        name = f"dapo-{next(self._jobs)}"
+    async def _job(self, inline: list[dict[str, Any]], **spec: Any) -> str:
         job = manifest(
-            name,
-            tasks={"stream": True} if inline is None else {"inline": inline},
+            f"dapo-{next(self._jobs)}",
+            tasks={"inline": inline},
             handler="bench_dapo",
             samplesPerTask=SAMPLES,
             agent={"type": "oracle", "tools": ["submit"]},
             **spec,
         )
-        await posted(self._client, "/v1/rolloutjobs", json=job)
-        return name
-
-    async def _push(self, name: str, more: list[dict[str, Any]]) -> None:
-        lines = "".join(json.dumps(task) + "\n" for task in more).encode()
-        headers = {"Content-Type": "application/x-ndjson"}
-        await posted(self._client, f"/v1/rolloutjobs/{name}/tasks", content=lines, headers=headers)
-
-    async def _follow(self, name: str, enough: int | None, informative: str) -> list[dict[str, Any]]:
-        found: list[dict[str, Any]] = []
-        cursor, finished = "", False
-        while not finished and (enough is None or len(found) < enough):
-            page, cursor, finished = await self._page(name, cursor, informative)
-            found += page
-        if enough is not None and len(found) < enough:
-            raise ProgramFailed(f"{name} ended with {len(found)} of {enough} informative groups")
-        return found
-
-    async def _page(self, name: str, cursor: str, informative: str) -> tuple[list[dict[str, Any]], str, bool]:
-        self._worker.check("rollyard_pipeline")
-        query = {"wait": str(WAIT), "limit": "64", "informative": informative}
-        if cursor:
-            query["cursor"] = cursor
-        answer = await self._client.get(f"/v1/rolloutjobs/{name}/groups", params=query)
-        answer.raise_for_status()
-        groups = [json.loads(line) for line in answer.text.splitlines() if line]
-        return groups, answer.headers["Rollyard-Cursor"], answer.headers["Rollyard-Finished"] == "true"
-
-
-@asynccontextmanager
-async def _yard(folder: Path) -> AsyncIterator[Yard]:
-    environment = {"PYTHONPATH": str(HERE / "latency_handler")}
-    async with (
-        control_plane(folder, environment) as plane,
-        plane.client() as client,
-        stage_worker(plane, folder, {"init": 32, "run": SLOTS, "eval": 32}, environment) as worker,
-    ):
-        yield Yard(client, worker)
+        return (await self._client.submit(job)).metadata.name
 
 
 async def measure(settings: Settings) -> list[Measurement]:
@@ -142,10 +103,12 @@ async def measure(settings: Settings) -> list[Measurement]:
     seeds, middle = ((0,), 0.5) if settings.quick else ((0, 1, 2), 1.0)
     ways: dict[str, list[Reached]] = {"ours": [], "batches": []}
     with tempfile.TemporaryDirectory(prefix="ryb-") as name:
-        async with _yard(Path(name)) as yard:
-            contestants = {"ours": yard.ours, "batches": yard.batches}
+        places = {"init": 32, "run": SLOTS, "eval": 32}
+        async with deployment(Path(name), places, handlers=True) as deployed:
+            contest = Contest(deployed.client)
+            contestants = {"ours": contest.ours, "batches": contest.batches}
             order = list(contestants)
-            await yard.batches(tasks(99, 0.01))  # The worker's first imports are not measured.
+            await contest.batches(tasks(99, 0.01))  # The worker's first imports are not measured.
             for seed in seeds:
                 for kind in order:
                     async with asyncio.timeout(JOB_SECONDS):

@@ -7,7 +7,7 @@ import io
 import resource
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,9 +21,10 @@ import pyarrow.parquet as pq
 from rollyard_client.training.packed import ARRAYS, trajectories
 from rollyard_crds.token_arrays import PackedSegment
 
+from rollyard_bench.harness import manifest
+from rollyard_bench.leases import stage_result
 from rollyard_bench.processes import ControlPlane, control_plane
-from rollyard_bench.registry import Measurement, Settings
-from rollyard_bench.results import Baseline
+from rollyard_bench.results import Baseline, Measurement, Settings
 
 ROLLOUTS, PROMPT, RESPONSE = 2048, 1000, 7000
 PATH = "/v1/rolloutjobs/delivery/trajectories"
@@ -125,41 +126,23 @@ def _segment(rng: np.random.Generator) -> dict[str, Any]:
     }
 
 
-def _result(lease: dict[str, Any], segments: Iterator[dict[str, Any]]) -> dict[str, Any]:
-    item = {key: lease[key] for key in ("rollout", "token", "stage")}
-    if lease["stage"] == "run":
-        item["trajectory"] = {
-            "id": lease["rollout"],
-            "job": lease["job"],
-            "task_id": lease["task"]["id"],
-            "group_id": lease["group_id"],
-            "sample_index": lease["sample_index"],
-        }
-        item["segments"] = [PackedSegment.of(**next(segments)).model_dump(mode="json")]
-    elif lease["stage"] == "eval":
-        item["reward"] = float(lease["sample_index"] % 2)
-    return item
-
-
-def _endless(rng: np.random.Generator) -> Iterator[dict[str, Any]]:
-    while True:
-        yield _segment(rng)
-
-
 def _fill(http: httpx.Client, rollouts: int) -> None:
     """Make a job whose rollouts have all ended and are in the trajectory store."""
-    spec = {
-        "tasks": {"inline": [{"id": f"t{n}", "prompt": "p"} for n in range(rollouts // SAMPLES)]},
-        "samplesPerTask": SAMPLES,
-        "handler": "shell",
-        "agent": {"type": "oracle"},
-    }
-    job = {"apiVersion": "rollyard.dev/v1alpha1", "kind": "RolloutJob", "metadata": {"name": "delivery"}}
-    http.post("/v1/rolloutjobs", json=job | {"spec": spec}).raise_for_status()
-    segments = _endless(np.random.default_rng(7))
+    tasks = [{"id": f"t{n}", "prompt": "p"} for n in range(rollouts // SAMPLES)]
+    agent = {"type": "oracle"}
+    job = manifest("delivery", tasks={"inline": tasks}, handler="shell", samplesPerTask=SAMPLES, agent=agent)
+    http.post("/v1/rolloutjobs", json=job).raise_for_status()
+    rng = np.random.default_rng(7)
+
+    def result(lease: dict[str, Any]) -> dict[str, Any]:
+        packed = {}
+        if lease["stage"] == "run":
+            packed = PackedSegment.of(**_segment(rng)).model_dump(mode="json")
+        return stage_result(lease, packed, float(lease["sample_index"] % 2))
+
     ask = {"worker": "w", "node": "n", "capacity": {"init": 16, "run": 16, "eval": 16}}
     while leases := http.post("/v1/leases", json=ask).raise_for_status().json()["leases"]:
-        body = orjson.dumps({"worker": "w", "results": [_result(lease, segments) for lease in leases]})
+        body = orjson.dumps({"worker": "w", "results": [result(lease) for lease in leases]})
         headers = {"Content-Type": "application/json"}
         http.post("/v1/leases/complete", content=body, headers=headers).raise_for_status()
     end = time.monotonic() + 600
@@ -214,8 +197,8 @@ async def measure(settings: Settings) -> list[Measurement]:
             found = await asyncio.to_thread(deliver, plane, rollouts, rounds)
     medians = {name: sorted(rates, key=lambda rate: rate.value)[rounds // 2] for name, rates in found.items()}
     best = max(medians, key=lambda name: medians[name].value)
-    told = "; ".join(f"{name} {rate}" for name, rate in medians.items())
-    how = f"{rollouts} rollouts of {PROMPT + RESPONSE} tokens, {rounds} rounds; the best is {best}; {told}"
+    each = "; ".join(f"{name} {rate}" for name, rate in medians.items())
+    how = f"{rollouts} rollouts of {PROMPT + RESPONSE} tokens, {rounds} rounds; the best is {best}; {each}"
     return [
         Measurement("delivery_rate", medians[best].value, Baseline("NDJSON", medians["NDJSON"].value), how)
     ]

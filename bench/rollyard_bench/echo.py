@@ -10,8 +10,7 @@ from rollyard_sandbox.client import ExecClient
 from rollyard_bench.baselines.pty import RawShell
 from rollyard_bench.baselines.tmux import TmuxShell
 from rollyard_bench.processes import Missing
-from rollyard_bench.registry import Measurement, Settings
-from rollyard_bench.results import Baseline
+from rollyard_bench.results import Baseline, Measurement, Settings
 from rollyard_bench.sandboxes import COMMAND_SECONDS, bubblewrap, claimed
 from rollyard_bench.stats import Contestant, Sample, interleave
 

@@ -4,26 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import os
 import random
 import signal
 import time
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import httpx
-import yaml
 from rollyard_testing.faults.ledger import Ledger
 from rollyard_testing.faults.listing import Process
-from rollyard_testing.faults.yard import ROOT, Yard, a_yard
+from rollyard_testing.faults.yard import Yard, a_yard
 
+from rollyard_bench.first_token import quickstart, until
 from rollyard_bench.processes import ProgramFailed, needed
-from rollyard_bench.registry import Measurement, Settings
-from rollyard_bench.results import Baseline
+from rollyard_bench.results import Baseline, Measurement, Settings
 
 VICTIMS: Final = ("control-plane", "worker", "backend", "bwrap", "exec server")
 """The processes that are killed. The supervisor is never among them."""
@@ -60,15 +57,6 @@ class Outcome:
         )
         failed = self.rollouts - self.succeeded
         return f"{self.rollouts} rollouts in {self.seconds:.1f} s, {failed} without a reward{kills}"
-
-
-def _job(samples: int) -> tuple[dict[str, Any], set[tuple[str, int]]]:
-    """Return the quickstart's job with its tasks inline, and the samples that it asks for."""
-    folder = ROOT / "examples" / "quickstart"
-    job: dict[str, Any] = yaml.safe_load((folder / "job.yaml").read_text())
-    tasks = [json.loads(line) for line in (folder / "tasks.jsonl").read_text().splitlines() if line.strip()]
-    job["spec"] |= {"tasks": {"inline": tasks}, "samplesPerTask": samples}
-    return job, {(task["id"], sample) for task in tasks for sample in range(samples)}
 
 
 def _program(process: Process) -> str:
@@ -139,7 +127,9 @@ def _play(samples: int, every: float | None, seed: int) -> Outcome:
     Raises:
         ProgramFailed: The job did not finish in time, or a result was lost or doubled.
     """
-    job, expected = _job(samples)
+    job = quickstart(samples)
+    tasks = job["spec"]["tasks"]["inline"]
+    expected = {(task["id"], sample) for task in tasks for sample in range(samples)}
     rng = random.Random(seed)
     with a_yard("--lease-seconds", LEASE_SECONDS) as yard:
         yard.start()
@@ -179,15 +169,7 @@ def _until_ready(yard: Yard) -> None:
             pool = http.get("/v1/backendpools/default").raise_for_status().json()
             return bool(pool["status"].get("readyReplicas"))
 
-    _wait(ready, 60.0, "the backend was not ready")
-
-
-def _wait(condition: Callable[[], bool], seconds: float, otherwise: str) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        if time.monotonic() > deadline:
-            raise ProgramFailed(f"{otherwise} within {seconds:.0f} s")
-        time.sleep(0.1)
+    until(ready, "the backend was not ready")
 
 
 async def measure(settings: Settings) -> list[Measurement]:

@@ -16,8 +16,7 @@ import yaml
 from rollyard_testing.faults.yard import ROOT, Yard, a_yard
 
 from rollyard_bench.processes import ProgramFailed, needed
-from rollyard_bench.registry import Measurement, Settings
-from rollyard_bench.results import Baseline
+from rollyard_bench.results import Baseline, Measurement, Settings
 
 LOOK_SECONDS: Final = 0.005
 REST_SECONDS: Final = 1.0
@@ -28,16 +27,28 @@ BUSY: Final = 0.25
 _TOKENS: Final = re.compile(r"^vllm:generation_tokens_total\S* ([\d.e+]+)", re.MULTILINE)
 
 
-def _job(name: str) -> dict[str, Any]:
+def quickstart(samples: int) -> dict[str, Any]:
+    """Return the quickstart's job with its tasks inline."""
     folder = ROOT / "examples" / "quickstart"
     job: dict[str, Any] = yaml.safe_load((folder / "job.yaml").read_text())
-    task = json.loads((folder / "tasks.jsonl").read_text().splitlines()[0])
-    job["metadata"]["name"] = name
-    job["spec"] |= {"tasks": {"inline": [task]}, "samplesPerTask": 1}
+    tasks = [json.loads(line) for line in (folder / "tasks.jsonl").read_text().splitlines() if line.strip()]
+    job["spec"] |= {"tasks": {"inline": tasks}, "samplesPerTask": samples}
     return job
 
 
-def _until(condition: Callable[[], bool], otherwise: str, pause: float = 0.1) -> None:
+def _job(name: str) -> dict[str, Any]:
+    job = quickstart(1)
+    job["metadata"]["name"] = name
+    del job["spec"]["tasks"]["inline"][1:]
+    return job
+
+
+def until(condition: Callable[[], bool], otherwise: str, pause: float = 0.1) -> None:
+    """Wait until a condition holds.
+
+    Raises:
+        ProgramFailed: It did not hold in time; the text begins with `otherwise`.
+    """
     deadline = time.monotonic() + WAIT_SECONDS
     while not condition():
         if time.monotonic() > deadline:
@@ -92,11 +103,11 @@ def _play(jobs: int, ready_workers: int) -> list[float]:
                 backends[:] = [one for one in pool["status"].get("backends", ()) if one["ready"]]
                 return bool(backends)
 
-            _until(ready, "the backend was not ready")
+            until(ready, "the backend was not ready")
             with httpx.Client(base_url=backends[0]["url"], trust_env=False) as engine:
                 for number in range(jobs):
                     # A ready control plane and a ready engine stand beside the ready workers.
-                    _until(
+                    until(
                         lambda: _at_rest(yard, ready_workers + 2 if ready_workers else 0),
                         "the yard did not come to rest",
                     )
@@ -104,9 +115,9 @@ def _play(jobs: int, ready_workers: int) -> list[float]:
                     job = _job(name)
                     begin = time.perf_counter()
                     http.post("/v1/rolloutjobs", json=job).raise_for_status()
-                    _until(lambda sampled=before: _tokens(engine) > sampled, "no token came", LOOK_SECONDS)
+                    until(lambda sampled=before: _tokens(engine) > sampled, "no token came", LOOK_SECONDS)
                     found.append(time.perf_counter() - begin)
-                    _until(lambda name=name: _finished(http, name), f"job {name} did not succeed")
+                    until(lambda name=name: _finished(http, name), f"job {name} did not succeed")
         yard.stop()
     return found
 

@@ -24,8 +24,7 @@ from rollyard_pipeline.stages.evaluation import evaluate
 from rollyard_tasks.task_list import parse_lines
 
 from rollyard_bench.processes import Missing, ProgramFailed
-from rollyard_bench.registry import Measurement, Settings
-from rollyard_bench.results import Baseline
+from rollyard_bench.results import Baseline, Measurement, Settings
 from rollyard_bench.sandboxes import OWNER, REQUEST, bubblewrap
 
 AT_ONCE = 2

@@ -6,19 +6,12 @@ import asyncio
 import subprocess
 import tempfile
 import time
-from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-import httpx
-
-from rollyard_bench.harness import stage_worker
-from rollyard_bench.memory import counts, manifest, posted
-from rollyard_bench.processes import Program, control_plane
-from rollyard_bench.registry import Measurement, Settings
-from rollyard_bench.results import Baseline
+from rollyard_bench.harness import Deployment, deployment, manifest
+from rollyard_bench.results import Baseline, Measurement, Settings
 from rollyard_bench.start import BWRAP_TRUE
 
 CONCURRENCY = 8
@@ -41,46 +34,24 @@ def _job(name: str, rollouts: int) -> dict[str, Any]:
     )
 
 
-class _Yard:
-    """A control plane with a worker of Init. Its rollouts wait for a Run worker, which never comes."""
+async def _rate(deployed: Deployment, name: str, rollouts: int) -> float:
+    """Return the rollouts per second from the submission of a job until all of it has passed Init.
 
-    def __init__(self, client: httpx.AsyncClient, worker: Program, folder: Path, name: str) -> None:
-        self._client = client
-        self._folder = folder / "run" / "sandboxes"
-        self._worker = worker
-        self._name = name
-        self._jobs = 0
-
-    async def rate(self, rollouts: int) -> float:
-        """Return the rollouts per second from the submission of a job until all of it has passed Init."""
-        self._jobs += 1
-        job = f"{self._name}-{self._jobs}"
-        begin = time.perf_counter()
-        await posted(self._client, "/v1/rolloutjobs", json=_job(job, rollouts))
-        async with asyncio.timeout(JOB_SECONDS):
-            while (await counts(self._client, job))["run"]["queued"] < rollouts:
-                self._worker.check("rollyard_pipeline")
-                await asyncio.sleep(POLL_SECONDS)
-        seconds = time.perf_counter() - begin
-        await posted(self._client, f"/v1/rolloutjobs/{job}/cancel")
-        async with asyncio.timeout(JOB_SECONDS):
-            while any(self._folder.glob("*/sandbox.json")):  # noqa: ASYNC110 - a worker removes them
-                await asyncio.sleep(POLL_SECONDS)
-        return rollouts / seconds
-
-
-@asynccontextmanager
-async def _yard(folder: Path, name: str, further: list[str]) -> AsyncIterator[_Yard]:
-    own = folder / name
-    own.mkdir(mode=0o700)
-    async with (
-        control_plane(own) as plane,
-        plane.client() as client,
-        stage_worker(
-            plane, own, {"init": CONCURRENCY}, further=[*further, "--max-sandboxes", "512"]
-        ) as worker,
-    ):
-        yield _Yard(client, worker, own, name)
+    They then wait for a worker of Run, which never comes.
+    """
+    begin = time.perf_counter()
+    await deployed.client.submit(_job(name, rollouts))
+    async with asyncio.timeout(JOB_SECONDS):
+        while (await deployed.client.job(name)).status.counts.run.queued < rollouts:
+            deployed.worker.check("rollyard_pipeline")
+            await asyncio.sleep(POLL_SECONDS)
+    seconds = time.perf_counter() - begin
+    await deployed.client.cancel(name)
+    sandboxes = deployed.plane.tokens_file.parents[1] / "run" / "sandboxes"
+    async with asyncio.timeout(JOB_SECONDS):
+        while any(sandboxes.glob("*/sandbox.json")):  # noqa: ASYNC110 - a worker removes them
+            await asyncio.sleep(POLL_SECONDS)
+    return rollouts / seconds
 
 
 async def _bare(count: int) -> float:
@@ -99,23 +70,22 @@ async def _bare(count: int) -> float:
 async def measure(settings: Settings) -> list[Measurement]:
     """Measure both ways of starting in turns, with bare bwrap beside them."""
     rollouts, rounds = (96, 3) if settings.quick else (160, 5)
-    found: dict[str, list[float]] = {"forked": [], "alone": [], "bare": []}
-    with tempfile.TemporaryDirectory(prefix="ryb-") as name:
-        async with AsyncExitStack() as stack:
-            yards = {
-                "forked": await stack.enter_async_context(_yard(Path(name), "forked", [])),
-                "alone": await stack.enter_async_context(
-                    _yard(Path(name), "alone", ["--no-sandbox-templates"])
-                ),
-            }
-            for yard in yards.values():
-                await yard.rate(WARM_UP)
+    rates: dict[str, list[float]] = {"forked": [], "alone": [], "bare": []}
+    places, limit = {"init": CONCURRENCY}, ("--max-sandboxes", "512")
+    with tempfile.TemporaryDirectory(prefix="ryb-") as folder:
+        async with (
+            deployment(Path(folder) / "forked", places, *limit) as forked,
+            deployment(Path(folder) / "alone", places, *limit, "--no-sandbox-templates") as alone,
+        ):
+            ways = {"forked": forked, "alone": alone}
+            for kind, deployed in ways.items():
+                await _rate(deployed, f"{kind}-warm", WARM_UP)
             for turn in range(rounds):
-                for kind in sorted(yards, reverse=turn % 2 == 1):
-                    found[kind].append(await yards[kind].rate(rollouts))
-                found["bare"].append(await _bare(rollouts))
-    ours, before, bare = (median(found[kind]) for kind in ("forked", "alone", "bare"))
-    spread = ", ".join(f"{value:.0f}" for value in found["forked"])
+                for kind in sorted(ways, reverse=turn % 2 == 1):
+                    rates[kind].append(await _rate(ways[kind], f"{kind}-{turn}", rollouts))
+                rates["bare"].append(await _bare(rollouts))
+    ours, before, bare = (median(rates[kind]) for kind in ("forked", "alone", "bare"))
+    spread = ", ".join(f"{value:.0f}" for value in rates["forked"])
     how = (
         f"{rounds} jobs of {rollouts} oracle rollouts each way, in turns, {CONCURRENCY} places of Init, "
         f"no warm pool; submitted until all wait for Run; forked from a template {ours:.1f}/s ({spread}), "

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -24,7 +23,6 @@ from rollyard_engine.generation.sequence import Sequence as EngineSequence
 from rollyard_engine.generation.thread import EngineThread
 from rollyard_pipeline.handlers.base import run_test
 from rollyard_pipeline.sandboxes.interface import SandboxProvider, SandboxRequest
-from rollyard_pipeline.sandboxes.provider import open_provider
 from rollyard_pipeline.tools.base import Tool, ToolContext, check_arguments, refusal
 from rollyard_pipeline.tools.shipped import BashTool, EditTool
 from tokenizers import Tokenizer
@@ -210,16 +208,3 @@ class InProcessRollouts:
             max_output=OUTPUT_BYTES,
         )
         return Episode(prompt, response, mask, logprobs, float(tested.exit_code == 0), turns)
-
-
-@asynccontextmanager
-async def sandboxes(folder: Path) -> AsyncIterator[SandboxProvider]:
-    """Yield a started provider, of the kind that the other side has."""
-    provider = open_provider("bubblewrap", run_dir=folder, node="bench")
-    await provider.start()
-    try:
-        yield provider
-    finally:
-        for left in provider.claimed():
-            await provider.release(left)
-        await provider.aclose()

@@ -14,9 +14,9 @@ import yaml
 from rollyard_pipeline.control_plane.rest import RestControlPlane
 
 from rollyard_bench.cluster import JOBS, PODS, Cluster, Object, until
+from rollyard_bench.harness import manifest
 from rollyard_bench.processes import ControlPlane, Program, control_plane, program
 
-API = "rollyard.dev/v1alpha1"
 INSTANCE = "rollyard.dev/instance"
 JOB = "rollyard.dev/job"
 FAKE_TAINT = "kwok.x-k8s.io/node"
@@ -63,18 +63,8 @@ class Installation:
 def job_object(name: str, rollouts: int, **spec: Any) -> Object:
     """Return a RolloutJob that asks for no model, nor for warm sandboxes unless `spec` does."""
     tasks = [{"id": f"t{number}", "prompt": "Write 1 into answer.txt."} for number in range(rollouts)]
-    return {
-        "apiVersion": API,
-        "kind": "RolloutJob",
-        "metadata": {"name": name},
-        "spec": {
-            "tasks": {"inline": tasks},
-            "handler": "shell",
-            "agent": {"type": "oracle"},
-            "sandbox": {"warm": 0},
-            **spec,
-        },
-    }
+    usual = {"handler": "shell", "agent": {"type": "oracle"}, "sandbox": {"warm": 0}}
+    return manifest(name, tasks={"inline": tasks}, **(usual | spec))
 
 
 @asynccontextmanager

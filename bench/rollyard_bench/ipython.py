@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from rollyard_bench.registry import Measurement, Settings
-from rollyard_bench.results import Baseline
+import httpx
+
+from rollyard_bench.results import Baseline, Measurement, Settings
 from rollyard_bench.sandboxes import COMMAND_SECONDS, bubblewrap, claimed
 from rollyard_bench.stats import Contestant, Sample, interleave
 
@@ -54,7 +55,7 @@ async def measure(settings: Settings) -> list[Measurement]:
 
         with KernelGateway() as gateway:
             times = await _measure(settings, gateway)
-    except (OSError, ImportError) as error:
+    except (OSError, ImportError, httpx.HTTPError) as error:
         times = await _measure(settings, None)
         how = f"ours {times['ours'].text()}; no gateway baseline: {error}"
         return [Measurement("ipython_p50", times["ours"].p50, None, how)]

@@ -8,7 +8,6 @@ import itertools
 import os
 import tempfile
 import time
-from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -22,9 +21,8 @@ from rollyard_sandbox.client import ExecClient
 from rollyard_bench.cluster import Object, cluster, until
 from rollyard_bench.installation import JOB, NOWHERE, Installation, installation, job_object
 from rollyard_bench.processes import ProgramFailed
-from rollyard_bench.registry import Measurement, Settings
-from rollyard_bench.results import Baseline
-from rollyard_bench.stats import Sample
+from rollyard_bench.results import Baseline, Measurement, Settings
+from rollyard_bench.stats import Contestant, Sample, interleave
 
 SANDBOX = {
     "network": "none",
@@ -247,28 +245,24 @@ class Bench:
         await self._place.cluster.create(self._place.jobs, job)
 
 
-async def _in_turns(count: int, *steps: Callable[[], Awaitable[float]]) -> list[Sample]:
-    """Take `count` samples of each, in turns of rotating order. One more of each before is not counted."""
-    taken: list[list[float]] = [[] for _ in steps]
-    order = list(range(len(steps)))
-    for number in range(count + 1):
-        for index in order:
-            took = await steps[index]()
-            if number:
-                taken[index].append(took)
-        if number:
-            order = order[1:] + order[:1]
-    return [Sample(tuple(values)) for values in taken]
-
-
 async def _measure(place: Installation, settings: Settings) -> list[Measurement]:
     jobs, cold = (8, 4) if settings.quick else (20, 10)
     pods = Pods()
     async with place.cluster.watching(place.pods, pods.seen), place.worker() as worker:
         bench = Bench(place, pods, worker)
-        ours, batch = await _in_turns(jobs, bench.rollout_job, bench.batch_job)
+        first = {
+            "ours": Contestant(bench.rollout_job, jobs, warm_up=1),
+            "batch": Contestant(bench.batch_job, jobs, warm_up=1),
+        }
+        firsts = await interleave(first, jobs)
+        ours, batch = firsts["ours"], firsts["batch"]
         await bench.start_job("cold", cold + 1)
-        colds, bares = await _in_turns(cold, lambda: bench.sandbox("cold"), bench.bare_pod)
+        start = {
+            "sandbox": Contestant(lambda: bench.sandbox("cold"), cold, warm_up=1),
+            "bare": Contestant(bench.bare_pod, cold, warm_up=1),
+        }
+        starts = await interleave(start, cold)
+        colds, bares = starts["sandbox"], starts["bare"]
     server = Sample(tuple(bench.server[1:]))
     load = f"load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores"
     how_first = (

@@ -25,8 +25,7 @@ from rollyard_pipeline.control_plane.rest import RestControlPlane
 from rollyard_bench.cluster import Cluster, Object, cluster
 from rollyard_bench.installation import FAKE_TAINT, JOB, Installation, installation, job_object
 from rollyard_bench.processes import ProgramFailed, output
-from rollyard_bench.registry import Measurement, Settings
-from rollyard_bench.results import Baseline
+from rollyard_bench.results import Baseline, Measurement, Settings
 from rollyard_bench.stats import Sample
 
 FAKE_NODES = 10
@@ -56,7 +55,9 @@ LIFE_SECONDS = 8.0
 """The seconds after which a job's last stage ends. They are well within a lease."""
 LONGEST_SECONDS = 60.0
 """The longest wait for the operator, in seconds."""
-MB = 1e6
+
+Lags = defaultdict[str, list[float]]
+"""Lags in milliseconds, by what was waited for."""
 
 
 @dataclass
@@ -188,45 +189,25 @@ def _result(lease: Lease) -> StageResult:
     return StageResult(**base, trajectory=record, segments=[segment])
 
 
-@dataclass
-class Lags:
-    """Lags in milliseconds, by what was waited for."""
-
-    values: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
-
-    def add(self, what: str, value: float) -> None:
-        """Add one lag."""
-        self.values[what].append(value)
-
-    def all(self) -> Sample:
-        """Return all lags together."""
-        return Sample(tuple(value for values in self.values.values() for value in values))
-
-    def text(self) -> str:
-        """Return the lags of each kind as text."""
-        return "; ".join(f"{what}: {Sample(tuple(values)).text()}" for what, values in self.values.items())
-
-
 async def _play(name: str, place: Installation, watched: Watched, workers: Workers, lags: Lags) -> None:
     """Play one job's life. Its object is deleted at the end."""
     stages: Object = {stage: {"replicas": count, "template": ON_FAKE} for stage, count in WORKERS.items()}
     path = f"{place.jobs}/{name}"
     begin = time.perf_counter()
     await place.cluster.create(place.jobs, job_object(name, ROLLOUTS, stages=stages))
-    lags.add("applied to first pod", await watched.since(begin, name, "pod"))
+    lags["applied to first pod"].append(await watched.since(begin, name, "pod"))
     await asyncio.sleep(max(0.0, begin + CHANGE_SECONDS - time.perf_counter()))
     changed = time.perf_counter()
     await place.cluster.merge(path, {"spec": {"stages": {"run": {"replicas": MORE_RUN}}}})
-    lags.add("spec changed to further pod", await watched.since(changed, name, "ten pods"))
+    lags["spec changed to further pod"].append(await watched.since(changed, name, "ten pods"))
     await asyncio.sleep(max(0.0, begin + LIFE_SECONDS - time.perf_counter()))
     workers.may_end[name].set()
     async with asyncio.timeout(LONGEST_SECONDS):
         await workers.done[name].wait()
-    lags.add("last result to Succeeded", await watched.since(workers.ended[name], name, "finished"))
-    lags.add(
-        "last result to all pods asked to end",
-        await watched.since(workers.ended[name], name, "pods asked to end"),
-    )
+    ended = workers.ended[name]
+    lags["last result to Succeeded"].append(await watched.since(ended, name, "finished"))
+    ending = await watched.since(ended, name, "pods asked to end")
+    lags["last result to all pods asked to end"].append(ending)
     await place.cluster.delete(path)
 
 
@@ -248,7 +229,8 @@ async def fake_nodes(found: Cluster, count: int) -> AsyncIterator[None]:
 
 async def _measure(place: Installation, settings: Settings) -> list[Measurement]:
     jobs = 100 if settings.quick else 300
-    watched, lags = Watched(), Lags()
+    watched = Watched()
+    lags: Lags = defaultdict(list)
     begin = time.perf_counter()
     async with (
         place.cluster.watching(place.pods, watched.pod, place.selector, whole=False),
@@ -265,7 +247,8 @@ async def _measure(place: Installation, settings: Settings) -> list[Measurement]
                     group.create_task(_play(f"job-{number}", place, watched, workers, lags))
             standing.cancel()
     seconds = time.perf_counter() - begin
-    lag = lags.all()
+    lag = Sample(tuple(value for values in lags.values() for value in values))
+    each = "; ".join(f"{what}: {Sample(tuple(values)).text()}" for what, values in lags.items())
     load = f"load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores"
     what = (
         f"{jobs:,} RolloutJobs applied, {PER_SECOND:g} a second, of {sum(WORKERS.values())} stage pods each "
@@ -275,7 +258,7 @@ async def _measure(place: Installation, settings: Settings) -> list[Measurement]
     )
     how_lag = (
         f"{what}; from the change of an object (or the last result's acceptance by the control plane) "
-        f"to the operator's answer in a watch: {lag.text()}; {lags.text()}"
+        f"to the operator's answer in a watch: {lag.text()}; {each}"
     )
     return [
         Measurement("reconcile_lag_p99", lag.p99 / 1e3, Baseline("p50 of the same", lag.p50 / 1e3), how_lag),

@@ -18,11 +18,9 @@ from pathlib import Path
 
 import uvloop
 
-from rollyard_bench.processes import Missing, ProgramFailed, needed, output, unwind
-from rollyard_bench.registry import Measurement, Settings
-from rollyard_bench.results import Baseline
+from rollyard_bench.processes import ROOT, Missing, ProgramFailed, needed, output, unwind
+from rollyard_bench.results import Baseline, Measurement, Settings
 
-ROOT = Path(__file__).resolve().parents[2]
 LAB = ROOT / "scripts" / "slurm-lab"
 SINFO_SECONDS = 30.0
 

@@ -12,40 +12,31 @@ from __future__ import annotations
 import asyncio
 import tempfile
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import orjson
+import psutil
 from rollyard_crds.token_arrays import PackedSegment
 
-from rollyard_bench.processes import control_plane
-from rollyard_bench.registry import Measurement, Settings
-from rollyard_bench.results import Baseline
+from rollyard_bench.harness import manifest
+from rollyard_bench.processes import ControlPlane, control_plane
+from rollyard_bench.results import Baseline, Measurement, Settings
 
 CONNECTIONS = 8
 BATCH = 8
 TOKENS = 512
 
 
-@dataclass(frozen=True, slots=True)
-class Server:
-    """A running control plane process."""
-
-    pid: int
-    port: int
-    token: str
-
-
 class Connection:
     """One keep-alive HTTP/1.1 connection."""
 
-    def __init__(self, server: Server) -> None:
-        self._server = server
-        self._head = f"Host: 127.0.0.1\r\nAuthorization: Bearer {server.token}\r\n"
+    def __init__(self, plane: ControlPlane) -> None:
+        self._port = int(plane.url.rpartition(":")[2])
+        self._head = f"Host: 127.0.0.1\r\nAuthorization: Bearer {plane.tokens['admin']}\r\n"
 
     async def __aenter__(self) -> Connection:
-        self._reader, self._writer = await asyncio.open_connection("127.0.0.1", self._server.port)
+        self._reader, self._writer = await asyncio.open_connection("127.0.0.1", self._port)
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -73,40 +64,28 @@ _SEGMENT = PackedSegment.of(
 ).model_dump(mode="json")
 
 
-def _trajectory(lease: dict[str, Any]) -> dict[str, Any]:
-    return {
-        "id": lease["rollout"],
-        "job": lease["job"],
-        "task_id": lease["task"]["id"],
-        "group_id": lease["group_id"],
-        "sample_index": lease["sample_index"],
-    }
-
-
-def _result(lease: dict[str, Any]) -> dict[str, Any]:
-    item = {key: lease[key] for key in ("rollout", "token", "stage")}
+def stage_result(lease: dict[str, Any], segment: dict[str, Any], reward: float) -> dict[str, Any]:
+    """Return what a worker reports that has completed the stage of a lease, which is JSON."""
+    result: dict[str, Any] = {key: lease[key] for key in ("rollout", "token", "stage")}
     if lease["stage"] == "init":
-        item["sandbox"] = {
-            "provider": "none",
-            "id": f"{lease['rollout']}-{lease['token']}",
-            "node": "bench",
-            "address": "unix:/none",
-        }
+        sandbox = f"{lease['rollout']}-{lease['token']}"
+        result["sandbox"] = {"provider": "none", "id": sandbox, "node": "bench", "address": "unix:/none"}
     elif lease["stage"] == "run":
-        item["trajectory"] = _trajectory(lease)
-        item["segments"] = [_SEGMENT]
+        run = {key: lease[key] for key in ("job", "group_id", "sample_index")}
+        result["trajectory"] = {**run, "id": lease["rollout"], "task_id": lease["task"]["id"]}
+        result["segments"] = [segment]
     else:
-        item["reward"] = 1.0
-    return item
+        result["reward"] = reward
+    return result
 
 
-async def _drive(server: Server, latencies: list[float]) -> int:
+async def _drive(plane: ControlPlane, latencies: list[float]) -> int:
     cycles = 0
-    ask = orjson.dumps(
-        {"worker": "bench", "node": "bench", "capacity": {"init": BATCH, "run": 0, "eval": 0}, "wait": 0}
-    )
-    asks = [ask.replace(b'"init":8,"run":0,"eval":0', caps) for caps in _CAPACITIES]
-    async with Connection(server) as connection:
+    asks = [
+        orjson.dumps({"worker": "bench", "node": "bench", "capacity": {stage: BATCH}, "wait": 0})
+        for stage in ("eval", "run", "init")
+    ]
+    async with Connection(plane) as connection:
         idle = 0
         turn = 0
         while idle < len(asks):
@@ -116,7 +95,9 @@ async def _drive(server: Server, latencies: list[float]) -> int:
                 idle += 1
                 continue
             idle = 0
-            body = orjson.dumps({"worker": "bench", "results": [_result(lease) for lease in leases]})
+            body = orjson.dumps(
+                {"worker": "bench", "results": [stage_result(lease, _SEGMENT, 1.0) for lease in leases]}
+            )
             began = time.perf_counter()
             answer = await connection.call("POST", "/v1/leases/complete", body)
             latencies.append(time.perf_counter() - began)
@@ -124,32 +105,27 @@ async def _drive(server: Server, latencies: list[float]) -> int:
     return cycles
 
 
-_CAPACITIES = (b'"eval":8', b'"run":8', b'"init":8')
-
-
-async def _measure(server: Server, rollouts: int) -> dict[str, float]:
+async def _measure(plane: ControlPlane, rollouts: int) -> dict[str, float]:
     samples = 8
-    manifest = {
-        "apiVersion": "rollyard.dev/v1alpha1",
-        "kind": "RolloutJob",
-        "metadata": {"name": "bench"},
-        "spec": {
-            "tasks": {"inline": [{"id": f"t{i}", "prompt": "x" * 400} for i in range(rollouts // samples)]},
-            "handler": "shell",
-            "agent": {"type": "oracle"},
-            "samplesPerTask": samples,
-        },
-    }
-    async with Connection(server) as connection:
-        await connection.call("POST", "/v1/rolloutjobs", orjson.dumps(manifest))
+    tasks = [{"id": f"t{i}", "prompt": "x" * 400} for i in range(rollouts // samples)]
+    job = manifest(
+        "bench",
+        tasks={"inline": tasks},
+        handler="shell",
+        agent={"type": "oracle"},
+        samplesPerTask=samples,
+    )
+    async with Connection(plane) as connection:
+        await connection.call("POST", "/v1/rolloutjobs", orjson.dumps(job))
     latencies: list[float] = []
-    cpu, began = _cpu_seconds(server.pid), time.perf_counter()
+    process = psutil.Process(plane.program.process.pid)
+    cpu, began = sum(process.cpu_times()[:2]), time.perf_counter()
     async with asyncio.TaskGroup() as group:
-        tasks = [group.create_task(_drive(server, latencies)) for _ in range(CONNECTIONS)]
+        tasks = [group.create_task(_drive(plane, latencies)) for _ in range(CONNECTIONS)]
     seconds = time.perf_counter() - began
-    cpu = _cpu_seconds(server.pid) - cpu
+    cpu = sum(process.cpu_times()[:2]) - cpu
     cycles = sum(task.result() for task in tasks)
-    async with Connection(server) as connection:
+    async with Connection(plane) as connection:
         counts = (await connection.call("GET", "/v1/rolloutjobs/bench"))["status"]["counts"]
     if counts["succeeded"] != counts["total"] or cycles != 3 * counts["total"]:
         raise RuntimeError(f"{cycles} cycles were accepted, and the job says {counts}")
@@ -162,27 +138,20 @@ async def _measure(server: Server, rollouts: int) -> dict[str, float]:
     }
 
 
-def _cpu_seconds(pid: int) -> float:
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / 100.0  # USER_HZ is 100 on every Linux.
-
-
 async def measure(settings: Settings) -> list[Measurement]:
     """Run all rollouts of a job through a fresh control plane, and count the cycles."""
     with tempfile.TemporaryDirectory(prefix="ryb-") as name:
         async with control_plane(Path(name)) as plane:
-            port = int(plane.url.rpartition(":")[2])
-            server = Server(plane.program.process.pid, port, plane.tokens["admin"])
-            found = await _measure(server, 800 if settings.quick else 2000)
-    rate = found["cycles_per_second"]
+            rates = await _measure(plane, 800 if settings.quick else 2000)
+    rate = rates["cycles_per_second"]
     # This is what one core could do if the client cost nothing: it shows how far the server is from its own
     # bound.
-    bound = Baseline("server's CPU bound, one core", 1e3 / found["server_cpu_ms_per_cycle"])
-    latency, cpu = found["complete_p50_ms"], found["server_cpu_ms_per_cycle"]
+    bound = Baseline("server's CPU bound, one core", 1e3 / rates["server_cpu_ms_per_cycle"])
+    latency, cpu = rates["complete_p50_ms"], rates["server_cpu_ms_per_cycle"]
     how = (
         f"{CONNECTIONS} connections lease and complete up to {BATCH} rollouts a request, "
         f"through all three stages, Run with a trajectory of {TOKENS} tokens; each answer comes after "
-        f"the commit; {found['rollouts_per_second']:.0f} whole rollouts/s, a completion of {BATCH} "
+        f"the commit; {rates['rollouts_per_second']:.0f} whole rollouts/s, a completion of {BATCH} "
         f"takes {latency:.1f} ms (p50), {cpu:.2f} ms of server CPU a cycle"
     )
     return [Measurement("lease_cycles", rate, bound, how)]

@@ -20,8 +20,8 @@ from rich.console import Console
 
 from rollyard_bench import results
 from rollyard_bench.processes import Missing, unwind
-from rollyard_bench.registry import FIGURES, Measurement, Settings, failed, judge, missing, selected
-from rollyard_bench.results import Entry
+from rollyard_bench.registry import FIGURES, failed, judge, missing, selected
+from rollyard_bench.results import Entry, Measurement, Settings
 
 GROUP_SECONDS = 1500.0
 

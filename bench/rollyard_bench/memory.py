@@ -8,11 +8,9 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import httpx
-
+from rollyard_bench.harness import manifest
 from rollyard_bench.processes import ControlPlane, ProgramFailed, control_plane, memory
-from rollyard_bench.registry import Measurement, Settings
-from rollyard_bench.results import Baseline
+from rollyard_bench.results import Baseline, Measurement, Settings
 
 TASKS = 1250
 SAMPLES = 8
@@ -47,58 +45,23 @@ def _task(number: int) -> dict[str, Any]:
     }
 
 
-def manifest(name: str, **spec: Any) -> dict[str, Any]:
-    """Return a RolloutJob manifest."""
-    return {
-        "apiVersion": "rollyard.dev/v1alpha1",
-        "kind": "RolloutJob",
-        "metadata": {"name": name},
-        "spec": spec,
-    }
-
-
-async def posted(client: httpx.AsyncClient, path: str, **request: Any) -> Any:
-    """Send a POST and return the answer's JSON.
-
-    Raises:
-        ProgramFailed: The answer was not 2xx; the text holds what the control plane said.
-    """
-    answer = await client.post(path, **request)
-    if answer.status_code // 100 != 2:
-        raise ProgramFailed(f"POST {path} answered {answer.status_code}: {answer.text[:600]}")
-    return answer.json() if answer.content else None
-
-
-async def counts(client: httpx.AsyncClient, name: str) -> dict[str, Any]:
-    """Return `status.counts` of a job."""
-    answer = await client.get(f"/v1/rolloutjobs/{name}")
-    answer.raise_for_status()
-    found: dict[str, Any] = answer.json()["status"]["counts"]
-    return found
-
-
 async def _submit(plane: ControlPlane) -> int:
     """Submit the tasks and return their bytes, once all rollouts are queued."""
-    lines = "".join(json.dumps(_task(number)) + "\n" for number in range(TASKS)).encode()
+    tasks = [_task(number) for number in range(TASKS)]
+    # No model is asked for, so nothing is leased while memory is read.
+    job = manifest(
+        NAME, tasks={"stream": True}, handler="shell", samplesPerTask=SAMPLES, agent={"type": "oracle"}
+    )
     async with plane.client() as client:
-        job = manifest(
-            NAME,
-            tasks={"stream": True},
-            handler="shell",
-            samplesPerTask=SAMPLES,
-            # No model is asked for, so nothing is leased while memory is read.
-            agent={"type": "oracle"},
-        )
-        await posted(client, "/v1/rolloutjobs", json=job)
-        content_type = {"Content-Type": "application/x-ndjson"}
-        await posted(client, f"/v1/rolloutjobs/{NAME}/tasks", content=lines, headers=content_type)
+        await client.submit(job)
+        await client.push_tasks(NAME, tasks)
         async with asyncio.timeout(QUEUED_SECONDS):
-            while (seen := (await counts(client, NAME))["init"]["queued"]) < TASKS * SAMPLES:
+            while (queued := (await client.job(NAME)).status.counts.init.queued) < TASKS * SAMPLES:
                 plane.program.check("rollyard_api")
                 await asyncio.sleep(0.2)
-        if seen != TASKS * SAMPLES:
-            raise ProgramFailed(f"{seen} rollouts are queued, {TASKS * SAMPLES} were submitted")
-    return len(lines)
+        if queued != TASKS * SAMPLES:
+            raise ProgramFailed(f"{queued} rollouts are queued, {TASKS * SAMPLES} were submitted")
+    return sum(len(json.dumps(task)) + 1 for task in tasks)
 
 
 async def measure(settings: Settings) -> list[Measurement]:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-import os
 import sys
 import tempfile
 import time
@@ -15,20 +13,20 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+from rollyard_crds import Trajectory
 from rollyard_pipeline.backends.session import request_seed
+from rollyard_testing.vllm.servers import SERVED, VllmServer
 
-from rollyard_bench.harness import deliver, external_pool, stage_worker
-from rollyard_bench.memory import manifest, posted
-from rollyard_bench.processes import ProgramFailed, control_plane, port_of, program
-from rollyard_bench.registry import Measurement, Settings
-from rollyard_bench.results import Baseline
+from rollyard_bench.harness import deployment, manifest
+from rollyard_bench.processes import BENCH, ROOT, ProgramFailed, port_of, program
+from rollyard_bench.results import Baseline, Measurement, Settings
 from rollyard_bench.stats import Sample
-from rollyard_bench.vllm import MODEL, ROOT, Server, vllm_servers
+from rollyard_bench.vllm import vllm_servers
 
 TASKS = ROOT / "examples" / "quickstart" / "tasks.jsonl"
-BENCH = Path(__file__).resolve().parents[1]
 SAMPLES = 2
 SEED = 0
+JOB_SECONDS = 120.0
 BARE = 80
 """The number of bare round trips beside each run. Half of them come before it, the others after it."""
 BARE_PROMPT, BARE_TOKENS = 400, 20
@@ -75,26 +73,21 @@ def _job(name: str, tasks: int) -> dict[str, Any]:
     )
 
 
-async def _run(folder: Path, server: Server, tasks: int) -> Run:
+async def _run(folder: Path, server: VllmServer, tasks: int) -> Run:
     """Run one job, one rollout at a time, on a control plane and a worker of its own."""
-    folder.mkdir()
-    os.chmod(folder, 0o700)
     log, name = folder / "exchanges.jsonl", "overhead"
     async with (
         relay(folder, "relay", server.url, log) as url,
-        control_plane(folder) as plane,
-        plane.client() as client,
-        stage_worker(plane, folder, {"init": 2, "run": 1, "eval": 2}) as worker,
+        deployment(folder, {"init": 2, "run": 1, "eval": 2}) as deployed,
     ):
-        await external_pool(client, "vllm", MODEL, server.model, [url])
+        await deployed.external_pool("vllm", SERVED, server.model, [url])
         bare = await _round_trips(url, BARE // 2, 1)
-        await posted(client, "/v1/rolloutjobs", json=_job(name, tasks))
-        async with asyncio.timeout(120.0):
-            found = await deliver(client, worker, name, tasks * SAMPLES)
+        await deployed.client.submit(_job(name, tasks))
+        delivered = await deployed.deliver(name, tasks * SAMPLES, JOB_SECONDS)
         bare |= await _round_trips(url, BARE // 2, 1 + BARE // 2)
     # The worker has closed its connections: every exchange is in the log.
     exchanges = [json.loads(line) for line in log.read_text().splitlines()]
-    return _turns(found, {e["seed"]: e["seconds"] for e in exchanges if e["seed"] is not None}, bare)
+    return _turns(delivered, {e["seed"]: e["seconds"] for e in exchanges if e["seed"] is not None}, bare)
 
 
 async def _round_trips(url: str, count: int, first: int) -> dict[int, float]:
@@ -104,40 +97,40 @@ async def _round_trips(url: str, count: int, first: int) -> dict[int, float]:
     it. Their seeds begin with `first`. They are so small that no turn has one of them.
     """
     body = {
-        "model": MODEL,
+        "model": SERVED,
         "prompt": list(range(100, 100 + BARE_PROMPT)),
         "max_tokens": BARE_TOKENS,
         "ignore_eos": True,
         "logprobs": 0,
         "return_token_ids": True,
     }
-    found: dict[int, float] = {}
+    seconds: dict[int, float] = {}
     async with aiohttp.ClientSession() as session:
         for seed in range(first, first + count):
             begin = time.perf_counter()
             async with session.post(f"{url}/v1/completions", json=body | {"seed": seed}) as answer:
                 answer.raise_for_status()
                 await answer.json()
-            found[seed] = time.perf_counter() - begin
-    return found
+            seconds[seed] = time.perf_counter() - begin
+    return seconds
 
 
-def _turns(found: list[dict[str, Any]], own: Mapping[int, float], bare: Mapping[int, float]) -> Run:
+def _turns(delivered: list[Trajectory], own: Mapping[int, float], bare: Mapping[int, float]) -> Run:
     """Join the product's records with the relay's. Each request carries a seed of its own."""
     ours: list[float] = []
     backend: list[float] = []
     outside: list[float] = []
-    for item in found:
-        if item["status"] != "succeeded" or not item["turns"]:
-            raise ProgramFailed(f"{item['id']}: {item['status']} {item['reason']} {item['message'][:300]}")
-        rest = item["timings"]["own_seconds"] / len(item["turns"])
-        for number, turn in enumerate(item["turns"]):
-            seed = request_seed(SEED, item["task_id"], item["sample_index"], number)
+    for one in delivered:
+        if one.status != "succeeded" or not one.turns:
+            raise ProgramFailed(f"{one.id}: {one.status} {one.reason} {one.message[:300]}")
+        rest = one.timings.own_seconds / len(one.turns)
+        for number, turn in enumerate(one.turns):
+            seed = request_seed(SEED, one.task_id, one.sample_index, number)
             if seed not in own:
-                raise ProgramFailed(f"{item['id']}: turn {number} is not in the relay's log")
+                raise ProgramFailed(f"{one.id}: turn {number} is not in the relay's log")
             backend.append(own[seed] * 1e3)
             outside.append(rest * 1e3)
-            ours.append((turn["model_seconds"] - own[seed] + rest) * 1e3)
+            ours.append((turn.model_seconds - own[seed] + rest) * 1e3)
     if missing := bare.keys() - own.keys():
         raise ProgramFailed(f"{len(missing)} bare round trips are not in the relay's log")
     trips = tuple((seconds - own[seed]) * 1e3 for seed, seconds in bare.items())
@@ -148,9 +141,8 @@ async def measure(settings: Settings) -> list[Measurement]:
     """Measure one rollout at a time."""
     tasks = 8 if settings.quick else 40
     with tempfile.TemporaryDirectory(prefix="ryb-") as name:
-        folder = Path(name)
-        async with vllm_servers(folder, 1) as (server,):
-            alone = await _run(folder / "alone", server, tasks)
+        async with vllm_servers(Path(name), 1) as (server,):
+            alone = await _run(Path(name), server, tasks)
     how = (
         "wall time of a turn in the worker (rendering, tokenizing, the request through the session, parsing, "
         "recording, and its share of what else Run does, such as attaching the sandbox), less the tools and "

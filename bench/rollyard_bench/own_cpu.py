@@ -18,8 +18,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from rollyard_bench.processes import ProgramFailed, needed, program
-from rollyard_bench.registry import Measurement, Settings
-from rollyard_bench.results import Baseline
+from rollyard_bench.results import Baseline, Measurement, Settings
 
 LOOK_SECONDS = 0.05
 RUN_SECONDS = 600.0

@@ -18,7 +18,7 @@ from rollyard_testing.page.store import opened
 from rollyard_bench import page_cost, page_views
 from rollyard_bench.page_views import Stage
 from rollyard_bench.processes import Missing, ProgramFailed
-from rollyard_bench.registry import Measurement, Settings
+from rollyard_bench.results import Measurement, Settings
 
 GROUPS: Final = 12_500
 NAME: Final = "large"

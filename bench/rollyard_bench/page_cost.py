@@ -20,8 +20,7 @@ from rollyard_testing.browser.signin import Served, a_context
 from rollyard_testing.page.worker import Puppet, untended_job
 
 from rollyard_bench.processes import ProgramFailed
-from rollyard_bench.registry import Measurement
-from rollyard_bench.results import Baseline
+from rollyard_bench.results import Baseline, Measurement
 
 PAGES: Final = 20
 BROWSERS: Final = 2

@@ -13,8 +13,7 @@ from playwright.sync_api import Browser, Page
 from rollyard_testing.browser.signin import Served, a_context
 
 from rollyard_bench.processes import ProgramFailed
-from rollyard_bench.registry import Measurement
-from rollyard_bench.results import Baseline
+from rollyard_bench.results import Baseline, Measurement
 
 LIMIT_MS: Final = 120_000
 """The time after which a step in the browser has failed."""

@@ -4,25 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import os
-import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from rollyard_bench.harness import deliver, external_pool, stage_worker
-from rollyard_bench.latency_model import MODEL
-from rollyard_bench.memory import counts, manifest, posted
-from rollyard_bench.processes import ProgramFailed, answers, control_plane, port_of, program
-from rollyard_bench.registry import Measurement, Settings
-from rollyard_bench.results import Baseline
+from rollyard_crds import Trajectory
+from rollyard_crds.trajectory import Timings
 
-HERE = Path(__file__).resolve().parents[1]
+from rollyard_bench.harness import deployment, manifest
+from rollyard_bench.model_servers import MODEL, model_server
+from rollyard_bench.processes import ProgramFailed
+from rollyard_bench.results import Baseline, Measurement, Settings
+
 NAME = "latency"
 POOL = "latency"
 SAMPLES = 8
@@ -65,10 +62,6 @@ class Workload:
         """Return the seconds of evaluation of all rollouts together."""
         return self.slow * self.eval_slow + (self.rollouts - self.slow) * self.eval
 
-    def eval_of(self, number: int) -> float:
-        """Return the seconds that the evaluation of this sample of its group takes."""
-        return self.eval_slow if number % self.slow_every == 0 else self.eval
-
 
 def stage_bounds(work: Workload, slots: Slots) -> dict[str, float]:
     """Return the bound of each stage: fill + total work / slots + drain.
@@ -94,46 +87,12 @@ SLOTS = Slots(init=8, run=8, eval=8)
 
 def workload(settings: Settings) -> Workload:
     """Return the workload. Run is its narrowest stage; one rollout in eight evaluates five times as long."""
-    return Workload(
-        rollouts=48 if settings.quick else 80,
-        init=2.0,
-        model_call=1.0,
-        turns=4,
-        eval=0.2,
-        eval_slow=1.0,
-        slow_every=8,
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class PipelineRun:
-    """One run, from the submission until the last trajectory was delivered."""
-
-    seconds: float
-    run_active: float
-    """The seconds of Run, over all rollouts."""
-    trajectories: list[dict[str, Any]]
-
-
-@asynccontextmanager
-async def model_server(folder: Path, latency: float, turns: int) -> AsyncIterator[str]:
-    """Start the fixed-latency model and yield its URL. Its tokenizer lies in `folder/model`."""
-    port_file = folder / "model.port"
-    words = [sys.executable, "-m", "rollyard_bench.latency_model", "--latency", str(latency)]
-    words += ["--turns", str(turns), "--folder", str(folder / "model"), "--port-file", str(port_file)]
-    async with program(words, folder / "model.log", {"PYTHONPATH": str(HERE)}) as running:
-        url = f"http://127.0.0.1:{await port_of(running, 'the latency model', port_file)}"
-        await answers(running, "the latency model", f"{url}/health")
-        yield url
+    rollouts = 48 if settings.quick else 80
+    return Workload(rollouts, init=2.0, model_call=1.0, turns=4, eval=0.2, eval_slow=1.0, slow_every=8)
 
 
 def _job(work: Workload) -> dict[str, Any]:
-    metadata = {
-        "init": work.init,
-        "eval": work.eval,
-        "eval_slow": work.eval_slow,
-        "slow_every": work.slow_every,
-    }
+    metadata = {name: getattr(work, name) for name in ("init", "eval", "eval_slow", "slow_every")}
     tasks = [
         {"id": f"task-{number:03d}", "prompt": "Take four steps.", "metadata": metadata}
         for number in range(work.rollouts // SAMPLES)
@@ -147,74 +106,58 @@ def _job(work: Workload) -> dict[str, Any]:
         sampling={"maxTokens": 256},
         backendRef={"name": POOL},
         sandbox={"resources": {"memory": "256Mi", "disk": "32Mi"}},
-        stages={
-            "init": {"concurrency": SLOTS.init},
-            "run": {"concurrency": SLOTS.run},
-            "eval": {"concurrency": SLOTS.eval},
-        },
+        stages={stage: {"concurrency": slots} for stage, slots in dataclasses.asdict(SLOTS).items()},
     )
 
 
-def _check(found: list[dict[str, Any]], work: Workload) -> None:
+def _check(delivered: list[Trajectory], work: Workload) -> None:
     """Check that every rollout was really played, each with a reward of 1; otherwise a makespan does not
     count.
     """
-    bad = [item for item in found if item["status"] != "succeeded" or item["reward"] != 1.0]
+    bad = [one for one in delivered if one.status != "succeeded" or one.reward != 1.0]
     if bad:
         first = bad[0]
         raise ProgramFailed(
-            f"{len(bad)} of {len(found)} rollouts did not succeed; {first['id']}: {first['status']} "
-            f"{first['reason']} {first['message'][:300]} reward {first['reward']}"
+            f"{len(bad)} of {len(delivered)} rollouts did not succeed; {first.id}: {first.status} "
+            f"{first.reason} {first.message[:300]} reward {first.reward}"
         )
-    if len(found) != work.rollouts or any(len(item["turns"]) != work.turns for item in found):
+    if len(delivered) != work.rollouts or any(len(one.turns) != work.turns for one in delivered):
         raise ProgramFailed(
-            f"{len(found)} trajectories, {work.rollouts} expected, each of {work.turns} turns"
+            f"{len(delivered)} trajectories, {work.rollouts} expected, each of {work.turns} turns"
         )
 
 
-async def _pipeline(folder: Path, url: str, work: Workload) -> PipelineRun:
-    environment = {"PYTHONPATH": str(HERE / "latency_handler")}
+async def _pipeline(folder: Path, work: Workload) -> tuple[float, list[Timings]]:
+    """Return the seconds from the submission until the last trajectory was delivered, and all timings."""
+    places = dataclasses.asdict(SLOTS)
     async with (
-        control_plane(folder, environment) as plane,
-        plane.client() as client,
-        stage_worker(plane, folder, dataclasses.asdict(SLOTS), environment) as worker,
+        model_server("latency", folder, "model", work.model_call, work.turns) as url,
+        deployment(folder, places, handlers=True) as deployed,
     ):
-        await external_pool(client, POOL, MODEL, folder / "model", [url])
+        await deployed.external_pool(POOL, MODEL, folder / "model", [url])
         # The worker waits for its first lease, as it does between two steps of a training run.
         await asyncio.sleep(2.0)
         begin = time.perf_counter()
-        await posted(client, "/v1/rolloutjobs", json=_job(work))
-        try:
-            async with asyncio.timeout(4 * pipeline_bound(work, SLOTS)):
-                found = await deliver(client, worker, NAME, work.rollouts)
-        except TimeoutError as error:
-            raise ProgramFailed(
-                f"not finished in four times the bound; the job: {await counts(client, NAME)}; "
-                f"the worker said: {worker.tail()}"
-            ) from error
+        await deployed.client.submit(_job(work))
+        delivered = await deployed.deliver(NAME, work.rollouts, 4 * pipeline_bound(work, SLOTS))
         seconds = time.perf_counter() - begin
-    _check(found, work)
-    active = sum(item["timings"]["run"]["active_seconds"] for item in found)
-    return PipelineRun(seconds, active, found)
+    _check(delivered, work)
+    return seconds, [one.timings for one in delivered]
 
 
-def _overhead(run: PipelineRun, work: Workload) -> str:
+def _overhead(seconds: float, timings: list[Timings], work: Workload) -> str:
     """Return where the seconds beyond the latencies lie, per rollout."""
-    timings = [item["timings"] for item in run.trajectories]
 
-    def beyond(seconds: Callable[[dict[str, Any]], float]) -> str:
-        return f"{median(map(seconds, timings)) * 1e3:.0f} ms"
+    def beyond(part: Callable[[Timings], float]) -> str:
+        return f"{median(map(part, timings)) * 1e3:.0f} ms"
 
     # A slot is idle between two rollouts (complete, lease), and while the pipeline fills and drains.
-    idle = (SLOTS.run * run.seconds - run.run_active) / len(timings)
-    run_own = beyond(
-        lambda item: item["run"]["active_seconds"] - item["model_seconds"] - item["tool_seconds"]
-    )
+    idle = (SLOTS.run * seconds - sum(one.run.active_seconds for one in timings)) / len(timings)
     return (
-        f"beyond the latencies, medians: "
-        f"model calls {beyond(lambda item: item['model_seconds'] - work.run)}, "
-        f"tools {beyond(lambda item: item['tool_seconds'])}, the rest of Run {run_own}, "
-        f"Init {beyond(lambda item: item['init']['active_seconds'] - work.init)}; a Run slot is empty for "
+        f"beyond the latencies, medians: model calls {beyond(lambda one: one.model_seconds - work.run)}, "
+        f"tools {beyond(lambda one: one.tool_seconds)}, the rest of Run "
+        f"{beyond(lambda one: one.run.active_seconds - one.model_seconds - one.tool_seconds)}, "
+        f"Init {beyond(lambda one: one.init.active_seconds - work.init)}; a Run slot is empty for "
         f"{idle * 1e3:.0f} ms a rollout, fill and drain included"
     )
 
@@ -223,10 +166,7 @@ async def measure(settings: Settings) -> list[Measurement]:
     """Measure the makespan of one job, after its bound was computed."""
     work = workload(settings)
     with tempfile.TemporaryDirectory(prefix="ryb-") as name:
-        folder = Path(name)
-        os.chmod(folder, 0o700)
-        async with model_server(folder, work.model_call, work.turns) as url:
-            run = await _pipeline(folder, url, work)
+        seconds, timings = await _pipeline(Path(name), work)
     bound = pipeline_bound(work, SLOTS)
     stages = ", ".join(f"{stage} {seconds:.1f} s" for stage, seconds in stage_bounds(work, SLOTS).items())
     shape = (
@@ -234,7 +174,7 @@ async def measure(settings: Settings) -> list[Measurement]:
         f"Eval {work.eval} s and {work.eval_slow} s for one in {work.slow_every}; slots of Init, Run, Eval: "
         f"{SLOTS.init}, {SLOTS.run}, {SLOTS.eval}"
     )
-    how = f"{shape}; bounds: {stages}; {_overhead(run, work)}"
+    how = f"{shape}; bounds: {stages}; {_overhead(seconds, timings, work)}"
     return [
-        Measurement("pipeline_makespan", run.seconds, Baseline("stage-capacity bound", bound), how),
+        Measurement("pipeline_makespan", seconds, Baseline("stage-capacity bound", bound), how),
     ]

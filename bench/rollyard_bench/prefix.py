@@ -11,16 +11,17 @@ from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from rollyard_api.backends.router import Backend, Router
 from rollyard_crds.lease import BackendAssignment, RouteResponse
 from rollyard_crds.rolloutjob import SamplingSpec
 from rollyard_pipeline.backends import BackendClient, BackendSession
+from rollyard_testing.vllm.servers import SERVED, VllmServer
 
 from rollyard_bench.processes import ProgramFailed
-from rollyard_bench.registry import Measurement, Settings
-from rollyard_bench.results import Baseline
-from rollyard_bench.vllm import MODEL, CacheCounts, Server, vllm_servers
+from rollyard_bench.results import Baseline, Measurement, Settings
+from rollyard_bench.vllm import vllm_servers
 
 TURNS = 8
 FIRST = 600  # tokens of the first prompt, which the samples of a group share
@@ -32,6 +33,7 @@ MAX_ACTIVE = 256
 CONTEXT = 8192
 WORDS = range(300, 1060)  # plain tokens of the tiny policy's vocabulary
 SEED = 7
+COUNTERS = ("vllm:prefix_cache_queries_total", "vllm:prefix_cache_hits_total")
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +42,23 @@ class Rollout:
 
     group: str
     sample: int
+
+
+class Hits(NamedTuple):
+    """The prompt tokens that were looked up in the prefix caches, those that were found, and the seconds."""
+
+    queried: float
+    found: float
+    seconds: float
+
+    @property
+    def percent(self) -> float:
+        """The share of the tokens that were found, in per cent."""
+        return 100 * self.found / self.queried
+
+    def text(self) -> str:
+        """Return the figures as text."""
+        return f"{self.percent:.1f}%, {self.queried - self.found:,.0f} tokens computed, {self.seconds:.0f} s"
 
 
 class Policy(ABC):
@@ -135,14 +154,14 @@ async def _play(client: BackendClient, policy: Policy, rollout: Rollout) -> None
 
 
 def _assignment(url: str) -> BackendAssignment:
-    return BackendAssignment(pool="bench", url=url, model=MODEL, tokenizer="")
+    return BackendAssignment(pool="bench", url=url, model=SERVED, tokenizer="")
 
 
-async def _hits(policy: Policy, servers: Sequence[Server], groups: int) -> tuple[CacheCounts, float]:
-    """Return the servers' own counts while all rollouts are played over emptied caches, and the seconds."""
+async def _hits(policy: Policy, servers: Sequence[VllmServer], groups: int) -> Hits:
+    """Return the servers' own counts while all rollouts are played over emptied caches."""
     for server in servers:
-        await server.empty_cache()
-    before = [await server.cache_counts() for server in servers]
+        await asyncio.to_thread(server.call, "/reset_prefix_cache")
+    before = [sum(server.metric(name) for server in servers) for name in COUNTERS]
     waiting = deque(Rollout(f"group-{n:02d}", sample) for n in range(groups) for sample in range(GROUP))
 
     async def slot(client: BackendClient) -> None:
@@ -154,11 +173,8 @@ async def _hits(policy: Policy, servers: Sequence[Server], groups: int) -> tuple
         for _ in range(SLOTS):
             tasks.create_task(slot(client))
     seconds = time.perf_counter() - begin
-    after = [await server.cache_counts() for server in servers]
-    total = CacheCounts(0, 0)
-    for then, now in zip(before, after, strict=True):
-        total += now - then
-    return total, seconds
+    after = [sum(server.metric(name) for server in servers) for name in COUNTERS]
+    return Hits(after[0] - before[0], after[1] - before[1], seconds)
 
 
 async def measure(settings: Settings) -> list[Measurement]:
@@ -167,27 +183,13 @@ async def measure(settings: Settings) -> list[Measurement]:
     with tempfile.TemporaryDirectory(prefix="ryb-") as name:
         async with vllm_servers(Path(name), 2, CONTEXT) as servers:
             urls = [server.url for server in servers]
-            policies: list[Policy] = [Ours(urls), Random(urls)]
-            found = {type(one).__name__: await _hits(one, servers, groups) for one in policies}
-    return _measurements({name: counts for name, (counts, _) in found.items()}, _shape(groups, found))
-
-
-def _shape(groups: int, found: dict[str, tuple[CacheCounts, float]]) -> str:
-    each = "; ".join(
-        f"{name} {counts.percent:.1f}%, {counts.computed:,.0f} tokens computed, {seconds:.0f} s"
-        for name, (counts, seconds) in found.items()
-    )
+            ours = await _hits(Ours(urls), servers, groups)
+            drawn = await _hits(Random(urls), servers, groups)
     longest = FIRST + (TURNS - 1) * (SAMPLED + OUTSIDE)
-    return (
+    how = (
         f"{groups} groups of {GROUP}, {TURNS} turns from {FIRST} to at most {longest:,} tokens, {SLOTS} "
         f"rollouts in flight, two vLLM servers, the same conversations and emptied caches for each policy, "
-        f"the servers' own counters; {each}; random chooses for every request"
+        f"the servers' own counters; ours {ours.text()}; random {drawn.text()}; random chooses for every "
+        "request"
     )
-
-
-def _measurements(found: dict[str, CacheCounts], how: str) -> list[Measurement]:
-    ours = found["Ours"].percent
-
-    return [
-        Measurement("prefix_hits", ours, Baseline("random, per request", found["Random"].percent), how),
-    ]
+    return [Measurement("prefix_hits", ours.percent, Baseline("random, per request", drawn.percent), how)]

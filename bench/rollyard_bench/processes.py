@@ -17,7 +17,10 @@ from pathlib import Path
 from types import FrameType
 
 import httpx
+from rollyard_client import AsyncClient
 
+BENCH = Path(__file__).resolve().parents[1]
+ROOT = BENCH.parent
 START_SECONDS = 30.0
 STOP_SECONDS = 20.0
 
@@ -143,6 +146,13 @@ async def program(
                 await process.wait()
 
 
+def write_port(port_file: Path, port: int) -> None:
+    """Write a port file in one step, so a reader never sees half of it."""
+    partial = port_file.with_suffix(".partial")
+    partial.write_text(str(port))
+    os.replace(partial, port_file)
+
+
 async def port_of(running: Program, name: str, port_file: Path) -> int:
     """Return the port that the program wrote to its port file.
 
@@ -191,10 +201,9 @@ class ControlPlane:
     """The tokens by role: admin, worker, driver."""
     tokens_file: Path
 
-    def client(self, role: str = "admin") -> httpx.AsyncClient:
-        """Return an HTTP client with the role's token."""
-        headers = {"Authorization": f"Bearer {self.tokens[role]}"}
-        return httpx.AsyncClient(base_url=self.url, headers=headers, timeout=60.0)
+    def client(self) -> AsyncClient:
+        """Return a client with the administrator's token."""
+        return AsyncClient(self.url, self.tokens["admin"], timeout=60.0)
 
 
 @asynccontextmanager

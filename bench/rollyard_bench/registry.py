@@ -5,29 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from rollyard_bench.results import NOT_MEASURED, Baseline, Entry, Goal
-
-RatioKind = Literal["times faster", "times the baseline"]
-
-
-@dataclass(frozen=True, slots=True)
-class Settings:
-    """The settings of a run that a group of figures may know."""
-
-    quick: bool
-    """If true, there are fewer samples and shorter runs, but the same figures and goals."""
-
-
-@dataclass(frozen=True, slots=True)
-class Measurement:
-    """What a group measured for one figure."""
-
-    figure: str
-    value: float | None
-    """The value is None where this figure alone misses something, such as its baseline's program."""
-    baseline: Baseline | None
-    how: str
-    """How it was measured, or what is missing."""
+from rollyard_bench.results import NOT_MEASURED, Entry, Goal, Measurement
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +16,7 @@ class Figure:
     group: str
     unit: str
     goal: Goal | None
-    ratio: RatioKind
+    ratio: Literal["times faster", "times the baseline"] = "times the baseline"
     """`times faster` is baseline / value, and `times the baseline` is value / baseline."""
 
 
@@ -51,89 +29,39 @@ def _ratio(op: Literal["<=", ">="], limit: float, what: str) -> Goal:
 
 
 FIGURES: tuple[Figure, ...] = (
-    Figure("echo_p50", "echo", "ms", _value("<=", 0.6, "≤ 0.6 ms"), "times the baseline"),
+    Figure("echo_p50", "echo", "ms", _value("<=", 0.6, "≤ 0.6 ms")),
     Figure("echo_vs_tmux_at_once", "echo", "ms", _ratio(">=", 10, "≥ 10× faster"), "times faster"),
     Figure("echo_vs_tmux_after_sleep", "echo", "ms", _ratio(">=", 150, "≥ 150× faster"), "times faster"),
-    Figure("seq_20000", "echo", "ms", _ratio("<=", 1.5, "≤ 1.5× a raw pty"), "times the baseline"),
-    Figure("swe_action_time", "swe_action_time", "s", _ratio("<=", 0.6, "≤ 0.6× tmux"), "times the baseline"),
+    Figure("seq_20000", "echo", "ms", _ratio("<=", 1.5, "≤ 1.5× a raw pty")),
+    Figure("swe_action_time", "swe_action_time", "s", _ratio("<=", 0.6, "≤ 0.6× tmux")),
     Figure("ipython_p50", "ipython", "ms", _value("<=", 5, "≤ 5 ms"), "times faster"),
-    Figure("sandbox_cold", "start", "ms", _ratio("<=", 1.5, "≤ 1.5× bare"), "times the baseline"),
-    Figure("init_rate", "init_rate", "/s", _ratio(">=", 2, "≥ 2× before"), "times the baseline"),
-    Figure("own_cpu_per_rollout", "own_cpu", "ms", _value("<=", 40, "≤ 40 ms"), "times the baseline"),
-    Figure(
-        "humaneval_evals",
-        "humaneval_evals",
-        "ms",
-        _ratio("<=", 1.3, "≤ 1.3× a fresh process"),
-        "times the baseline",
-    ),
-    Figure(
-        "apptainer_cold",
-        "apptainer",
-        "ms",
-        _ratio("<=", 1.2, "≤ 1.2× bare instance + server"),
-        "times the baseline",
-    ),
-    Figure(
-        "slurm_first_rollout",
-        "slurm_start",
-        "ms",
-        _ratio("<=", 1.6, "≤ 1.6× bare sbatch + instance"),
-        "times the baseline",
-    ),
-    Figure("lease_cycles", "leases", "/s", _value(">=", 1000, "≥ 1,000/s"), "times the baseline"),
-    Figure("queued_10000_resident", "memory", "MB", _value("<=", 300, "≤ 300 MB"), "times the baseline"),
-    Figure(
-        "pipeline_makespan", "pipeline", "s", _ratio("<=", 1.05, "≤ 1.05× the bound"), "times the baseline"
-    ),
+    Figure("sandbox_cold", "start", "ms", _ratio("<=", 1.5, "≤ 1.5× bare")),
+    Figure("init_rate", "init_rate", "/s", _ratio(">=", 2, "≥ 2× before")),
+    Figure("own_cpu_per_rollout", "own_cpu", "ms", _value("<=", 40, "≤ 40 ms")),
+    Figure("humaneval_evals", "humaneval_evals", "ms", _ratio("<=", 1.3, "≤ 1.3× a fresh process")),
+    Figure("apptainer_cold", "apptainer", "ms", _ratio("<=", 1.2, "≤ 1.2× bare instance + server")),
+    Figure("slurm_first_rollout", "slurm_start", "ms", _ratio("<=", 1.6, "≤ 1.6× bare sbatch + instance")),
+    Figure("lease_cycles", "leases", "/s", _value(">=", 1000, "≥ 1,000/s")),
+    Figure("queued_10000_resident", "memory", "MB", _value("<=", 300, "≤ 300 MB")),
+    Figure("pipeline_makespan", "pipeline", "s", _ratio("<=", 1.05, "≤ 1.05× the bound")),
     Figure("dapo_to_target", "dapo_to_target", "s", _ratio(">=", 1.5, "≥ 1.5× faster"), "times faster"),
     Figure("delta_tokenize_32k", "tokenize", "ms", _value("<=", 2, "≤ 2 ms"), "times faster"),
-    Figure("prefix_hits", "prefix", "%", _value(">=", 76, "≥ 76%"), "times the baseline"),
-    Figure(
-        "turn_overhead",
-        "overhead",
-        "ms",
-        _ratio("<=", 6.5, "≤ 6.5× a bare round trip"),
-        "times the baseline",
-    ),
-    Figure("uneven_makespan", "uneven", "s", _ratio("<=", 1.15, "≤ 1.15× the ideal"), "times the baseline"),
+    Figure("prefix_hits", "prefix", "%", _value(">=", 76, "≥ 76%")),
+    Figure("turn_overhead", "overhead", "ms", _ratio("<=", 6.5, "≤ 6.5× a bare round trip")),
+    Figure("uneven_makespan", "uneven", "s", _ratio("<=", 1.15, "≤ 1.15× the ideal")),
     Figure("submit_to_first_token", "first_token", "ms", _value("<=", 500, "≤ 500 ms"), "times faster"),
-    Figure(
-        "fire_every_4_s",
-        "fire_throughput",
-        "rollouts/s",
-        _ratio(">=", 0.5, "≥ 0.5× quiet"),
-        "times the baseline",
-    ),
-    Figure(
-        "fire_every_2_s",
-        "fire_throughput",
-        "rollouts/s",
-        _ratio(">=", 0.33, "≥ 0.33× quiet"),
-        "times the baseline",
-    ),
-    Figure("delivery_rate", "delivery", "MB/s", _value(">=", 200, "≥ 200 MB/s"), "times the baseline"),
-    Figure(
-        "step_overhead",
-        "step_overhead",
-        "s",
-        _ratio("<=", 1.25, "≤ 1.25× an in-process loop"),
-        "times the baseline",
-    ),
+    Figure("fire_every_4_s", "fire_throughput", "rollouts/s", _ratio(">=", 0.5, "≥ 0.5× quiet")),
+    Figure("fire_every_2_s", "fire_throughput", "rollouts/s", _ratio(">=", 0.33, "≥ 0.33× quiet")),
+    Figure("delivery_rate", "delivery", "MB/s", _value(">=", 200, "≥ 200 MB/s")),
+    Figure("step_overhead", "step_overhead", "s", _ratio("<=", 1.25, "≤ 1.25× an in-process loop")),
     Figure("step_overlap", "step_overlap", "s", _ratio(">=", 1.3, "≥ 1.3× faster"), "times faster"),
-    Figure("page_first_view", "page", "s", _value("<=", 1, "≤ 1 s"), "times the baseline"),
-    Figure("page_filter", "page", "ms", _value("<=", 300, "≤ 300 ms"), "times the baseline"),
-    Figure("page_trajectory", "page", "s", _value("<=", 1, "≤ 1 s"), "times the baseline"),
-    Figure("page_server_cost", "page", "%", _value("<=", 5, "≤ 5% of a core"), "times the baseline"),
-    Figure("job_to_first_pod", "kubernetes", "ms", _value("<=", 300, "≤ 300 ms"), "times the baseline"),
-    Figure(
-        "sandbox_pod_cold",
-        "kubernetes",
-        "ms",
-        _ratio("<=", 1.0, "≤ 1.2× bare pod + server"),
-        "times the baseline",
-    ),
-    Figure("reconcile_lag_p99", "kubernetes_fleet", "s", _value("<=", 2, "≤ 2 s"), "times the baseline"),
+    Figure("page_first_view", "page", "s", _value("<=", 1, "≤ 1 s")),
+    Figure("page_filter", "page", "ms", _value("<=", 300, "≤ 300 ms")),
+    Figure("page_trajectory", "page", "s", _value("<=", 1, "≤ 1 s")),
+    Figure("page_server_cost", "page", "%", _value("<=", 5, "≤ 5% of a core")),
+    Figure("job_to_first_pod", "kubernetes", "ms", _value("<=", 300, "≤ 300 ms")),
+    Figure("sandbox_pod_cold", "kubernetes", "ms", _ratio("<=", 1.0, "≤ 1.2× bare pod + server")),
+    Figure("reconcile_lag_p99", "kubernetes_fleet", "s", _value("<=", 2, "≤ 2 s")),
 )
 
 GROUPS: tuple[str, ...] = tuple(dict.fromkeys(figure.group for figure in FIGURES))

@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import os
 import re
 import signal
 import time
@@ -23,6 +22,8 @@ from urllib.parse import urlsplit
 
 import uvloop
 from rollyard_process.waiting import first_of
+
+from rollyard_bench.processes import write_port
 
 CHUNK = 1 << 18
 _SEED = re.compile(rb'"seed":\s*(\d+)')
@@ -102,9 +103,7 @@ async def _serve(options: argparse.Namespace) -> None:
     log = options.log.open("w", buffering=1)
     relay = Relay((target.hostname or "127.0.0.1", target.port or 80), log)
     server = await asyncio.start_server(relay.connection, "127.0.0.1", 0)
-    partial = options.port_file.with_suffix(".partial")
-    partial.write_text(str(server.sockets[0].getsockname()[1]))
-    os.replace(partial, options.port_file)
+    write_port(options.port_file, server.sockets[0].getsockname()[1])
     await stop.wait()
     server.close()
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import textwrap
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
+from pydantic import Field, StrictBool, TypeAdapter, ValidationError
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -18,6 +18,8 @@ from rich.table import Table
 NOT_MEASURED = "not measured: "
 REASON_CHARACTERS = 130
 """How much of a reason the table shows. The file has all of it."""
+Text = Annotated[str, Field(pattern=r"\S")]
+Number = Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False)]
 FIELDS = ("name", "value", "unit", "baseline", "ratio", "goal", "met", "how", "seconds")
 
 
@@ -46,41 +48,57 @@ class Goal:
 
 
 @dataclass(frozen=True, slots=True)
+class Settings:
+    """The settings of a run that a group of figures may know."""
+
+    quick: bool
+    """If true, there are fewer samples and shorter runs, but the same figures and goals."""
+
+
+@dataclass(frozen=True, slots=True)
 class Baseline:
     """What the figure is compared with; `value` is in the figure's unit."""
 
-    name: str
-    value: float
+    name: Text
+    value: Number
+
+
+@dataclass(frozen=True, slots=True)
+class Measurement:
+    """What a group measured for one figure."""
+
+    figure: str
+    value: float | None
+    """The value is None where this figure alone misses something, such as its baseline's program."""
+    baseline: Baseline | None
+    how: str
+    """How it was measured, or what is missing."""
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
     """One line of results.json."""
 
-    name: str
-    value: float | None
+    name: Text
+    value: Number | None
     """The value is None where something is missing or the measurement failed; `how` then says what."""
-    unit: str
+    unit: Text
     baseline: Baseline | None
-    ratio: float | None
+    ratio: Number | None
     goal: str | None
     """The goal is None for a figure that is only printed beside the others."""
-    met: bool | None
+    met: StrictBool | None
     """With a value, this is None exactly where there is no goal. Without one, it is False for a failure, and
     None where something is missing.
     """
-    how: str
+    how: Text
     seconds: float | None = None
     """How long the group of this figure took, in seconds, all of its figures together; None where it was not
     recorded.
     """
 
 
-def _number(entry: str, field: str, value: Any, *, positive: bool) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-        raise ResultError(f"{entry}: {field}: must be a finite number, not {value!r}")
-    if positive and value <= 0:
-        raise ResultError(f"{entry}: {field}: must be greater than 0, not {value!r}")
+_ENTRY, _ENTRIES = TypeAdapter(Entry), TypeAdapter(list[Entry])
 
 
 def check(entry: Entry) -> None:
@@ -90,25 +108,16 @@ def check(entry: Entry) -> None:
         ResultError: A text is empty, a number is none, a ratio lacks its baseline, a goal lacks its verdict,
             or a goal is met without a value.
     """
-    name = entry.name if isinstance(entry.name, str) and entry.name.strip() else "(unnamed)"
-    for field in ("name", "unit", "how"):
-        text = getattr(entry, field)
-        if not isinstance(text, str) or not text.strip():
-            raise ResultError(f"{name}: {field}: must be a text that says something, not {text!r}")
-    if entry.value is not None:
-        _number(name, "value", entry.value, positive=True)
-    if entry.baseline is not None:
-        if not entry.baseline.name.strip():
-            raise ResultError(f"{name}: baseline.name: must say what was measured beside")
-        _number(name, "baseline.value", entry.baseline.value, positive=True)
-    if entry.ratio is not None:
-        _number(name, "ratio", entry.ratio, positive=True)
-        if entry.baseline is None or entry.value is None:
-            raise ResultError(f"{name}: ratio: needs both a value and a baseline")
+    name = entry.name.strip() or "(unnamed)"
+    try:
+        _ENTRY.validate_python(asdict(entry))
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise ResultError(f"{name}: {'.'.join(map(str, first['loc']))}: {first['msg']}") from error
+    if entry.ratio is not None and (entry.baseline is None or entry.value is None):
+        raise ResultError(f"{name}: ratio: needs both a value and a baseline")
     if entry.value is not None and (entry.goal is None) != (entry.met is None):
         raise ResultError(f"{name}: met: must be true or false exactly where there is a goal")
-    if entry.met is not None and not isinstance(entry.met, bool):
-        raise ResultError(f"{name}: met: must be true or false, not {entry.met!r}")
     if entry.met and entry.value is None:
         raise ResultError(f"{name}: met: cannot be true without a value")
 
@@ -148,13 +157,10 @@ def read(path: Path) -> list[Entry]:
         ResultError: The file holds something else.
     """
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-        entries = [
-            Entry(**{**item, "baseline": item["baseline"] and Baseline(**item["baseline"])}) for item in found
-        ]
+        entries = _ENTRIES.validate_json(path.read_bytes())
     except FileNotFoundError:
         return []
-    except (ValueError, TypeError, KeyError) as error:
+    except ValidationError as error:
         raise ResultError(f"{path}: is no result file: {error}") from error
     to_json(entries)
     return entries

@@ -4,20 +4,29 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 import random
+import signal
 import subprocess
+import sys
+import tempfile
 import time
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+import yaml
+from rollyard_client import AsyncClient
+from rollyard_crds import Trajectory
+
 from rollyard_bench import lab
-from rollyard_bench.bridge import Bridge, bridge, finished, shared_folder, submitted, trajectories
-from rollyard_bench.memory import manifest
-from rollyard_bench.processes import ProgramFailed
-from rollyard_bench.registry import Measurement, Settings
-from rollyard_bench.results import Baseline
-from rollyard_bench.stats import Contestant, Sample, interleave
+from rollyard_bench.harness import manifest
+from rollyard_bench.processes import Program, ProgramFailed, program
+from rollyard_bench.results import Baseline, Measurement, Settings
+from rollyard_bench.stats import Contestant, interleave
 
 MODULE = "rollyard_bench.slurm_start"
 CPUS, MEMORY = 2, "1500M"
@@ -30,6 +39,68 @@ PAUSE_SECONDS = 1.5
 TICK_SECONDS = 1.0
 """slurmctld starts batch jobs once in a second. With a pause of always the same length, each contestant would
 always begin at the same distance from that moment."""
+
+
+READY_SECONDS = 60.0
+STOP_SECONDS = 90.0
+"""The longest wait for the end: the workers hand over what they hold, then Slurm ends them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bridge:
+    """A running bridge and its control plane."""
+
+    program: Program
+    home: Path
+    url: str
+    token: str
+
+    def client(self) -> AsyncClient:
+        """Return a client with the administrator's token."""
+        return AsyncClient(self.url, self.token, timeout=60.0)
+
+
+@asynccontextmanager
+async def shared_folder() -> AsyncIterator[Path]:
+    """Yield a folder that the nodes see, too. It is below the user's home and is removed at the end."""
+    with tempfile.TemporaryDirectory(prefix="rollyard-bench-", dir=Path.home()) as name:
+        yield Path(name)
+
+
+@asynccontextmanager
+async def bridge(
+    folder: Path,
+    profile: Mapping[str, Any],
+    options: Sequence[str] = (),
+    environment: Mapping[str, str] | None = None,
+) -> AsyncIterator[Bridge]:
+    """Yield a ready bridge with its home below `folder`. At the end it ends its Slurm jobs and itself.
+
+    Raises:
+        ProgramFailed: The bridge did not become ready.
+    """
+    home, file = folder / "home", folder / "profile.yaml"
+    file.write_text(yaml.safe_dump(dict(profile)))
+    command = [sys.executable, "-m", "rollyard", "slurm-bridge", "up", "--home", str(home)]
+    command += ["--profile", str(file), *options]
+    log = folder / "bridge.log"
+    async with program(command, log, environment, stop=signal.SIGINT, stop_seconds=STOP_SECONDS) as running:
+        try:
+            async with asyncio.timeout(READY_SECONDS):
+                while _read(home / "bridge.json").get("pid") != running.process.pid:
+                    running.check("slurm-bridge")
+                    await asyncio.sleep(0.05)
+        except TimeoutError as error:
+            raise ProgramFailed(f"the bridge is not ready: {running.tail()}") from error
+        url = str(_read(home / "context.json")["url"])
+        yield Bridge(running, home, url, str(_read(home / "state" / "tokens.json")["admin"]))
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        return dict(json.loads(path.read_text()))
+    except (OSError, ValueError):
+        return {}
 
 
 def job(name: str, image: str) -> dict[str, Any]:
@@ -52,13 +123,13 @@ def job(name: str, image: str) -> dict[str, Any]:
     )
 
 
-def first_command(found: dict[str, Any]) -> float:
+def first_command(trajectory: Trajectory) -> float:
     """Return when the first command of a trajectory ran, according to its output."""
-    said = [message["content"] for message in found["messages"] if message["role"] == "tool"]
+    said = [message.content for message in trajectory.messages if message.role == "tool"]
     try:
         return float(str(said[0]).split()[0])
     except (IndexError, ValueError) as error:
-        raise ProgramFailed(f"the first command did not say the time: {found['reason']} {said}") from error
+        raise ProgramFailed(f"the first command did not say the time: {trajectory.reason} {said}") from error
 
 
 async def _ours(running: Bridge, image: str, number: int, parts: dict[str, list[float]]) -> float:
@@ -66,14 +137,14 @@ async def _ours(running: Bridge, image: str, number: int, parts: dict[str, list[
     name = f"first-{number}"
     async with running.client() as client:
         begin = time.time()
-        await submitted(client, job(name, image))
-        await finished(client, name, LONGEST_SECONDS)
-        found = await trajectories(client, name)
-    if [one["status"] for one in found] != ["succeeded"]:
-        raise ProgramFailed(f"{name}: {[(one['status'], one['reason'], one['message']) for one in found]}")
+        await client.submit(job(name, image))
+        await client.wait(name, LONGEST_SECONDS)
+        ended = [one async for one in client.trajectories(name)]
+    if [one.status for one in ended] != ["succeeded"]:
+        raise ProgramFailed(f"{name}: {[(one.status, one.reason, one.message) for one in ended]}")
     for part, when in _moments(running.home, begin).items():
         parts.setdefault(part, []).append((when - begin) * 1e3)
-    return (first_command(found[0]) - begin) * 1e3
+    return (first_command(ended[0]) - begin) * 1e3
 
 
 def _moments(home: Path, begin: float) -> dict[str, float]:
@@ -82,7 +153,7 @@ def _moments(home: Path, begin: float) -> dict[str, float]:
     return {"batch script": min((one.st_ctime for one in logs if one.st_ctime >= begin), default=begin)}
 
 
-async def _bare(program: str, image: str, folder: Path, number: int) -> float:
+async def _bare(apptainer: str, image: str, folder: Path, number: int) -> float:
     """Return the same for a batch job that starts an instance and executes the command in it."""
     stamp = folder / f"bare-{number}"
     script = "\n".join(
@@ -90,9 +161,9 @@ async def _bare(program: str, image: str, folder: Path, number: int) -> float:
             "#!/bin/bash",
             f"#SBATCH --nodes=1 --ntasks=1 --cpus-per-task={CPUS} --mem={MEMORY} --output={stamp}.log",
             "export APPTAINER_CONFIGDIR=$(mktemp -d)",
-            f"{program} -s instance start {image} bare{number}",
-            f"{program} -s exec --pwd / instance://bare{number} {CLOCK} > {stamp}",
-            f"{program} -s instance stop -t 1 bare{number}",
+            f"{apptainer} -s instance start {image} bare{number}",
+            f"{apptainer} -s exec --pwd / instance://bare{number} {CLOCK} > {stamp}",
+            f"{apptainer} -s instance stop -t 1 bare{number}",
             "rm -rf $APPTAINER_CONFIGDIR",
         ]
     )
@@ -112,52 +183,40 @@ async def _bare(program: str, image: str, folder: Path, number: int) -> float:
 
 
 async def _measured(settings: Settings) -> list[Measurement]:
-    rounds = 4 if settings.quick else 12
-    async with shared_folder() as folder:
-        return [await _first_rollout(folder, rounds)]
-
-
-async def _first_rollout(folder: Path, rounds: int) -> Measurement:
     """Measure the bridge's worker and the bare batch job in turns, on the same cluster."""
-    program, image = lab.apptainer(), await lab.default_image()
+    rounds = 4 if settings.quick else 12
+    apptainer, image = lab.apptainer(), await lab.default_image()
     profile = {"partition": "debug", "workers": {"cpus": CPUS, "memory": MEMORY}}
-    ours: list[float] = []
-    bare: list[float] = []
     parts: dict[str, list[float]] = {}
     numbers = itertools.count()
     rng = random.Random(0)
 
-    def pause() -> float:
-        return PAUSE_SECONDS + rng.uniform(0.0, TICK_SECONDS)
+    async with (
+        shared_folder() as folder,
+        bridge(folder, profile, ["--default-image", image]) as running,
+    ):
 
-    async with bridge(folder, profile, ["--default-image", image]) as running:
+        async def ours() -> float:
+            await asyncio.sleep(PAUSE_SECONDS + rng.uniform(0.0, TICK_SECONDS))
+            return await _ours(running, image, next(numbers), parts)
 
-        async def step_ours() -> None:
-            await asyncio.sleep(pause())
-            ours.append(await _ours(running, image, next(numbers), parts))
-
-        async def step_bare() -> None:
-            await asyncio.sleep(pause())
-            bare.append(await _bare(program, image, folder, next(numbers)))
+        async def bare() -> float:
+            await asyncio.sleep(PAUSE_SECONDS + rng.uniform(0.0, TICK_SECONDS))
+            return await _bare(apptainer, image, folder, next(numbers))
 
         contestants = {
-            "bare": Contestant(step_bare, rounds, warm_up=1),
-            "ours": Contestant(step_ours, rounds, warm_up=1),
+            "bare": Contestant(bare, rounds, warm_up=1),
+            "ours": Contestant(ours, rounds, warm_up=1),
         }
-        await interleave(contestants, rounds)
-    return _measurement(Sample(tuple(ours[1:])), parts, Sample(tuple(bare[1:])))
-
-
-def _measurement(mine: Sample, parts: dict[str, list[float]], theirs: Sample) -> Measurement:
+        times = await interleave(contestants, rounds)
     moments = ", ".join(f"{part} begins after {median(taken[1:]):.0f} ms" for part, taken in parts.items())
-    return Measurement(
-        "slurm_first_rollout",
-        mine.p50,
-        Baseline("sbatch + apptainer instance start + exec, bare", theirs.p50),
+    how = (
         f"POST of a RolloutJob of one rollout until its first command runs in its Apptainer sandbox, "
-        f"the worker a batch job of its own {mine.text()} ({moments}); `sbatch` of a script that starts "
-        f"an instance of the same SIF and executes the same command in it {theirs.text()}",
+        f"the worker a batch job of its own {times['ours'].text()} ({moments}); `sbatch` of a script that "
+        f"starts an instance of the same SIF and executes the same command in it {times['bare'].text()}"
     )
+    baseline = Baseline("sbatch + apptainer instance start + exec, bare", times["bare"].p50)
+    return [Measurement("slurm_first_rollout", times["ours"].p50, baseline, how)]
 
 
 async def measure(settings: Settings) -> list[Measurement]:

@@ -5,10 +5,8 @@ from __future__ import annotations
 import subprocess
 import time
 
-from rollyard_bench import coldstart
-from rollyard_bench.registry import Measurement, Settings
-from rollyard_bench.results import Baseline
-from rollyard_bench.sandboxes import bubblewrap
+from rollyard_bench.results import Measurement, Settings
+from rollyard_bench.sandboxes import bubblewrap, cold_start
 
 BWRAP_TRUE = (
     "bwrap", "--unshare-all", "--die-with-parent", "--ro-bind", "/", "/", "--proc", "/proc", "--dev", "/dev",
@@ -26,11 +24,5 @@ async def measure(settings: Settings) -> list[Measurement]:
     """Measure starts of ours, of bare bwrap, and of an exec server alone."""
     samples = 10 if settings.quick else 30
     async with bubblewrap() as provider:
-        cold = await coldstart.cold(provider, _bwrap_true, samples)
-    how_cold = (
-        f"acquire until the client is connected {cold.ours.text()}; "
-        f"`{' '.join(BWRAP_TRUE)}` {cold.bare.text()}; exec server outside of a sandbox, until a client is "
-        f"connected {cold.server.text()}"
-    )
-    bare = Baseline("bwrap true + exec server start, bare", cold.bare.p50 + cold.server.p50)
-    return [Measurement("sandbox_cold", cold.ours.p50, bare, how_cold)]
+        name = "bare `bwrap --unshare-all … true`"
+        return [await cold_start("sandbox_cold", provider, _bwrap_true, name, samples)]

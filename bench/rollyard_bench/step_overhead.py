@@ -18,8 +18,7 @@ from rollyard_testing.faults.yard import Yard
 from rollyard_testing.trainer.killed_run import TrainerMissing, train_python
 
 from rollyard_bench.processes import Missing, ProgramFailed, needed
-from rollyard_bench.registry import Measurement, Settings
-from rollyard_bench.results import Baseline
+from rollyard_bench.results import Baseline, Measurement, Settings
 from rollyard_bench.stats import pairs_median
 
 READY_SECONDS = 180.0

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -16,14 +13,11 @@ from typing import Any
 
 from rollyard_client import Client
 
-from rollyard_bench.harness import external_pool, stage_worker
-from rollyard_bench.latency_model import MODEL
-from rollyard_bench.memory import manifest
-from rollyard_bench.processes import ControlPlane, ProgramFailed, answers, control_plane, port_of, program
-from rollyard_bench.registry import Measurement, Settings
-from rollyard_bench.results import Baseline
+from rollyard_bench.harness import deployment, manifest
+from rollyard_bench.model_servers import MODEL, model_server
+from rollyard_bench.processes import ProgramFailed
+from rollyard_bench.results import Baseline, Measurement, Settings
 
-HERE = Path(__file__).resolve().parents[1]
 POOL = "overlap"
 GROUPS, SAMPLES, RUN_PLACES = 4, 8, 16
 LATENCY, TURNS = 0.5, 4
@@ -118,31 +112,18 @@ def _job(name: str) -> dict[str, Any]:
     )
 
 
-@asynccontextmanager
-async def _yard(folder: Path) -> AsyncIterator[ControlPlane]:
-    environment = {"PYTHONPATH": str(HERE / "latency_handler")}
-    port_file = folder / "model.port"
-    words = [sys.executable, "-m", "rollyard_bench.weighted_model", "--latency", str(LATENCY)]
-    words += ["--turns", str(TURNS), "--folder", str(folder / "model"), "--port-file", str(port_file)]
-    async with (
-        program(words, folder / "model.log", {"PYTHONPATH": str(HERE)}) as model,
-        control_plane(folder, environment) as plane,
-        plane.client() as client,
-        stage_worker(plane, folder, {"init": 8, "run": RUN_PLACES, "eval": 8}, environment),
-    ):
-        url = f"http://127.0.0.1:{await port_of(model, 'the weighted model', port_file)}"
-        await answers(model, "the weighted model", f"{url}/health")
-        await external_pool(client, POOL, MODEL, folder / "model", [url])
-        yield plane
-
-
 async def measure(settings: Settings) -> list[Measurement]:
     """Train with and without overlap in turns, and compare the medians of their steps."""
     steps, rounds = (2, 1) if settings.quick else (5, 2)
     runs: dict[int, list[Run]] = {0: [], 1: []}
     with tempfile.TemporaryDirectory(prefix="ryb-") as name:
-        async with _yard(Path(name)) as plane:
-            trainer = OverlapTrainer(plane.url, plane.tokens["admin"])
+        folder, places = Path(name), {"init": 8, "run": RUN_PLACES, "eval": 8}
+        async with (
+            model_server("weighted", folder, "model", LATENCY, TURNS) as url,
+            deployment(folder, places, handlers=True) as deployed,
+        ):
+            await deployed.external_pool(POOL, MODEL, folder / "model", [url])
+            trainer = OverlapTrainer(deployed.plane.url, deployed.plane.tokens["admin"])
             for number in range(rounds):
                 for lag in (0, 1) if number % 2 == 0 else (1, 0):
                     runs[lag].append(

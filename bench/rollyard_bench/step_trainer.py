@@ -156,7 +156,8 @@ def _row(one: Any, advantage: float, newest: int) -> Row:
 @asynccontextmanager
 async def in_process(folder: Path) -> AsyncIterator[InProcessSide]:
     """Yield the side that plays in this process; its sandboxes lie in `folder`."""
-    from rollyard_bench.inprocess_rollouts import InProcessRollouts, LocalEngine, sandboxes
+    from rollyard_bench.inprocess_rollouts import InProcessRollouts, LocalEngine
+    from rollyard_bench.sandboxes import started
     from tinypolicy.chat import IM_END, chat_template, parse_call, token_id, user
 
     tokenizer = Tokenizer.from_file(str(BASE / "tokenizer.json"))
@@ -170,7 +171,7 @@ async def in_process(folder: Path) -> AsyncIterator[InProcessSide]:
         call = parse_call(text)
         return None if call is None else (call.name, call.arguments)
 
-    async with sandboxes(folder) as provider:
+    async with started("bubblewrap", folder) as provider:
         engine = LocalEngine(ONNX, stop)
         try:
             yield InProcessSide(engine, InProcessRollouts(engine, provider, tokenizer, first, parse, stop))

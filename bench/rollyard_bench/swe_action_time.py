@@ -25,12 +25,10 @@ from rollyard_pipeline.sandboxes.starters.base import SANDBOX_ENV
 
 from rollyard_bench.baselines.tmux import TmuxShell
 from rollyard_bench.echo import SLEEP, WrongOutput
-from rollyard_bench.processes import needed, output
-from rollyard_bench.registry import Measurement, Settings
-from rollyard_bench.results import Baseline
+from rollyard_bench.processes import ROOT, needed, output
+from rollyard_bench.results import Baseline, Measurement, Settings
 from rollyard_bench.sandboxes import bubblewrap, claimed
 
-ROOT = Path(__file__).resolve().parents[2]
 RECIPES = ROOT / "examples" / "swe" / "recipes.json"
 SCRIPT = ROOT / "scripts" / "swe_tasks.py"
 FETCH_SECONDS = 600

@@ -12,8 +12,7 @@ from rollyard_pipeline.chat.template import ChatTemplate
 from rollyard_pipeline.chat.tokenizer import load_folder
 from rollyard_pipeline.trajectories.recorder import Sample, TrajectoryRecorder
 
-from rollyard_bench.registry import Measurement, Settings
-from rollyard_bench.results import Baseline
+from rollyard_bench.results import Baseline, Measurement, Settings
 from rollyard_bench.stats import Sample as Times
 from rollyard_bench.vllm import POLICY
 

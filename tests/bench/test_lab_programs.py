@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 from rollyard_bench import lab
 from rollyard_bench.processes import Missing
-from rollyard_bench.registry import Measurement, Settings
-from rollyard_bench.results import Baseline
+from rollyard_bench.results import Baseline, Measurement, Settings
 
 LAB = """#!/bin/sh
 case $1 in
@@ -27,7 +26,6 @@ import asyncio, os
 from pathlib import Path
 from rollyard_bench import lab
 from rollyard_bench.processes import Missing
-from rollyard_bench.registry import Measurement
 from rollyard_bench.results import Baseline
 
 async def measured(settings):

@@ -6,8 +6,7 @@ from typing import Any
 
 import orjson
 import pytest
-from rollyard_bench.latency_model import LatencyModel, make_tokenizer, write_folder
-from rollyard_bench.paced_model import MEAN_TOKENS, PacedModel
+from rollyard_bench.model_servers import MEAN_TOKENS, LatencyModel, PacedModel, make_tokenizer, write_folder
 from rollyard_pipeline.chat.template import ChatTemplate
 from rollyard_pipeline.chat.tokenizer import load_folder
 from rollyard_pipeline.tool_parsers.json_calls import HermesParser

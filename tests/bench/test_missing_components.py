@@ -11,7 +11,7 @@ import pytest
 from rollyard_bench import echo, lab, results
 from rollyard_bench.main import main, run_group
 from rollyard_bench.processes import Missing, ProgramFailed, output
-from rollyard_bench.registry import Settings
+from rollyard_bench.results import Settings
 from rollyard_bench.stats import Sample
 
 ROOT = Path(__file__).parents[2]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 from rollyard_bench import own_cpu
-from rollyard_bench.registry import FIGURES, Settings, judge
+from rollyard_bench.registry import FIGURES, judge
+from rollyard_bench.results import Settings
 
 
 async def test_the_engine_of_the_median_run_is_the_baseline(monkeypatch: pytest.MonkeyPatch) -> None:

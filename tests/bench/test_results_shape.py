@@ -15,8 +15,8 @@ from rich.console import Console
 from rollyard_bench import results
 from rollyard_bench.main import main, run_group
 from rollyard_bench.pipeline import Slots, Workload, pipeline_bound
-from rollyard_bench.registry import FIGURES, GROUPS, Measurement, Settings, failed, judge, missing, selected
-from rollyard_bench.results import Baseline, Entry, ResultError
+from rollyard_bench.registry import FIGURES, GROUPS, failed, judge, missing, selected
+from rollyard_bench.results import Baseline, Entry, Measurement, ResultError, Settings
 
 BENCH = Path(__file__).parents[2] / "bench"
 
@@ -35,15 +35,15 @@ MALFORMED = {
     "name": replace(GOOD, name=" "),
     "unit": replace(GOOD, unit=""),
     "how": replace(GOOD, how=""),
-    "value: must be a finite": replace(GOOD, value=float("nan")),
-    "value: must be greater": replace(GOOD, value=-1.0),
+    "value: Input should be a finite": replace(GOOD, value=float("nan")),
+    "value: Input should be greater": replace(GOOD, value=-1.0),
     "baseline.name": replace(GOOD, baseline=Baseline("", 1.0)),
     "baseline.value": replace(GOOD, baseline=Baseline("raw pty", float("inf"))),
     "ratio: needs both": replace(GOOD, baseline=None),
-    "ratio: must be": replace(GOOD, ratio=0.0),
+    "ratio: Input should be greater": replace(GOOD, ratio=0.0),
     "met: must be true or false exactly": replace(GOOD, goal=None),
     "echo_p50: met: must be true or false exactly": replace(GOOD, met=None),
-    "met: must be true or false, not": replace(GOOD, met="yes"),  # type: ignore[arg-type]
+    "met: Input should be a valid boolean": replace(GOOD, met="yes"),  # type: ignore[arg-type]
     "met: cannot be true without a value": replace(GOOD, value=None, ratio=None),
 }
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import orjson
 import pytest
+from rollyard_bench.model_servers import WeightedModel
 from rollyard_bench.stats import pairs_median
-from rollyard_bench.weighted_model import WeightedModel
 
 REQUEST = orjson.dumps({"model": "m", "prompt": [1, 2, 3], "max_tokens": 64})
 

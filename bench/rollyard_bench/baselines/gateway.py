@@ -13,10 +13,10 @@ import time
 import uuid
 from pathlib import Path
 from typing import Any
-from urllib.error import URLError
-from urllib.request import Request, urlopen
 
+import httpx
 import websocket
+from rollyard_testing.vllm.servers import free_port
 
 READY_SECONDS = 60.0
 REPLY_SECONDS = 30.0
@@ -26,12 +26,6 @@ class GatewayError(RuntimeError):
     """The gateway did not start, or its kernel did not answer as the protocol says."""
 
     reason = "KernelGatewayFailed"
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 class KernelGateway:
@@ -47,7 +41,7 @@ class KernelGateway:
         The gateway writes many small messages with Nagle's algorithm on, so a usual client's delayed
         acknowledgement costs about 40 ms. Linux forgets the option, therefore it is set before every read.
         """
-        self._port = _free_port()
+        self._port = free_port()
         self._folder = tempfile.TemporaryDirectory(prefix="rollyard-bench-")
         self._session = uuid.uuid4().hex
         self._socket: websocket.WebSocket | None = None
@@ -141,10 +135,9 @@ class KernelGateway:
         return result
 
     def _call(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
-        data = None if body is None else json.dumps(body).encode()
-        request = Request(f"http://127.0.0.1:{self._port}{path}", data=data, method=method)
-        with urlopen(request, timeout=REPLY_SECONDS) as answer:
-            return json.loads(answer.read())
+        url = f"http://127.0.0.1:{self._port}{path}"
+        answer = httpx.request(method, url, json=body, timeout=REPLY_SECONDS, trust_env=False)
+        return answer.raise_for_status().json()
 
     def _wait(self, log: Path) -> None:
         deadline = time.monotonic() + READY_SECONDS
@@ -153,7 +146,7 @@ class KernelGateway:
                 break
             try:
                 self._call("GET", "/api")
-            except (URLError, OSError):
+            except httpx.HTTPError:
                 time.sleep(0.1)
             else:
                 return

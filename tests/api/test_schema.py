@@ -74,7 +74,7 @@ async def test_a_database_of_an_unknown_version_is_refused_and_not_touched(empty
             ControlPlaneError, match=r"has the schema 9999, .* name an empty database"
         ) as refused:
             opening.upgrade(database.writer)
-        assert refused.value.reason == "StateRefused"
+        assert refused.value.reason == "UnknownSchema"
         with database.writer.connect() as conn:
             assert sa.inspect(conn).get_table_names() == ["alembic_version"]
     finally:

@@ -252,6 +252,62 @@ def test_a_bridge_ends_its_own_jobs_only_or_leaves_them(slurm: Any, bridge: Brid
         other.kill()
 
 
+@pytest.mark.nightly
+def test_commands_that_hang_change_nothing(slurm: Any, bridge: Bridge, shared: Path) -> None:
+    programs = shared / "bin"
+    hang = {name: shared / f"hang-{name}" for name in ("squeue", "sbatch")}
+    programs.mkdir(mode=0o755)
+    os.chown(programs, slurm.uid, slurm.gid)  # Only its owner could remove what is in it.
+    # An sbatch that hangs has handed its job in, so a repeat makes a second one.
+    bodies = {
+        "squeue": '[ ! -e {hang} ] || sleep 600\nexec /usr/bin/squeue "$@"\n',
+        "sbatch": '/usr/bin/sbatch "$@"; code=$?\n[ ! -e {hang} ] || sleep 600\nexit $code\n',
+    }
+    for name, body in bodies.items():
+        path = programs / name
+        path.write_text("#!/bin/bash\n" + body.format(hang=hang[name]))
+        path.chmod(0o755)
+    # This is long enough for an sbatch that a busy machine lets wait.
+    bridge.options = ["--command-timeout", "5"]
+    bridge.env = {"PATH": f"{programs}:{slurm.env['PATH']}"}
+    first = job("hangs", tasks=6, samples=2, gate=shared / "seen")
+    # It still exists when squeue answers: of a job that came and went unseen nothing is known for 90 s.
+    second = job("later", tasks=2, samples=1, pause=12.0)
+    bridge.start()
+    with bridge.client() as client:
+
+        def told(text: str, since: int) -> None:
+            until(lambda: text in bridge.log.read_text()[since:], 60, "its being told")
+
+        client.submit(first)
+        until(lambda: client.job("hangs").status.counts.run.active == 4, 60, "rollouts in Run")
+        # A busy machine's squeue may have been too late to say so before.
+        until(lambda: condition(client.job("hangs"), "Running") == "True", 60, "its worker being seen")
+        (number,) = bridge.running()
+        said = len(bridge.log.read_text())
+        hang["sbatch"].touch()
+        client.submit(second)
+        told("sbatch did not answer within 5 s", said)
+        hang["sbatch"].unlink()
+        said = len(bridge.log.read_text())
+        hang["squeue"].touch()
+        told("squeue did not answer within 5 s", said)
+        seen = client.job("hangs")
+        assert condition(seen, "Running") == "True", condition(seen, "Running", "message")
+        (shared / "seen").touch()
+        hang["squeue"].unlink()
+        bridge.ended("later", 150)
+        told("Slurm answers again", said)
+        bridge.ended("hangs")
+    accounted_for(bridge, first)
+    accounted_for(bridge, second)
+    # Its results come a moment before the worker has put its sandboxes away and ends.
+    assert slurm.wait_state(number, "COMPLETED", "FAILED", "CANCELLED") == "COMPLETED", "the same worker"
+    assert len(list((bridge.home / "logs").glob("later-*.log"))) == 1, "no job was handed in twice"
+    assert bridge.stop() == 0
+    assert not [one for one in slurm.user_processes().values() if "sleep 600" in one]
+
+
 def test_what_slurm_cannot_serve_is_told(slurm: Any, bridge: Bridge, shared: Path) -> None:
     profile = written(
         shared / "profile.yaml",

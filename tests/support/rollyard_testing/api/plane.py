@@ -224,6 +224,11 @@ class Worker:
         self.node = node
 
     async def lease(self, wait: float = 0.0, job: str | None = None, **capacity: int) -> list[dict[str, Any]]:
+        return await self._lease(capacity, wait, job)
+
+    async def _lease(
+        self, capacity: dict[str, int], wait: float = 0.0, job: str | None = None
+    ) -> list[dict[str, Any]]:
         body = {"worker": self.name, "node": self.node, "capacity": capacity, "wait": wait, "job": job}
         answer = await self.http.post("/v1/leases", json=body)
         assert answer.status_code == 200, answer.text
@@ -233,9 +238,9 @@ class Worker:
     async def reach(self, stage: str, count: int = 1) -> list[dict[str, Any]]:
         """Take up to so many rollouts from Init to a later stage, and return their leases of it."""
         for before in ("init", "run")[: 1 if stage == "run" else 2]:
-            leases = await self.lease(**{before: count})
+            leases = await self._lease({before: count})
             assert set(await self.complete(*map(self.result, leases))) == {"accepted"}
-        return await self.lease(**{stage: count})
+        return await self._lease({stage: count})
 
     def result(self, lease: dict[str, Any], **fields: Any) -> dict[str, Any]:
         """Return the StageResult of a lease, in which a Run's segments stand as records have them."""

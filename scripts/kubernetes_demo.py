@@ -4,57 +4,32 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import shlex
-import subprocess
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import yaml
+from demos import MODEL, ROLLYARD, ROOT, Demo, wait_until_gone
 from rich.console import Console
 
-ROOT = Path(__file__).resolve().parents[1]
-CHART = ROOT / "helm" / "rollyard"
-EXAMPLES = ROOT / "examples" / "kubernetes"
-TASKS = ROOT / "examples" / "quickstart" / "tasks.jsonl"
+CHART = "helm/rollyard"
+EXAMPLES = "examples/kubernetes"
 INSTALL_SECONDS = 180
 GONE_SECONDS = 120
-MODEL = "engine/src/rollyard_engine/models/tiny-policy"
 
 
-class DemoFailed(Exception):
-    """A step did not do what it should; the text is its output."""
+class KubernetesDemo(Demo):
+    """One installation of the chart, with a namespace for its jobs."""
 
-
-class Demo:
-    """One run, in which every command is printed before it runs."""
+    program = "demo-kubernetes"
 
     def __init__(self, options: argparse.Namespace, env: dict[str, str], console: Console) -> None:
-        self.options = options
+        super().__init__(options, console)
         self.env = env
-        self.console = console
         self.release: str = options.release
         self.home: str = options.namespace
         self.jobs = f"{options.namespace}-jobs"
         self.host_paths: tuple[str, ...] = ()
         """The folders of the node that its pools mount."""
-
-    def say(self, text: str) -> None:
-        """Print a line that is not a command's output."""
-        self.console.print(text, markup=False, highlight=False, soft_wrap=True)
-
-    def output(self, *command: str, quiet: bool = False) -> str:
-        """Run a command, which must succeed, and return what it prints."""
-        if not quiet:
-            self.console.print(f"[bold]$ {shlex.join(command)}[/bold]", soft_wrap=True, highlight=False)
-        done = subprocess.run(command, env=self.env, capture_output=True, text=True, cwd=ROOT)
-        if done.returncode != 0:
-            raise DemoFailed(f"{shlex.join(command)}: {(done.stderr or done.stdout).strip()}")
-        if not quiet and done.stdout.strip():
-            self.console.print(done.stdout.rstrip(), markup=False, highlight=False, soft_wrap=True)
-        return done.stdout
 
     def items(self, kinds: str, selector: str) -> list[str]:
         """Return objects of all namespaces with kind, namespace and name, without those that are being
@@ -68,10 +43,9 @@ class Demo:
 
     def install(self) -> None:
         """Install the chart, and run its own test."""
-        options = self.options
         values = {
-            "images.prefix": options.images,
-            "images.tag": options.tag,
+            "images.prefix": self.options.images,
+            "images.tag": self.options.tag,
             # The demo does not concern itself with what else runs in this cluster.
             "namespaces": f"{{{self.jobs}}}",
             # No volume may outlive the demo, and the resources must fit on small machines.
@@ -83,7 +57,7 @@ class Demo:
         if self.host_paths:
             values["jobs.allow.hostPath"] = f"{{{','.join(self.host_paths)}}}"
         if self.output("kubectl", "get", "namespace", self.jobs, "--ignore-not-found", quiet=True):
-            self.console.print("An earlier demo was killed: removing what it left")
+            self.say("An earlier demo was killed: removing what it left")
             self.remove()
         self.output("kubectl", "create", "namespace", self.jobs)
         sets = [word for key, value in values.items() for word in ("--set", f"{key}={value}")]
@@ -91,47 +65,31 @@ class Demo:
         # applies at the server, where their fields have an owner.
         helm4 = self.output("helm", "version", "--short", quiet=True).startswith("v4")
         sets += ["--force-conflicts"] if helm4 else []
-        self.output(
-            "helm", "upgrade", "--install", self.release, str(CHART.relative_to(ROOT)), "-n", self.home,
-            "--create-namespace", "--take-ownership", "--wait", "--timeout", f"{INSTALL_SECONDS}s", *sets,
-        )  # fmt: skip
+        command = ["helm", "upgrade", "--install", self.release, CHART, "-n", self.home, "--create-namespace"]
+        command += ["--take-ownership", "--wait", "--timeout", f"{INSTALL_SECONDS}s", *sets]
+        self.output(*command)
         self.output("helm", "test", self.release, "-n", self.home, "--logs")
 
     def apply(self) -> None:
         """Apply tasks, pool and job in a namespace of their own."""
-        tasks = self.options.out / "tasks.jsonl"
-        self._write_tasks(tasks)
-        manifest = self.options.out / "job.yaml"
-        job = self.job()
-        manifest.write_text(yaml.safe_dump(job, sort_keys=False))
-        self.output(
-            "kubectl", "create", "configmap", "quickstart-tasks", "-n", self.jobs,
-            f"--from-file=tasks.jsonl={tasks}",
-        )  # fmt: skip
-        self.output(
-            "kubectl", "apply", "-n", self.jobs, "-f", str((EXAMPLES / "pool.yaml").relative_to(ROOT))
-        )
-        self.output("kubectl", "apply", "-n", self.jobs, "-f", str(manifest))
+        tasks, job = self.options.out / "tasks.jsonl", self.options.out / "job.yaml"
+        tasks.write_text(self.first_tasks())
+        job.write_text(yaml.safe_dump(self.job(), sort_keys=False))
+        from_file = f"--from-file=tasks.jsonl={tasks}"
+        self.output("kubectl", "create", "configmap", "quickstart-tasks", "-n", self.jobs, from_file)
+        for manifest in (f"{EXAMPLES}/pool.yaml", str(job)):
+            self.output("kubectl", "apply", "-n", self.jobs, "-f", manifest)
 
     def job(self) -> dict[str, Any]:
         """Return the example's job over as many samples as were asked for."""
-        job: dict[str, Any] = yaml.safe_load((EXAMPLES / "job.yaml").read_text())
+        job: dict[str, Any] = yaml.safe_load((ROOT / EXAMPLES / "job.yaml").read_text())
         job["spec"]["samplesPerTask"] = self.options.samples
         return job
 
-    def _write_tasks(self, path: Path) -> None:
-        options = self.options
-        lines = [line for line in TASKS.read_text().splitlines(keepends=True) if line.strip()]
-        if len(lines) < options.tasks:
-            raise DemoFailed(f"--tasks {options.tasks}: {TASKS.name} holds {len(lines)}")
-        path.write_text("".join(lines[: options.tasks]))
-
     def wait(self, condition: str, name: str, seconds: int | None = None) -> None:
         """Wait until an object has a condition."""
-        self.output(
-            "kubectl", "wait", "-n", self.jobs, f"--for=condition={condition}", name,
-            f"--timeout={self.options.timeout if seconds is None else seconds}s",
-        )  # fmt: skip
+        timeout = f"--timeout={self.options.timeout if seconds is None else seconds}s"
+        self.output("kubectl", "wait", "-n", self.jobs, f"--for=condition={condition}", name, timeout)
 
     def get(self, kinds: str, *further: str) -> None:
         """Print objects of the jobs' namespace."""
@@ -151,29 +109,24 @@ class Demo:
 
     def fetch(self, job: str, out: Path) -> Path:
         """Fetch the trajectories over a port that the command line forwards."""
-        rollyard = os.path.relpath(Path(sys.executable).with_name("rollyard"), ROOT)
+        installation = f"--kubernetes={self.home}/{self.release}"
         for suffix in ("parquet", "jsonl"):
-            path = out / f"trajectories.{suffix}"
-            self.output(
-                rollyard, "trajectories", job, f"--kubernetes={self.home}/{self.release}",
-                "-n", self.jobs, "-o", str(path),
-            )  # fmt: skip
-        (out / "tokenizer.txt").write_text(f"{ROOT / MODEL}\n")
+            path = str(out / f"trajectories.{suffix}")
+            self.output(str(ROLLYARD), "trajectories", job, installation, "-n", self.jobs, "-o", path)
+        (out / "tokenizer.txt").write_text(f"{MODEL}\n")
         return out / "trajectories.jsonl"
 
-    def explain(self) -> None:
-        """Print what helps to explain a failure."""
-        for words in (
-            ("get", "rj,bp,pods", "-n", self.jobs, "-o", "wide"),
-            ("describe", "rj,bp", "-n", self.jobs),
-            ("get", "events", "-n", self.jobs, "--sort-by=.lastTimestamp"),
-            ("logs", "-n", self.jobs, "-l", "rollyard.dev/pool", "--prefix", "--tail=40"),
-            ("get", "pods", "-n", self.home, "-o", "wide"),
-            ("logs", "-n", self.home, "-l", "app.kubernetes.io/component=operator", "--tail=60"),
-            ("logs", "-n", self.home, "-l", "app.kubernetes.io/component=api", "--tail=60"),
-        ):
-            done = subprocess.run(["kubectl", *words], env=self.env, capture_output=True, text=True)
-            print(f"$ kubectl {shlex.join(words)}\n{done.stdout}{done.stderr}", file=sys.stderr)
+    def explanations(self) -> tuple[tuple[str, ...], ...]:
+        """Return the commands whose output helps to explain a failure."""
+        return (
+            ("kubectl", "get", "rj,bp,pods", "-n", self.jobs, "-o", "wide"),
+            ("kubectl", "describe", "rj,bp", "-n", self.jobs),
+            ("kubectl", "get", "events", "-n", self.jobs, "--sort-by=.lastTimestamp"),
+            ("kubectl", "logs", "-n", self.jobs, "-l", "rollyard.dev/pool", "--prefix", "--tail=40"),
+            ("kubectl", "get", "pods", "-n", self.home, "-o", "wide"),
+            ("kubectl", "logs", "-n", self.home, "-l", "app.kubernetes.io/component=operator", "--tail=60"),
+            ("kubectl", "logs", "-n", self.home, "-l", "app.kubernetes.io/component=api", "--tail=60"),
+        )
 
     def remove(self) -> None:
         """Delete the job and the pool, then the release. Nothing may be left but the CRDs."""
@@ -191,9 +144,5 @@ class Demo:
 
     def until_gone(self, kinds: str, selector: str) -> None:
         """Wait until the objects are gone, and raise where one is still left after a while."""
-        deadline = time.monotonic() + GONE_SECONDS
-        while left := self.items(kinds, selector):
-            if time.monotonic() > deadline:
-                raise DemoFailed(f"left behind: {', '.join(left)}")
-            time.sleep(0.5)
-        self.console.print(f"nothing left of {kinds} with {selector}", markup=False, soft_wrap=True)
+        wait_until_gone(lambda: self.items(kinds, selector), GONE_SECONDS)
+        self.say(f"nothing left of {kinds} with {selector}")

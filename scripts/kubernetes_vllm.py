@@ -1,26 +1,21 @@
-"""Real vLLM in a pod for demo-kubernetes, from an image or mounted from this machine, and its killing."""
+"""Real vLLM in a pod for demo-kubernetes, from an image or mounted from this machine."""
 
 from __future__ import annotations
 
 import json
 import os
-import select
-import shlex
 import shutil
 import subprocess
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import yaml
+from demos import ROOT, DemoFailed
 from vllm_cpu_build import CPU_ARGUMENTS, CPU_ENVIRONMENT
 
-ROOT = Path(__file__).resolve().parents[1]
 MANIFEST = ROOT / "examples" / "kubernetes" / "vllm.yaml"
 LIBRARIES = "/opt/vllm-libraries"
-ANSWER_SECONDS = 60.0
 CPU_RESOURCES = {"requests": {"cpu": "200m", "memory": "2Gi"}, "limits": {"memory": "6Gi"}}
 _CLOSED = Path("/root")
 """The folder that images close to other users. A mount below it needs a mount in its own place."""
@@ -35,7 +30,7 @@ print(json.dumps({
 """
 
 
-class VllmUnusable(Exception):
+class VllmUnusable(DemoFailed):
     """There is no vLLM for the pod; the text says why."""
 
 
@@ -91,8 +86,8 @@ class Mounted:
         if any(folder.is_relative_to(_CLOSED) for folder in self.folders):
             template["volumes"].append({"name": "home", "emptyDir": {}})
             template["volumeMounts"].append({"name": "home", "mountPath": str(_CLOSED)})
-        places = {str(folder): folder for folder in self.folders} | {LIBRARIES: self.libraries}
-        for number, (path, folder) in enumerate(places.items()):
+        mounts = {str(folder): folder for folder in self.folders} | {LIBRARIES: self.libraries}
+        for number, (path, folder) in enumerate(mounts.items()):
             host = {"path": str(folder), "type": "Directory"}
             template["volumes"].append({"name": f"vllm-{number}", "hostPath": host})
             template["volumeMounts"].append({"name": f"vllm-{number}", "mountPath": path, "readOnly": True})
@@ -115,19 +110,17 @@ def mounted(python: Path, libraries: Path) -> Mounted:
     if not build["cpu"]:
         raise VllmUnusable(f"{python} has vLLM for GPUs, which kube-lab's pods have not")
     folders = {Path(build["prefix"]), Path(build["base"])}
-    step = python
-    while step.is_symlink():
-        step = Path(os.path.normpath(step.parent / os.readlink(step)))
-        folders.add(step.parent.parent)
+    program = python
+    while program.is_symlink():
+        program = Path(os.path.normpath(program.parent / os.readlink(program)))
+        folders.add(program.parent.parent)
     # A folder within another one is mounted with it.
-    outer = tuple(
-        sorted(one for one in folders if not any(one != two and one.is_relative_to(two) for two in folders))
-    )
+    outer = tuple(folder for folder in sorted(folders) if folders.isdisjoint(folder.parents))
     if Path("/") in outer:
         raise VllmUnusable(f"the Python of {python} lies in /, which cannot be mounted")
     shutil.rmtree(libraries, ignore_errors=True)
     libraries.mkdir(parents=True)
-    for name, path in _needed(step, Path(build["prefix"]), Path(build["base"])).items():
+    for name, path in _needed(program, Path(build["prefix"]), Path(build["base"])).items():
         if not any(path.is_relative_to(folder) for folder in outer):
             shutil.copy(path, libraries / name)
     return Mounted(python, outer, libraries)
@@ -142,14 +135,14 @@ def _needed(program: Path, prefix: Path, base: Path) -> dict[str, Path]:
     files = [program, *modules, *(path for path in prefix.rglob("*.so*") if path.is_file())]
     # It complains about files that are not programs, and then ends with 1.
     done = subprocess.run(["ldd", *files], capture_output=True, text=True)
-    found = {}
+    libraries = {}
     for line in done.stdout.splitlines():
         words = line.split()
         if len(words) >= 3 and words[1] == "=>" and words[2].startswith("/"):
             name = words[0]
             if "/" not in name and not name.startswith((*_C_LIBRARY, "ld-linux")):
-                found[name] = Path(words[2])
-    return found
+                libraries[name] = Path(words[2])
+    return libraries
 
 
 def pool_manifest(vllm: FromImage | Mounted, engine_image: str) -> dict[str, Any]:
@@ -159,64 +152,3 @@ def pool_manifest(vllm: FromImage | Mounted, engine_image: str) -> dict[str, Any
     spec["template"]["volumes"][0]["image"]["reference"] = engine_image
     vllm.apply_to(spec, engine_image)
     return document
-
-
-class Crash:
-    """A SIGKILL of vLLM's engine in a pod, which is prepared so that it can be sent at once.
-
-    The kernel kills in the same way when memory runs out: requests break off, and the server in front of the
-    engine finds it dead. `kubectl delete --force` would ask the server to end first, and the server's process
-    is the first of the container, which signals from within cannot kill.
-    """
-
-    # A process that ends in between is not an error. [E] does not match this command line itself.
-    SCRIPT = (
-        "echo ready; read -r go; "
-        "kill -9 $(grep -ls '[E]ngineCore' /proc/[0-9]*/cmdline | cut -d/ -f3) && echo killed"
-    )
-
-    def __init__(self, process: subprocess.Popen[str], command: str) -> None:
-        self._process = process
-        self.command = command
-
-    def now(self) -> None:
-        """Kill the engine.
-
-        Raises:
-            VllmUnusable: There was nothing to kill.
-        """
-        assert self._process.stdin is not None
-        self._process.stdin.write("go\n")
-        self._process.stdin.flush()
-        self._expect("killed")
-
-    def _expect(self, word: str) -> None:
-        stdout = self._process.stdout
-        assert stdout is not None
-        readable, _, _ = select.select([stdout], [], [], ANSWER_SECONDS)
-        if not readable or stdout.readline().strip() != word:
-            self._fail()
-
-    def _fail(self) -> NoReturn:
-        self._process.kill()
-        _, errors = self._process.communicate()
-        raise VllmUnusable(f"{self.command}: {errors.strip() or 'no answer'}")
-
-    @classmethod
-    @contextmanager
-    def ready(cls, namespace: str, pod: str, env: Mapping[str, str]) -> Iterator[Crash]:
-        """Yield a shell in the pod that waits for the command to kill.
-
-        Raises:
-            VllmUnusable: There is no such shell.
-        """
-        command = ["kubectl", "exec", "-i", "-n", namespace, pod, "--", "sh", "-c", cls.SCRIPT]
-        pipe = subprocess.PIPE
-        process = subprocess.Popen(command, env=env, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
-        try:
-            crash = cls(process, shlex.join(command))
-            crash._expect("ready")
-            yield crash
-        finally:
-            process.kill()
-            process.communicate()

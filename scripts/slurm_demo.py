@@ -7,8 +7,6 @@ import json
 import os
 import shlex
 import shutil
-import subprocess
-import sys
 import threading
 import time
 from dataclasses import dataclass, field
@@ -16,13 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from demos import MODEL, ROLLYARD, ROOT, Demo, Half, wait_until_gone
 from rich.console import Console
 
-ROOT = Path(__file__).resolve().parents[1]
 LAB = ROOT / "scripts" / "slurm-lab"
-QUICKSTART = ROOT / "examples" / "quickstart"
-MODEL = ROOT / "engine" / "src" / "rollyard_engine" / "models" / "tiny-policy"
-ROLLYARD = Path(sys.executable).with_name("rollyard")
+JOB = ROOT / "examples" / "quickstart" / "job.yaml"
 GONE_SECONDS = 60
 LAB_PROFILE: dict[str, Any] = {
     # One worker fits on each node of four CPUs, with room for a backend beside it.
@@ -30,10 +26,6 @@ LAB_PROFILE: dict[str, Any] = {
     "workers": {"cpus": 3, "memory": "3000M"},
     "backends": {"cpus": 1, "memory": "900M"},
 }
-
-
-class DemoFailed(Exception):
-    """A step did not do what it should; the text is its output."""
 
 
 @dataclass
@@ -48,9 +40,10 @@ class Site:
     """The lab's description by scripts/slurm-lab, where the cluster is the lab."""
 
 
-class Demo:
-    """One run, in which every command is printed before it runs."""
+class SlurmDemo(Demo):
+    """One bridge, from up to down."""
 
+    program = "demo-slurm"
     job_name = "quickstart"
     lab_profile = LAB_PROFILE
     tokenizer = MODEL
@@ -58,31 +51,15 @@ class Demo:
     """The number of jobs of stage workers."""
 
     def __init__(self, options: argparse.Namespace, site: Site, console: Console) -> None:
-        self.options = options
+        super().__init__(options, console)
         self.site = site
-        self.console = console
+        self.before = site.before
         self.home = site.shared / "rollyard"
         self.workers = options.workers
         self.nodes: dict[str, set[str]] = {}
         """The nodes on which workers and backends were seen, by kind."""
-
-    def output(self, *command: str, quiet: bool = False, check: bool = True, live: bool = False) -> str:
-        """Run a command and return what it prints.
-
-        With `check` it must succeed; with `live` it prints to the terminal.
-        """
-        shown = [os.path.relpath(word, ROOT) if word == str(ROLLYARD) else word for word in command]
-        if not quiet:
-            self.console.print(f"[bold]$ {shlex.join(shown)}[/bold]", soft_wrap=True, highlight=False)
-        done = subprocess.run(
-            [*self.site.before, *command], text=True, stdin=subprocess.DEVNULL, cwd=ROOT,
-            stdout=None if live else subprocess.PIPE, stderr=None if live else subprocess.PIPE,
-        )  # fmt: skip
-        if check and done.returncode != 0:
-            raise DemoFailed(f"{shlex.join(shown)}: {(done.stderr or done.stdout or '').strip()}")
-        if not quiet and not live and done.stdout.strip():
-            self.console.print(done.stdout.rstrip(), markup=False, highlight=False, soft_wrap=True)
-        return done.stdout or ""
+        self.history: dict[str, Any] = {}
+        """What happened to the backend, for the summary."""
 
     def rollyard(self, *words: str, **further: bool) -> str:
         """Run the command line as the user of the cluster."""
@@ -90,13 +67,9 @@ class Demo:
 
     def write(self) -> None:
         """Write tasks, job and profile into the shared folder."""
-        options = self.options
-        lines = [line for line in (QUICKSTART / "tasks.jsonl").read_text().splitlines(True) if line.strip()]
-        if len(lines) < options.tasks:
-            raise DemoFailed(f"--tasks {options.tasks}: tasks.jsonl holds {len(lines)}")
-        self.put("tasks.jsonl", "".join(lines[: options.tasks]))
+        self.put("tasks.jsonl", self.first_tasks())
         self.put("job.yaml", yaml.safe_dump(self.job(), sort_keys=False))
-        if options.profile is None and self.site.info is not None:
+        if self.options.profile is None and self.site.info is not None:
             self.put("profile.yaml", yaml.safe_dump(self.lab_profile, sort_keys=False))
 
     def put(self, name: str, text: str) -> None:
@@ -106,7 +79,7 @@ class Demo:
 
     def job(self) -> dict[str, Any]:
         """Return the quickstart's job, as this run has it."""
-        job: dict[str, Any] = yaml.safe_load((QUICKSTART / "job.yaml").read_text())
+        job: dict[str, Any] = yaml.safe_load(JOB.read_text())
         job["spec"]["samplesPerTask"] = self.options.samples
         for stage in job["spec"]["stages"].values():
             # The bridge runs all three stages in each worker, and each worker is one Slurm job.
@@ -118,22 +91,29 @@ class Demo:
         """Return the bridge's options for the pool that it makes."""
         return ["--engine", "embedded", "--replicas", str(self.options.backends)]
 
+    def run(self) -> Half:
+        """Run the bridge from up to down, and the job on it."""
+        self.write()
+        with self.removed_afterwards():
+            self.bridge()
+            seconds = self.run_job()
+            return Half(self.fetch(), seconds, self.history)
+
     def bridge(self) -> None:
-        """Print the scripts that the bridge would submit, then start the bridge itself."""
+        """Write the scripts that the bridge would submit, then start the bridge itself."""
         options, shared = self.options, self.site.shared
         common = ["--home", str(self.home), *self.engine()]
         common += ["--default-image", options.image, "--lease-seconds", "15"]
         profile = options.profile or (shared / "profile.yaml" if self.site.info is not None else None)
         common += ["--profile", str(profile)] if profile is not None else []
         common += ["--partition", options.partition] if options.partition else []
-        scripts = self.rollyard(
-            "slurm-bridge", "up", *common, "--dry-run", "-f", str(shared / "job.yaml"), quiet=True
-        )
+        job = str(shared / "job.yaml")
+        scripts = self.rollyard("slurm-bridge", "up", *common, "--dry-run", "-f", job, quiet=True)
         (options.out / "scripts.txt").write_text(scripts)
         self.console.print(f"The scripts that it submits: {options.out / 'scripts.txt'}")
         self.rollyard("slurm-bridge", "up", *common, "--detach")
 
-    def run(self) -> float:
+    def run_job(self) -> float:
         """Run the job to its end while Slurm's queue is watched, and return the seconds that it took."""
         done = threading.Event()
 
@@ -178,26 +158,18 @@ class Demo:
         (self.options.out / "tokenizer.txt").write_text(f"{self.tokenizer}\n")
         nodes = {kind: sorted(names) for kind, names in self.nodes.items()}
         (self.options.out / "nodes.json").write_text(json.dumps(nodes, indent=2) + "\n")
-        self.console.print(f"Nodes: {nodes}", markup=False)
+        self.say(f"Nodes: {nodes}")
         return self.options.out / "trajectories.jsonl"
 
-    def explain(self) -> None:
-        """Print what helps to explain a failure."""
-        for words in (
-            ("squeue", "--me"),
-            ("sh", "-c", f"tail -n 30 {shlex.quote(str(self.home))}/logs/*.log"),
-        ):
-            done = subprocess.run([*self.site.before, *words], capture_output=True, text=True)
-            print(f"$ {shlex.join(words)}\n{done.stdout}{done.stderr}", file=sys.stderr)
+    def explanations(self) -> tuple[tuple[str, ...], ...]:
+        """Return the commands whose output helps to explain a failure."""
+        logs = f"{shlex.quote(str(self.home))}/logs/*.log"
+        return ("squeue", "--me"), ("sh", "-c", f"tail -n 30 {logs}")
 
     def remove(self) -> None:
         """Stop the bridge and its jobs. Nothing of them may be left."""
         self.rollyard("slurm-bridge", "down", "--home", str(self.home))
-        deadline = time.monotonic() + GONE_SECONDS
-        while left := self.left():
-            if time.monotonic() > deadline:
-                raise DemoFailed(f"left behind: {'; '.join(left)}")
-            time.sleep(0.5)
+        wait_until_gone(self.left, GONE_SECONDS)
         where = "in the queue" if self.site.info is None else "in the queue, and on any node"
         self.console.print(f"nothing left {where}")
 
@@ -206,7 +178,7 @@ class Demo:
         nodes.
         """
         names = self.output("squeue", "--me", "-h", "-o", "%i %j", quiet=True).splitlines()
-        found = [f"job {line}" for line in names if " rollyard-" in line]
+        remaining = [f"job {line}" for line in names if " rollyard-" in line]
         if self.site.info is not None:
             for entry in os.scandir("/proc"):
                 try:
@@ -218,10 +190,9 @@ class Demo:
                     continue  # It has ended in between.
                 # These are the control plane's, and those that Slurm's jobs have started.
                 if line and (os.fsencode(self.home) in line or "/slurm" in groups):
-                    found.append(f"process {entry.name} {line[:80].decode(errors='replace')}")
+                    remaining.append(f"process {entry.name} {line[:80].decode(errors='replace')}")
             instance = json.loads((self.home / "bridge.json").read_text())["instance"]
             for node, tmp in self.site.info["node_tmp"].items():
-                found += [
-                    f"{node}: /tmp/{path.relative_to(tmp)}" for path in Path(tmp).glob(f"ry-*-{instance}")
-                ]
-        return found
+                paths = Path(tmp).glob(f"ry-*-{instance}")
+                remaining += [f"{node}: /tmp/{path.relative_to(tmp)}" for path in paths]
+        return remaining

@@ -35,13 +35,13 @@ def run(*command: str, **environment: str) -> None:
 
 def test_two_vllm_servers_get_new_weights_in_the_middle(tmp_path: Path) -> None:
     run("scripts/demo-vllm", str(tmp_path), *SMALL)
-    run("scripts/check-demo-vllm", str(tmp_path))
+    run("scripts/check-demo", "vllm", str(tmp_path))
 
 
 def test_a_model_learns(tmp_path: Path) -> None:
     size = ("--steps", "2", "--groups", "16", "--learning-rate", "1e-3", "--held-out-samples", "4")
     run("scripts/demo-train", str(tmp_path), *size)
-    run("scripts/check-demo-train", str(tmp_path), "--rise", "4")
+    run("scripts/check-demo", "train", str(tmp_path), "--rise", "4")
 
 
 def test_the_trainers_own_tests_pass() -> None:
@@ -50,11 +50,11 @@ def test_the_trainers_own_tests_pass() -> None:
 
 def test_kubernetes(tmp_path: Path, images: str) -> None:
     run("scripts/demo-kubernetes", str(tmp_path), *SMALL, "--tag", images)
-    run("scripts/check-demo-kubernetes", str(tmp_path), "8", "4", "--vllm")
+    run("scripts/check-demo", "kubernetes", str(tmp_path), "8", "4", "--vllm")
 
 
 def test_slurm(tmp_path: Path, missing: Callable[[str], NoReturn]) -> None:
     if os.geteuid() != 0:
         missing("there is no Slurm: scripts/slurm-lab needs root")
     run("scripts/demo-slurm", str(tmp_path), *SMALL)
-    run("scripts/check-demo-slurm", str(tmp_path), "8", "4", "4", "--vllm")
+    run("scripts/check-demo", "slurm", str(tmp_path), "8", "4", "4", "--vllm")

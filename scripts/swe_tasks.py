@@ -50,19 +50,9 @@ def fetched(cache: Path, *requirements: str, binary: bool) -> list[Path]:
     if not folder.is_dir():
         with tempfile.TemporaryDirectory(dir=_made(cache)) as partial:
             kind = "--only-binary" if binary else "--no-binary"
-            command = [
-                sys.executable,
-                "-m",
-                "pip",
-                "download",
-                "-q",
-                "--no-deps",
-                kind,
-                ":all:",
-                "-d",
-                partial,
-            ]
-            if subprocess.run([*command, *requirements], timeout=600).returncode != 0:
+            options = ["-q", "--no-deps", kind, ":all:", "-d", partial]
+            command = [sys.executable, "-m", "pip", "download", *options, *requirements]
+            if subprocess.run(command, timeout=600).returncode != 0:
                 print(f"swe_tasks: pip cannot download {', '.join(requirements)}", file=sys.stderr)
                 sys.exit(os.EX_UNAVAILABLE)
             shutil.copytree(partial, folder)
@@ -78,21 +68,21 @@ def sources(cache: Path, recipe: dict[str, Any]) -> dict[str, bytes]:
     """Return the regular files of a source distribution, by their path below its top folder."""
     (packed,) = fetched(cache, f"{recipe['project']}=={recipe['version']}", binary=False)
     with tarfile.open(packed) as archive:
-        found = {
+        files = {
             member.name.partition("/")[2]: file.read()
             for member in archive
             if member.isfile() and (file := archive.extractfile(member)) is not None
         }
-    return {name: data for name, data in found.items() if name and not name.startswith(".git/")}
+    return {name: data for name, data in files.items() if name and not name.startswith(".git/")}
 
 
 def site(cache: Path) -> dict[str, bytes]:
     """Return the files of pytest and of what a project's tests import, as an installation has them."""
-    found = {}
+    files = {}
     for wheel in fetched(cache, *PYTEST, binary=True):
         with zipfile.ZipFile(wheel) as archive:
-            found |= {name: archive.read(name) for name in archive.namelist() if not name.endswith("/")}
-    return found
+            files |= {name: archive.read(name) for name in archive.namelist() if not name.endswith("/")}
+    return files
 
 
 def diff(path: str, old: str | None, new: str | None) -> str:
@@ -134,7 +124,7 @@ def without(text: str, tests: set[str]) -> str:
             removed.difference_update(range(body[0].lineno - 1, body[0].end_lineno or body[0].lineno))
 
     look(ast.parse(text).body, "")
-    return "".join(line for place, line in enumerate(lines) if place not in removed)
+    return "".join(line for index, line in enumerate(lines) if index not in removed)
 
 
 def planted(files: dict[str, bytes], recipe: dict[str, Any]) -> dict[str, bytes]:
@@ -164,7 +154,7 @@ def row(cache: Path, recipe: dict[str, Any], layout: str) -> dict[str, Any]:
         tests_patch += diff(file, visible[file].decode(), text)
     files = {f"repo/{name}": data for name, data in visible.items()}
     files |= {f"site/{name}": data for name, data in site(cache).items()}
-    found = {
+    common = {
         "instance_id": f"{recipe['project']}-{recipe['version']}",
         "repo": f"pypi/{recipe['project']}",
         "version": recipe["version"],
@@ -176,14 +166,14 @@ def row(cache: Path, recipe: dict[str, Any], layout: str) -> dict[str, Any]:
     }
     if layout == "rebench":
         config = {"log_parser": "parse_log_pytest", "test_cmd": command(recipe)}
-        return {**found, "image": "", "test_patch": tests_patch, "install_config": config}
+        return {**common, "image": "", "test_patch": tests_patch, "install_config": config}
     script = (
         f"git apply -v - <<'END_OF_TESTS'\n{tests_patch}END_OF_TESTS\n"
         f"echo '>>>>> Start Test Output'\n{command(recipe)} {' '.join(recipe['tests'])}\ncode=$?\n"
         "echo '>>>>> End Test Output'\necho \">>>>> Test Exit Code: $code\"\n"
     )
     v5 = {"image": "", "log_parser": "parse_log_pytest", "eval_type": "pass_and_fail", "eval_script": script}
-    return {**found, **v5}
+    return {**common, **v5}
 
 
 def packed(files: dict[str, bytes]) -> str:
@@ -210,19 +200,32 @@ def results(cache: Path, files: dict[str, bytes], recipe: dict[str, Any]) -> dic
         try:
             ended = subprocess.run(
                 ["bash", "-c", f"{command(recipe)} {' '.join(recipe['tests'])}"],
-                cwd=Path(folder, "repo"), capture_output=True, text=True, timeout=TEST_SECONDS, check=False,
-            )  # fmt: skip
+                cwd=Path(folder, "repo"),
+                capture_output=True,
+                text=True,
+                timeout=TEST_SECONDS,
+                check=False,
+            )
         except subprocess.TimeoutExpired:
             return {}
     return {test: status for status, test in RESULT.findall(ended.stdout)}
 
 
 SWAPPED = {
-    ast.Lt: ("<", "<="), ast.LtE: ("<=", "<"), ast.Gt: (">", ">="), ast.GtE: (">=", ">"),
-    ast.Eq: ("==", "!="), ast.NotEq: ("!=", "=="), ast.Add: ("+", "-"), ast.Sub: ("-", "+"),
+    ast.Lt: ("<", "<="),
+    ast.LtE: ("<=", "<"),
+    ast.Gt: (">", ">="),
+    ast.GtE: (">=", ">"),
+    ast.Eq: ("==", "!="),
+    ast.NotEq: ("!=", "=="),
+    ast.Add: ("+", "-"),
+    ast.Sub: ("-", "+"),
     ast.And: ("and", "or"),
-    ast.Or: ("or", "and"), ast.In: ("in", "not in"), ast.NotIn: ("not in", "in"),
-}  # fmt: skip
+    ast.Or: ("or", "and"),
+    ast.In: ("in", "not in"),
+    ast.NotIn: ("not in", "in"),
+}
+"""The words of an operator, and those that take their place."""
 
 
 def mutations(path: str, text: str) -> Iterator[dict[str, Any]]:
@@ -248,6 +251,13 @@ def mutations(path: str, text: str) -> Iterator[dict[str, Any]]:
                 yield {"path": path, "line": right.lineno, "old": line, "new": changed}
 
 
+def _is_code(path: str) -> bool:
+    """Return whether a file belongs to what a project installs."""
+    if not path.endswith(".py") or "test" in path or path in ("setup.py", "conftest.py"):
+        return False
+    return not path.startswith(("doc", "example", "script", "bench"))
+
+
 def find(cache: Path, recipe: dict[str, Any], seed: int) -> dict[str, Any] | None:
     """Return the recipe with a bug that some tests catch and most do not, or None."""
     files = sources(cache, recipe)
@@ -255,23 +265,19 @@ def find(cache: Path, recipe: dict[str, Any], seed: int) -> dict[str, Any] | Non
     good = {test for test, status in before.items() if status == "PASSED"}
     print(f"{recipe['project']}: {len(good)} of {len(before)} tests pass", file=sys.stderr)
     candidates = [
-        bug
-        for path, data in files.items()
-        if path.endswith(".py") and "test" not in path and path not in ("setup.py", "conftest.py")
-        and not path.startswith(("doc", "example", "script", "bench"))
-        for bug in mutations(path, data.decode())
-    ]  # fmt: skip
+        bug for path, data in files.items() if _is_code(path) for bug in mutations(path, data.decode())
+    ]
     random.Random(seed).shuffle(candidates)
     for bug in candidates[:TRIES]:
-        found = {**recipe, "bug": bug}
-        after = results(cache, planted(files, found), recipe)
+        candidate = {**recipe, "bug": bug}
+        after = results(cache, planted(files, candidate), recipe)
         fails = sorted(test for test in good if after.get(test) in ("FAILED", "ERROR"))
         # SWE-rebench runs the files that the hidden tests' diff changes, and no others.
         run = {test.split("::")[0] for test in fails}
         passes = sorted(test for test in good if after.get(test) == "PASSED" and test.split("::")[0] in run)
         if 1 <= len(fails) <= MOST_FAILURES and len(passes) >= 5:
             return {
-                **found,
+                **candidate,
                 "tests": sorted(run),
                 "fail_to_pass": fails,
                 "pass_to_pass": passes[:MOST_PASSES],
@@ -299,9 +305,9 @@ def main() -> int:
     look.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     if options.command == "find":
-        asked = {"project": options.project, "version": options.version}
-        asked |= {"roots": options.roots, "tests": options.tests}
-        recipe = find(options.cache, asked, options.seed)
+        project = {"project": options.project, "version": options.version}
+        project |= {"roots": options.roots, "tests": options.tests}
+        recipe = find(options.cache, project, options.seed)
         if recipe is None:
             print(f"{options.project}: no bug was found that the tests catch", file=sys.stderr)
             return 1

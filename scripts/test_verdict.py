@@ -41,8 +41,17 @@ def read(path: Path, status: int) -> list[Row]:
 
 def a_problem(text: str) -> Row:
     """Return the outcome of a run that went wrong as a whole."""
-    return {"id": text, "part": "run", "outcome": "failed", "when": "run", "text": text, "broken": False,
-            "seconds": 0.0, "processor": 0.0, "cause": text}  # fmt: skip
+    return {
+        "id": text,
+        "part": "run",
+        "outcome": "failed",
+        "when": "run",
+        "text": text,
+        "broken": False,
+        "seconds": 0.0,
+        "processor": 0.0,
+        "cause": text,
+    }
 
 
 def _tree() -> str:

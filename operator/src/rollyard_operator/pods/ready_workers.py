@@ -34,16 +34,19 @@ from rollyard_operator.settings import OperatorSettings
 
 def observed_ready(pod: Mapping[str, Any]) -> ReadyWorker:
     """Return a ready pod as it is observed."""
-    meta, seen = pod["metadata"], observed_workload(pod)
+    meta, workload = pod["metadata"], observed_workload(pod)
     states: dict[str, ReadyState] = {
-        "stopping": "leaving", "exited": "ended", "running": "running", "starting": "starting",
-    }  # fmt: skip
+        "starting": "starting",
+        "running": "running",
+        "stopping": "leaving",
+        "exited": "ended",
+    }
     return ReadyWorker(
         namespace=meta["namespace"],
         name=meta["name"],
         uid=meta["uid"],
         shape=labels.label_of(pod, labels.SHAPE),
-        state=states[seen.state],
+        state=states[workload.state],
         created_at=created_at(pod),
     )
 

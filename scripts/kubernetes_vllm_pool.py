@@ -107,11 +107,13 @@ class KubernetesPool(VllmPool):
 def run_half(demo: KubernetesDemo, vllm: FromImage | Mounted) -> Half:
     """Run the quickstart's job over one pod of vLLM, which is killed in the middle."""
     pool = KubernetesPool(demo, vllm)
-    loss = lose_backend(pool)
+    pool.start()
+    seconds, rollouts_ended, history = lose_backend(pool)
     pool.print_events()
-    killed = {"pod": loss.first["pod"], "process": "EngineCore", "rollouts_ended": loss.rollouts_ended}
-    history = {"engine": str(vllm), "killed": killed, **loss.history()}
-    return Half(demo.fetch(JOB, pool.out), loss.seconds, history)
+    pod = history["backends"][0]["pod"]
+    killed = {"pod": pod, "process": "EngineCore", "rollouts_ended": rollouts_ended}
+    history = {"engine": str(vllm), "killed": killed, **history}
+    return Half(demo.fetch(JOB, pool.out), seconds, history)
 
 
 def find_vllm(options: argparse.Namespace, in_lab: bool) -> FromImage | Mounted | str:

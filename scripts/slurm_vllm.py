@@ -62,11 +62,14 @@ class VllmDemo(SlurmDemo):
 
     def work(self) -> float:
         """Run the job, cancel its backend in the middle, and return the seconds."""
-        loss = lose_backend(SlurmPool(self))
+        pool = SlurmPool(self)
+        pool.start()
+        seconds, rollouts_ended, history = lose_backend(pool)
         self.rollyard("describe", "bp", POOL, "--home", str(self.home))
-        scancel = {"slurm_job": loss.first["slurm_job"], "rollouts_ended": loss.rollouts_ended}
-        self.history = {"scancel": scancel, **loss.history()}
-        return loss.seconds
+        cancelled = history["backends"][0]["slurm_job"]
+        scancel = {"slurm_job": cancelled, "rollouts_ended": rollouts_ended}
+        self.history = {"scancel": scancel, **history}
+        return seconds
 
 
 class SlurmPool(VllmPool):

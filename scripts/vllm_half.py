@@ -7,9 +7,8 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from demos import ROOT, Demo, DemoFailed, wait_until
 from rollyard.quickstart.vllm_servers import run_places
@@ -25,10 +24,6 @@ class VllmPool(ABC):
     """A pool of one vLLM and the job over it, on one kind of cluster."""
 
     demo: Demo
-
-    @abstractmethod
-    def start(self) -> None:
-        """Submit the pool, wait until it is ready, and print it."""
 
     @abstractmethod
     def backend(self) -> dict[str, Any]:
@@ -59,31 +54,19 @@ class VllmPool(ABC):
         """Wait for the job, which must succeed."""
 
 
-@dataclass(frozen=True, slots=True)
-class BackendLoss:
+class BackendLoss(NamedTuple):
     """What happened in a job whose backend was killed."""
 
     seconds: float
     """The wall time of the job."""
     rollouts_ended: int
     """The number of rollouts that had ended before."""
-    seconds_without_backend: float
-    first: dict[str, Any]
-    """The backend that was killed, as `VllmPool.backend` describes it."""
-    second: dict[str, Any]
-    """The backend that took its place."""
-
-    def history(self) -> dict[str, Any]:
-        """Return the fields of the summary that are the same on all clusters."""
-        return {
-            "seconds_without_backend": round(self.seconds_without_backend, 3),
-            "backends": [self.first, self.second],
-        }
+    history: dict[str, Any]
+    """The fields of the summary that are the same on all clusters; `backends` has the killed one first."""
 
 
 def lose_backend(pool: VllmPool) -> BackendLoss:
-    """Run the job over a pool whose one backend is killed once a third of the rollouts have ended."""
-    pool.start()
+    """Run the job over a ready pool, whose one backend is killed once a third of the rollouts have ended."""
     first = pool.backend()
     with pool.killer(first) as kill:
         began = time.monotonic()
@@ -94,10 +77,10 @@ def lose_backend(pool: VllmPool) -> BackendLoss:
         kill()
     pool.wait_lost()
     pool.wait_ready()
-    seconds_without_backend = time.monotonic() - killed
-    second = pool.backend()
+    away = time.monotonic() - killed
+    history = {"seconds_without_backend": round(away, 3), "backends": [first, pool.backend()]}
     pool.finish_job()
-    return BackendLoss(time.monotonic() - began, rollouts_ended, seconds_without_backend, first, second)
+    return BackendLoss(time.monotonic() - began, rollouts_ended, history)
 
 
 def wait_for_a_third(pool: VllmPool) -> int:

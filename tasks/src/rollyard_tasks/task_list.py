@@ -16,7 +16,7 @@ from rollyard_crds.task import Task
 from rollyard_tasks.errors import TasksError
 from rollyard_tasks.file_rows import FileRow, line_rows
 from rollyard_tasks.formats.ids import task_id
-from rollyard_tasks.formats.interface import RowRefused
+from rollyard_tasks.formats.interface import RollyardFormat, RowRefused
 from rollyard_tasks.formats.registry import (
     DEFAULT,
     FormatUnknown,
@@ -25,7 +25,6 @@ from rollyard_tasks.formats.registry import (
     other_format,
     task_format,
 )
-from rollyard_tasks.formats.rollyard import RollyardFormat
 from rollyard_tasks.task_selection import TaskSelection
 
 MAX_SPECS_BYTES: Final = 8 << 20

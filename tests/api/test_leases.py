@@ -469,7 +469,7 @@ def test_trajectories_that_are_refused(trajectory: dict[str, Any], problem: str)
         ({"policy_versions": {"runs": [["v1", (1 << 64) - 1]]}}, "must be [version, number of tokens]"),
         ({"policy_versions": {"runs": [["v1", True], ["", 1]]}}, "policy_versions: runs[0]: must be"),
         ({"prompt_ids": [1, 2]}, "segments[0].prompt_ids: "),
-        ({"prompt_ids": {"dtype": "<u2", "data": "AQ=="}}, "are no whole numbers of <u2"),
+        ({"prompt_ids": {"dtype": "<u2", "data": "AQ=="}}, "are not whole numbers of <u2"),
         ({"prompt_ids": {"dtype": "<u2", "data": "A Q="}}, "segments[0].prompt_ids.data: must be base64"),
         ({"prompt_ids": {"dtype": "<u2", "data": 7}}, "segments[0].prompt_ids.data: "),
         ({"prompt_ids": {"dtype": "|O", "data": "AQ=="}}, "segments[0].prompt_ids.dtype: "),

@@ -171,7 +171,7 @@ class Row:
             return json_value(value)
         except ValueError as error:
             long = "digits" in str(error) or "out of range" in str(error)
-            problem = "has an integer of more than 4,300 digits" if long else "is a text that is no JSON"
+            problem = "has an integer of more than 4,300 digits" if long else "is a text that is not JSON"
             raise RowRefused(self.name(key), problem) from error
 
     def _of(self, key: str, kind: type, default: Any, value: Any) -> Any:

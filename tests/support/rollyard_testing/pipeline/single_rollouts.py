@@ -76,10 +76,11 @@ class Rollout:
 
     def lease(self, stage: StageName, **fields: Any) -> Lease:
         """Return a lease of a stage with these fields."""
+        fields.setdefault("attempt", 0)
         return Lease(
             rollout="r", token=1, stage=stage, job="j", namespace="default", job_uid=str(id(self.plane.spec)),
             group_id="g", sample_index=5, queued_seconds=0.0, lease_seconds=30.0, task=self.task,
-            backend=self.backend, **{"attempt": 0, **fields},
+            backend=self.backend, **fields,
         )  # fmt: skip
 
     def change_backend(self, **fields: Any) -> None:

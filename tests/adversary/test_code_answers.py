@@ -396,8 +396,8 @@ PICKLES = pytest.mark.attack(
         (packed(b"\x80\x04r\xff\xff\xff\x7f."), "holds something other than a text"),
         (packed(b"cos\nsystem\n(S'true'\ntR."), "holds something other than a text"),
         (packed(pickle.dumps("x" * (50 << 20))), "longer than"),
-        (packed(b"\x80\x04X\xff\xff\xff\xff."), "no pickle"),
-        ("@@@", "no compressed data"), (base64.b64encode(b"x").decode(), "is damaged"),
+        (packed(b"\x80\x04X\xff\xff\xff\xff."), "not a pickle"),
+        ("@@@", "not compressed data"), (base64.b64encode(b"x").decode(), "is damaged"),
     ],
 )  # fmt: skip
 def test_a_pickle_in_a_row_is_never_loaded(private: str, problem: str) -> None:

@@ -157,7 +157,7 @@ def test_what_is_no_file_is_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(pipe)
     began = time.monotonic()
     for path in (pipe, Path("/dev/zero"), tmp_path):
-        with pytest.raises(OptionInvalid, match=f"--config {path}: is no file"):
+        with pytest.raises(OptionInvalid, match=f"--config {path}: is not a file"):
             read(path)
     assert time.monotonic() - began < patience(5)
 
@@ -168,9 +168,9 @@ def test_what_is_no_file_is_not_waited_for(tmp_path: Path) -> None:
     [
         ("#" * (MAX_FILE_BYTES + 1), f"has more than {MAX_FILE_BYTES} bytes"),
         ("a: &a [x, x]\nb: [*a, *a]\n", "the alias"),
-        ("db: !!python/object/apply:os.system [id]\n", "is no YAML that is taken"),
-        ("[" * 500, "is no YAML that is taken"),
-        ("\0", "is no YAML that is taken"),
+        ("db: !!python/object/apply:os.system [id]\n", "is not YAML that is accepted"),
+        ("[" * 500, "is not YAML that is accepted"),
+        ("\0", "is not YAML that is accepted"),
     ],
     ids=["large", "aliases", "objects", "deep", "zero"],
 )

@@ -148,7 +148,7 @@ async def is_not_shown(tmp_path: Path, row: object, name: str) -> None:
         ("file:///etc/passwd", b"{}", "must be an upload"),
         ("http://127.0.0.1/", b"{}", "must be an upload"),
         (BLOB, b"[" * (9 << 20), "longer than 8388608 bytes"),
-        (BLOB, b"[" * (1 << 20), "is no JSON"),
+        (BLOB, b"[" * (1 << 20), "is not JSON"),
         (BLOB, b'{"repos": {"a": {"log_parser": "x", "versions": {"1": 3}}}}', "repos.a.versions.1: must be"),
     ],
 )
@@ -184,7 +184,7 @@ MANY = ["1"] * 200_000
             "answer: String should have at most 65536",
         ),
         ("math", {"question": "?", "answer": DEEP}, "answer: String should have at most 65536"),
-        ("apps", {"question": "?", "input_output": DEEP}, "input_output: is a text that is no JSON"),
+        ("apps", {"question": "?", "input_output": DEEP}, "input_output: is a text that is not JSON"),
         (
             "apps",
             {"question": "?", "input_output": {"inputs": MANY, "outputs": MANY}},
@@ -198,9 +198,9 @@ MANY = ["1"] * 200_000
         (
             "apps",
             {"question": "?", "solutions": DEEP, "input_output": {"inputs": ["1"], "outputs": ["1"]}},
-            "solutions: is a text that is no JSON",
+            "solutions: is a text that is not JSON",
         ),
-        ("mcq", {"question": "?", "choices": DEEP, "answerKey": "A"}, "choices: is a text that is no JSON"),
+        ("mcq", {"question": "?", "choices": DEEP, "answerKey": "A"}, "choices: is a text that is not JSON"),
         (
             "mcq",
             {"question": "?", "choices": {"text": MANY, "label": MANY}, "answerKey": "1"},

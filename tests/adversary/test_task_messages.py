@@ -63,11 +63,11 @@ HOSTILE: dict[str, tuple[list[dict[str, Any]], str]] = {
         "at most 1048576 characters",
     ),
     "arguments of a megabyte": (calling(json.dumps("x" * (1 << 20))), "is longer than 1048576 characters"),
-    "arguments that exhaust the stack": (calling(nested(100_000)), "is a text that is no JSON"),
+    "arguments that exhaust the stack": (calling(nested(100_000)), "is a text that is not JSON"),
     "arguments deeper than a document": (calling(nested(150)), "lists and objects may nest 100 deep"),
     "a key twice": (calling('{"a": 1, "b": {"c": 1, "c": 2}}'), "has the same key twice in one object"),
     "half a character": (calling('{"a": "\\ud800"}'), "holds half of a character"),
-    "a number without end": (calling('{"a": ' + "9" * 5000 + "}"), "is a text that is no JSON"),
+    "a number without end": (calling('{"a": ' + "9" * 5000 + "}"), "is a text that is not JSON"),
     "too many calls": (
         [
             {"role": "assistant", "tool_calls": calling("{}")[1]["tool_calls"] * 65},

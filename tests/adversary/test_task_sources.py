@@ -348,7 +348,7 @@ def test_a_file_that_is_none(opened: Open) -> None:
         for name in ("pipe", "socket", ""):
             answer = opened.plane.submit(f"file://{opened.folder}/{name}")
             assert answer.status_code == 422
-            assert "no regular file" in answer.text
+            assert "not a regular file" in answer.text
 
 
 @pytest.mark.attack(

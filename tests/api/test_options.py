@@ -115,20 +115,23 @@ def test_a_variable_of_another_reader_comes_before_the_file(
     [
         (
             "lease_seconds: 3",
-            "lease_seconds: is no option of `rollyard control-plane`; did you mean lease-seconds?",
+            "lease_seconds: is not an option of `rollyard control-plane`; did you mean lease-seconds?",
         ),
         ("leaseSeconds: 3", "did you mean lease-seconds?"),
-        ("colour: red", "colour: is no option of `rollyard control-plane`; `rollyard control-plane --help`"),
+        (
+            "colour: red",
+            "colour: is not an option of `rollyard control-plane`; `rollyard control-plane --help`",
+        ),
         ("lease-seconds: 0", "lease-seconds: Input should be greater than or equal to 1 (got 0)"),
         ("lease-seconds: soon", "lease-seconds: Input should be a valid number"),
         ("max-polls: true", "max-polls: must not be true or false"),
         ("open-docs: perhaps", "open-docs: must be true or false (got 'perhaps')"),
         ("allowed-host: a.example", "allowed-host: must be a list (got 'a.example')"),
-        ("allow-sandbox-host: [10.0.0.1]", "allow-sandbox-host: '10.0.0.1' is no host"),
+        ("allow-sandbox-host: [10.0.0.1]", "allow-sandbox-host: '10.0.0.1' is not a host"),
         ("path-prefix: x", "path-prefix: must be a path such as /rollyard"),
         ("log-level: loud", "log-level: Input should be 'debug', 'info', 'warning' or 'error' (got 'loud')"),
         ("[lease-seconds]", "must be a mapping of options to values"),
-        ("a: [", "is no YAML that is taken"),
+        ("a: [", "is not YAML that is accepted"),
         ("db: 7", "db: must be a text; quote it if it is a number"),
     ],
 )
@@ -146,7 +149,7 @@ def test_what_a_file_cannot_say(text: str, problem: str, tmp_path: Path) -> None
         (
             "LEASE_SECOND",
             "3",
-            "LEASE_SECOND: is no option of `rollyard control-plane`; did you mean ROLLYARD_",
+            "LEASE_SECOND: is not an option of `rollyard control-plane`; did you mean ROLLYARD_",
         ),
         ("LEASE_SECONDS", "0", "LEASE_SECONDS: Input should be greater than or equal to 1 (got '0')"),
         ("PORT", "tcp://10.0.0.1:80", "PORT: Input should be a valid integer"),

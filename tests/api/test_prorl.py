@@ -552,7 +552,7 @@ def test_settings_name_the_field_that_is_wrong(tmp_path: Path) -> None:
         ("tokenizer: t\nspec: {handler: math}\n", "spec.handler: is decided by the calls"),
         ("{}\n", "tokenizer: is required"),
         ("- 1\n", "must be a mapping"),
-        ("a: [\n", "no YAML"),
+        ("a: [\n", "not YAML"),
     ):
         path.write_text(text)
         with pytest.raises(OptionInvalid, match=problem):

@@ -12,8 +12,8 @@ from alembic.config import Config
 from alembic.migration import MigrationContext
 from alembic.script import ScriptDirectory
 from rollyard_api.core.errors import ControlPlaneError
-from rollyard_api.storage import opening, view_tables
-from rollyard_api.storage.database import Database
+from rollyard_api.storage import view_tables
+from rollyard_api.storage.database import Database, migration_config, revisions, upgrade
 from rollyard_api.storage.schema import metadata
 
 
@@ -30,8 +30,8 @@ async def test_upgraded_schema_is_the_metadata(empty: str) -> None:
     assert view_tables.rates.name in metadata.tables, "the tables of views are among them"
     database = Database(empty)
     try:
-        opening.upgrade(database.writer)
-        opening.upgrade(database.writer)
+        upgrade(database.writer)
+        upgrade(database.writer)
         with database.writer.connect() as conn:
             context = MigrationContext.configure(conn, opts={"compare_type": True})
             assert compare_metadata(context, metadata) == []
@@ -54,11 +54,11 @@ async def test_a_database_with_the_last_migration_is_not_migrated_again(
     monkeypatch.setattr(alembic.command, "stamp", counted)
     try:
         with database.writer.connect() as conn:
-            packaged = ScriptDirectory.from_config(opening.config(conn))
-            assert packaged.get_heads() == opening.revisions()[-1:]
-            assert sorted(one.revision for one in packaged.walk_revisions()) == opening.revisions()
-        opening.upgrade(database.writer)
-        opening.upgrade(database.writer)
+            packaged = ScriptDirectory.from_config(migration_config(conn))
+            assert packaged.get_heads() == revisions()[-1:]
+            assert sorted(one.revision for one in packaged.walk_revisions()) == revisions()
+        upgrade(database.writer)
+        upgrade(database.writer)
         assert stamps == ["head"]
     finally:
         await database.close()
@@ -73,7 +73,7 @@ async def test_a_database_of_an_unknown_version_is_refused_and_not_touched(empty
         with pytest.raises(
             ControlPlaneError, match=r"has the schema 9999, .* name an empty database"
         ) as refused:
-            opening.upgrade(database.writer)
+            upgrade(database.writer)
         assert refused.value.reason == "UnknownSchema"
         with database.writer.connect() as conn:
             assert sa.inspect(conn).get_table_names() == ["alembic_version"]

@@ -415,7 +415,7 @@ async def test_what_no_forward_pass_can_be_made_of(
     with pytest.raises(Unverifiable, match="has no vocab_size"):
         await forward.reference(folder, 0.1)
     (folder / "model.safetensors").unlink()
-    with pytest.raises(Unverifiable, match="is no Hugging Face folder"):
+    with pytest.raises(Unverifiable, match="is not a Hugging Face folder"):
         await forward.reference(folder, 0.1)
     assert not (tmp_path / "calls").exists()
 

@@ -232,15 +232,15 @@ def test_up_refuses_what_it_cannot_use(
     assert main(["up", "--backend", "gpu-host:8000"]) == 2
     assert "must be a URL" in capsys.readouterr().err
     assert main(["up", "--model", str(tmp_path / "none")]) == 2
-    assert "is no folder" in capsys.readouterr().err
+    assert "is not a folder" in capsys.readouterr().err
     assert main(["up", "--sandbox", "process", "--no-sandbox-templates"]) == 2
     assert "--no-sandbox-templates goes with --sandbox bubblewrap" in capsys.readouterr().err
     assert main(["up", "--allow-sandbox-host", "localhost"]) == 2
-    assert "--allow-sandbox-host: 'localhost' is no host" in capsys.readouterr().err
+    assert "--allow-sandbox-host: 'localhost' is not a host" in capsys.readouterr().err
     assert main(["up", "--allow-eval-host", "localhost"]) == 2
-    assert "--allow-eval-host: 'localhost' is no host" in capsys.readouterr().err
+    assert "--allow-eval-host: 'localhost' is not a host" in capsys.readouterr().err
     assert main(["up", "--verify-python", str(tmp_path / "none")]) == 2
-    assert "is no program that can be run" in capsys.readouterr().err
+    assert "is not a program that can be run" in capsys.readouterr().err
     assert main(["up", "--backend", f"http://127.0.0.1:{free_port}", "--model", "m"]) == 1
     assert "does not answer as a vLLM-compatible server" in capsys.readouterr().err
 
@@ -309,7 +309,7 @@ JOINED = ["--join", "https://head:8765", "--token-file", "t.json", "--namespace"
         ),
         ([*JOINED, "--allow-eval-host", "pypi.org"], "--allow-eval-host is for a control plane of"),
         (["--allow-eval-host", "pypi.org=x"], "--allow-eval-host: 'pypi.org=x': an address or a network"),
-        (["--allow-sandbox-host", "10.0.0.1"], "--allow-sandbox-host: '10.0.0.1' is no host"),
+        (["--allow-sandbox-host", "10.0.0.1"], "--allow-sandbox-host: '10.0.0.1' is not a host"),
         (["--no-sandbox-templates"], "--no-sandbox-templates goes with --sandbox bubblewrap"),
         (["--allow-image", "any", "--allow-image", "/x"], "--allow-image any stands alone"),
         (["--allow-image", "http://x/"], "give a path, or a reference such as docker://HOST/PREFIX/"),

@@ -76,9 +76,9 @@ def test_the_help_lists_every_option_in_groups(
 @pytest.mark.parametrize(
     ("document", "problem"),
     [
-        ({"lease-second": 3}, "lease-second: is no option of `rollyard "),
+        ({"lease-second": 3}, "lease-second: is not an option of `rollyard "),
         ({"max-polls": "many"}, "max-polls: Input should be a valid integer"),
-        ({"allow-sandbox-host": ["10.0.0.1"]}, "allow-sandbox-host: '10.0.0.1' is no host"),
+        ({"allow-sandbox-host": ["10.0.0.1"]}, "allow-sandbox-host: '10.0.0.1' is not a host"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
@@ -113,7 +113,7 @@ def test_a_wrong_variable_starts_nothing(
         monkeypatch.setenv(name, "1")
         assert main([*command, "--home", str(tmp_path / "h")]) == 2
         assert (
-            f"rollyard: {name}: is no option of `rollyard {' '.join(command)}`; did you mean ROLLYARD_"
+            f"rollyard: {name}: is not an option of `rollyard {' '.join(command)}`; did you mean ROLLYARD_"
             in (capsys.readouterr().err)
         )
         monkeypatch.delenv(name)

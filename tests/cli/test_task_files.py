@@ -204,7 +204,7 @@ JOB = job_manifest("j", {"tasks": {"stream": True}, "handler": "math", "agent": 
         ("a: 1\nb: 2\n", "kind: must be one of"),
         (json.dumps({**TASKS[0], "prompt": "What is\napiVersion: 1?"}), "1 tasks are valid"),
         ('{"id": "a", "prompt": "{apiVersion: 1}"}\n{"id"', "line 2: not valid JSON"),
-        ("apiVersion,prompt\na,b\n", "row 1: is no task; rows with prompt are read by"),
+        ("apiVersion,prompt\na,b\n", "row 1: is not a task; rows with prompt are read by"),
         ("question;answer\n1+1;2\n", "line 1: not valid JSON"),
         ("prompt\nsay 5\n", "line 1: not valid JSON"),
     ],

@@ -91,7 +91,7 @@ def test_folders_that_cannot_be_read_are_skipped_here_and_by_the_server(
     said = capsys.readouterr().out
     assert "is valid (1 tasks, 1 samples each)\n" in said
     assert ": 2 of 3 rows of the task list are skipped:\n" in said
-    assert ": folder 1: a: task.toml: is no TOML" in said
+    assert ": folder 1: a: task.toml: is not TOML" in said
     assert ": folder 2: b: link: is a symbolic link, which a task folder must not hold\n" in said
     server = Server()
     (job,) = read_manifests(path)
@@ -114,7 +114,7 @@ def test_a_broken_file_is_named_with_its_line(tmp_path: Path, capsys: pytest.Cap
     shutil.copytree(EXAMPLES / "tasks/single", tmp_path / "a")
     (tmp_path / "a/task.toml").write_text("[agent]\ntimeout_sec = \n")
     assert main(["validate", "-f", str(tmp_path)]) == 1
-    assert "folder 1: a: task.toml: is no TOML: Invalid value (at line 2" in capsys.readouterr().err
+    assert "folder 1: a: task.toml: is not TOML: Invalid value (at line 2" in capsys.readouterr().err
 
 
 def rows(path: Path, *tasks: dict[str, Any]) -> str:

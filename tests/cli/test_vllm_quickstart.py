@@ -92,7 +92,7 @@ def test_a_folder_that_is_no_model_is_refused() -> None:
         (["--engine", "vllm"], "give --vllm-python"),
         (["--engine", "vllm", "--vllm-python", "python"], "give --model"),
         (["--engine", "vllm", "--backend", "http://127.0.0.1:1"], "leave --engine out"),
-        (["--engine", "vllm", "--vllm-python", "/no/python", "--model", str(POLICY)], "is no program"),
+        (["--engine", "vllm", "--vllm-python", "/no/python", "--model", str(POLICY)], "is not a program"),
         (["--engine", "vllm", "--vllm-python", "/bin/false", "--model", str(POLICY)], "has no vLLM"),
     ],
 )

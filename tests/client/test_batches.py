@@ -31,7 +31,7 @@ from rollyard_client.errors import RollyardError
 from rollyard_client.paging import Cursor
 from rollyard_client.requests.results import Group, Page, listed_cursors
 from rollyard_client.training import library
-from rollyard_client.training.batch import MODELS, WeightHistory, gather
+from rollyard_client.training.batch import MODELS, BatchRequest, WeightHistory, gather
 from rollyard_crds.rolloutjob import RolloutJob, RolloutJobStatus
 from rollyard_crds.trajectory import Trajectory
 from rollyard_crds.weights import WeightUpdate
@@ -407,10 +407,11 @@ def test_a_batch_forgets_no_update_that_came_while_it_waited() -> None:
         return Page(lines, cursor, finished)
 
     def begun(count: int) -> Any:
-        return gather(
-            MODELS, "j", "default", count,
-            max_lag=0, cursor="c0", consumer=None, informative=False, timeout=patience(60),
+        request = BatchRequest(
+            "j", count, max_lag=0, cursor="c0", consumer=None, informative=False, timeout=patience(60),
+            namespace="default",
         )  # fmt: skip
+        return gather(MODELS, request)
 
     job = stream("j", backendRef={"name": "p"})
     first, second = updates(("v1", "Succeeded")), updates(("v2", "Succeeded"), ("v1", "Succeeded"))

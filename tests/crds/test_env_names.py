@@ -35,7 +35,7 @@ def task(env: dict[str, str]) -> Any:
 @pytest.mark.parametrize("make", [pool, job, task])
 @pytest.mark.parametrize("name", BAD)
 def test_other_names_are_refused(make: Any, name: str) -> None:
-    with pytest.raises(ValidationError, match="is no name of an environment variable"):
+    with pytest.raises(ValidationError, match="is not a name of an environment variable"):
         make({name: "x"})
 
 

@@ -57,7 +57,7 @@ def test_an_array_has_whole_numbers() -> None:
     for data in ("AQ", "A Q=", "AQ==AQ==", "=", "é"):
         with pytest.raises(ValidationError, match="must be base64"):
             TokenArray.model_validate({"dtype": "<u1", "data": data})
-    with pytest.raises(ValidationError, match="data has 1 bytes, which are no whole numbers of <u2"):
+    with pytest.raises(ValidationError, match="data has 1 bytes, which are not whole numbers of <u2"):
         TokenArray.model_validate({"dtype": "<u2", "data": "AQ=="})
 
 

@@ -6,7 +6,9 @@ import asyncio
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Any
 
+import kopf
 import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
@@ -135,6 +137,27 @@ async def test_a_watch_that_ends_is_followed_by_another(ending: str, restarts: i
         await until(lambda: ("ADDED", "b") in seen.events)
         assert seen.events == [("ADDED", "a"), ("ADDED", "b")]
         assert (seen.broke, server.watches, task.done()) == (restarts, 2, False)
+        work.set()
+        await asyncio.wait_for(task, 30)
+
+
+async def test_a_cancelled_task_of_kopf_starts_it_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The operator takes it for a failure of kopf, and not for its own end."""
+    spawn, runs = kopf.spawn_tasks, 0
+
+    async def spawned(**options: Any) -> Any:
+        nonlocal runs
+        tasks = await spawn(**options)
+        runs += 1
+        if runs == 1:
+            next(task for task in tasks if task.get_name() == "multidimensional multitasker").cancel()
+        return tasks
+
+    monkeypatch.setattr(kopf, "spawn_tasks", spawned)
+    seen, work = Seen(), asyncio.Event()
+    async with under_kopf(ApiServer([[line("ADDED", thing("a", 11))]]), seen, work) as task:
+        await until(lambda: ("ADDED", "a") in seen.events)
+        assert (runs, seen.broke, task.done()) == (2, 1, False)
         work.set()
         await asyncio.wait_for(task, 30)
 

@@ -19,8 +19,13 @@ from rollyard_pipeline.backends.session import Route
 from rollyard_pipeline.chat import ChatFormat
 from rollyard_pipeline.chat.template import ChatTemplate
 from rollyard_pipeline.chat.tokenizer import ChatTokenizer
+from rollyard_pipeline.registry import Registry
+from rollyard_pipeline.sandboxes import open_provider
+from rollyard_pipeline.sandboxes.egress.egress import Egress
+from rollyard_pipeline.stages.stages import Stages
 from rollyard_testing.families import FAMILIES, train_tokenizer
 from rollyard_testing.pipeline.installed import install_handler
+from rollyard_testing.pipeline.single_rollouts import Answer, Plane, Rollout, UseModel
 from tokenizers import Tokenizer
 
 # This is the shipped tiny policy's own.
@@ -258,3 +263,57 @@ def backend() -> type[ScriptedBackend]:
 def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
     """Return a function that installs the class `Judge` of a source as the handler `steered`."""
     return lambda source: install_handler(tmp_path, source, monkeypatch)
+
+
+@pytest.fixture
+def extensions() -> Registry:
+    """Return what stages know beside what is installed."""
+    return Registry({})
+
+
+@pytest.fixture
+async def rollout(tmp_path_factory: pytest.TempPathFactory, extensions: Registry) -> AsyncIterator[Rollout]:
+    """Yield a rollout whose sandboxes are bare processes."""
+    provider = open_provider("process", run_dir=tmp_path_factory.mktemp("s"), node="n")
+    await provider.start()
+    plane: Any = Plane()
+    try:
+        async with BackendClient(request_timeout=20.0) as backends:
+            egress = Egress()
+            stages = Stages(plane, backends, provider, extensions, backend_budget=1.0, egress=egress)
+            yield Rollout(provider, stages, plane, egress.infrastructure)
+            await stages.close()
+    finally:
+        for sandbox in provider.claimed():
+            await provider.release(sandbox)
+        await provider.aclose()
+
+
+@pytest.fixture
+async def model(
+    rollout: Rollout, scripted: Callable[[Answer], ScriptedModel], model_folder: Path
+) -> AsyncIterator[UseModel]:
+    """Yield a function that gives the rollout a model whose answers depend on the prompt's text."""
+    answer: list[Answer] = []
+
+    def latest(prompt: str) -> str:
+        return answer[-1](prompt)
+
+    server = rollout.model = scripted(latest)
+    async with server.serving():
+
+        def use(
+            answers: Answer,
+            agent: dict[str, Any] | None = None,
+            task: dict[str, Any] | None = None,
+            **spec: Any,
+        ) -> None:
+            answer.append(answers)
+            rollout.backend = BackendAssignment(
+                pool="p", url=server.url, model="scripted", tokenizer=str(model_folder), policy_version="v0"
+            )
+            rollout.configure(
+                task, agent={"type": "tools", **(agent or {})}, backendRef={"name": "p"}, **spec
+            )
+
+        yield use

@@ -433,4 +433,4 @@ def test_the_handler_names_what_a_task_lacks() -> None:
     assert HarborHandler().check(Task(id="t", prompt="q"))[0].startswith("harbor: required")
     assert HarborHandler().check(folder()) == []
     broken: dict[str, Any] = {"id": "t", "prompt": "q", "harbor": {"files": {"task.toml": "a = "}}}
-    assert "task.toml: is no TOML" in HarborHandler().check(Task.model_validate(broken))[0]
+    assert "task.toml: is not TOML" in HarborHandler().check(Task.model_validate(broken))[0]

@@ -12,9 +12,8 @@ from rollyard_crds.fields.swe_tests import SweTests
 from rollyard_crds.lease import StageResult
 from rollyard_crds.task import Task
 from rollyard_pipeline.errors import SetupFailed, TaskInvalid
-from rollyard_pipeline.handlers.swe.handler import ReportFiles, SweHandler, read_report
+from rollyard_pipeline.handlers.swe.handler import ReportFiles, SweHandler, protection, read_report
 from rollyard_pipeline.handlers.swe.log_parsers import exit_code, parse
-from rollyard_pipeline.handlers.swe.protected import protection
 from rollyard_pipeline.handlers.swe.report_plugin import sign
 from rollyard_pipeline.handlers.swe.report_start import program_of
 from rollyard_pipeline.handlers.swe.results import Results, score

@@ -114,7 +114,7 @@ NO_HOSTS = (
 def test_what_is_no_host_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match=r"allowedHosts|allowed_hosts"):
         SandboxSpec.model_validate({"network": "allowlist", "allowedHosts": [text]})
-    with pytest.raises(ValueError, match=r"is no host|port|characters"):
+    with pytest.raises(ValueError, match=r"is not a host|port|characters"):
         HostRule.parse(text)
 
 

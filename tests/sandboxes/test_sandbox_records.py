@@ -221,7 +221,7 @@ def test_quantities(text: str, number: float) -> None:
 
 @pytest.mark.parametrize("text", ["", "Gi", "1 Gi", "1Xi", "1GiGi"])
 def test_bad_quantities(text: str) -> None:
-    with pytest.raises(ValueError, match="is no quantity; write for example"):
+    with pytest.raises(ValueError, match="is not a quantity; write for example"):
         parse_quantity(text)
 
 

@@ -173,7 +173,7 @@ def test_the_comment_says_whose_it_is() -> None:
             r"workers.drainSeconds \(120\) must be less than signalSeconds \(90\)",
         ),
         ("[1, 2]", "must be a mapping"),
-        ("a: [", "no YAML"),
+        ("a: [", "is not YAML"),
         ("env: {'a b': x}", "env"),
         ("partition: 'a b'", "partition: "),
     ],

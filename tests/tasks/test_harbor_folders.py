@@ -236,7 +236,7 @@ VARIABLES_AND_MESSAGES = pytest.mark.attack(
 @pytest.mark.parametrize(
     ("toml", "words"),
     [
-        ("[environment\n", "task.toml: is no TOML: .*line 1"),
+        ("[environment\n", "task.toml: is not TOML: .*line 1"),
         ('schema_version = "2.0"', "schema_version: is '2.0'"),
         ("[agent]\ntimeout_sec = 0", "agent.timeout_sec: must be larger than 0"),
         ("[agent]\ntimeout_sec = true", "agent.timeout_sec: must be a number"),
@@ -250,10 +250,10 @@ VARIABLES_AND_MESSAGES = pytest.mark.attack(
         ('[environment]\nnetwork_mode = "host"', "environment.network_mode: is 'host', expected no-network"),
         ('[agent]\nallowed_hosts = ["a.org"]', "agent.allowed_hosts: needs network_mode = 'allowlist'"),
         ('[agent]\nnetwork_mode = "allowlist"', "agent.allowed_hosts: must name from 1 to 64 hosts"),
-        (ALLOWLIST.format("reference"), "agent.allowed_hosts: 'reference' is no host"),
-        (ALLOWLIST.format("10.0.0.1"), "agent.allowed_hosts: '10.0.0.1' is no host"),
+        (ALLOWLIST.format("reference"), "agent.allowed_hosts: 'reference' is not a host"),
+        (ALLOWLIST.format("10.0.0.1"), "agent.allowed_hosts: '10.0.0.1' is not a host"),
         (ALLOWLIST.format("a.org:99999"), "agent.allowed_hosts: 'a.org:99999': a port is"),
-        (ALLOWLIST.replace('["{}"]', "[1]"), "agent.allowed_hosts: '1' is no host"),
+        (ALLOWLIST.replace('["{}"]', "[1]"), "agent.allowed_hosts: '1' is not a host"),
         ('[verifier]\nnetwork_mode = "public"', "verifier.network_mode: asks for every host"),
         (ALLOWLIST.format("a.org") + STEP, "steps: need a task without a network"),
         (ALLOWLIST.format("a.org").replace("agent", "verifier") + STEP, "steps: need a task without a"),
@@ -267,9 +267,9 @@ VARIABLES_AND_MESSAGES = pytest.mark.attack(
         ("[environment]\nenv = {A = 1}", "environment.env.A: must be a text"),
         ('[environment]\nworkdir = "app"', "environment.workdir: must be the absolute path"),
         ('[environment]\nworkdir = "/a/../b"', "environment.workdir: must be the absolute path"),
-        ('[environment]\nworkdir = "/usr"', "environment.workdir: must be no folder of the system, where"),
+        ('[environment]\nworkdir = "/usr"', "environment.workdir: must not be a folder of the system, where"),
         ('[environment]\nworkdir = "/home/x"', "environment.workdir: must be a folder directly below /"),
-        ('[environment]\ndocker_image = "a b"', "environment.docker_image: is no name"),
+        ('[environment]\ndocker_image = "a b"', "environment.docker_image: is not the name"),
         ('[verifier]\nenvironment_mode = "else"', "verifier.environment_mode: is 'else', expected shared or"),
         (
             '[verifier]\nenvironment_mode = "shared"\n[verifier.environment]',
@@ -341,7 +341,7 @@ def test_folders_that_are_refused(files: dict[str, str | None], words: str) -> N
         ({"files": {"a\n": ""}}, "cannot be printed"),
         ({"files": {"a": "", "a/b": ""}}, "is a file and a folder"),
         ({"files": {"a": ""}, "binary": {"a": ""}}, "both as text and in base64"),
-        ({"binary": {"a": "?"}}, "is no base64"),
+        ({"binary": {"a": "?"}}, "is not base64"),
         ({"files": {"a": "x" * (MAX_BYTES // 2 + 1), "b": "x" * (MAX_BYTES // 2)}}, "a task folder may hold"),
         ({"files": {str(i): "" for i in range(MAX_FILES + 1)}}, "at most"),
     ],
@@ -415,7 +415,8 @@ HOSTILE_FOLDERS = pytest.mark.attack(
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (link, "a: is a symbolic link"), (linked_folder, "a: is a symbolic link"), (fifo, "a: is no regular"),
+        (link, "a: is a symbolic link"), (linked_folder, "a: is a symbolic link"),
+        (fifo, "a: is not a regular file"),
         (large, "a: with this file, the folder holds more than 4194304 bytes; large data belongs"),
         (many, "holds more than 1024 files"),
     ],
@@ -487,7 +488,7 @@ BOMB = base64.b64encode(gzip.compress(bytes(16 << 20), 1)).decode()
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("?", "is no base64"),
+        ("?", "is not base64"),
         (base64.b64encode(b"\x1f\x8bx").decode(), "damaged|cut off"),
         (base64.b64encode(b"no archive" * 100).decode(), "cannot be read"),
         (BOMB, "longer than"),
@@ -495,8 +496,8 @@ BOMB = base64.b64encode(gzip.compress(bytes(16 << 20), 1)).decode()
         (archive((entry("/etc/x"), b"")), "must be relative"),
         (archive((entry("a", tarfile.SYMTYPE, "/etc/passwd"), b"")), "is a link"),
         (archive((entry("a", tarfile.LNKTYPE, "/etc/passwd"), b"")), "is a link"),
-        (archive((entry("a", tarfile.CHRTYPE), b"")), "no regular file"),
-        (archive((entry("a", tarfile.FIFOTYPE), b"")), "no regular file"),
+        (archive((entry("a", tarfile.CHRTYPE), b"")), "not a regular file"),
+        (archive((entry("a", tarfile.FIFOTYPE), b"")), "not a regular file"),
         (archive((entry("a"), b"1"), (entry("a"), b"2")), "stands twice"),
         (archive((entry("a"), b"1" * (MAX_BYTES + 1))), "the folder holds more than"),
     ],

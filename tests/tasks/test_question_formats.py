@@ -216,7 +216,7 @@ def test_rows_of_apps_and_taco() -> None:
             {"input_output": {"inputs": ["1"] * 1025, "outputs": ["1"] * 1025}},
             "input_output.inputs: must be at most 1024",
         ),
-        ({"solutions": "print(3)"}, "solutions: is a text that is no JSON"),
+        ({"solutions": "print(3)"}, "solutions: is a text that is not JSON"),
         ({"question": None}, "question: is m"),
     ],
 )
@@ -301,7 +301,7 @@ def test_validate_names_the_format(tmp_path: Path, capsys: pytest.CaptureFixture
     path = tmp_path / "gsm8k.jsonl"
     path.write_text(json.dumps(GSM8K) + "\n")
     assert main(["validate", "-f", str(path)]) == 1
-    says = "line 1: is no task; rows with question and answer are read by tasks.format: math"
+    says = "line 1: is not a task; rows with question and answer are read by tasks.format: math"
     assert says in capsys.readouterr().err
     assert main(["validate", "-f", str(path), "--format", "math", "--handler", "math"]) == 0
     assert "1 tasks are valid" in capsys.readouterr().out

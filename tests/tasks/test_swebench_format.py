@@ -302,7 +302,7 @@ NONE = {"FAIL_TO_PASS": "[]", "PASS_TO_PASS": []}
         ({**VERSION_5, "PASS_TO_PASS": [None]}, r"PASS_TO_PASS\[0\]: must be a text"),
         ({**REBENCH_2, "image_name": None}, "image_name: is missing"),
         ({**REBENCH, "install_config": {"a": None}}, "eval_script: is missing: rows from before"),
-        ({**VERSION_5, "FAIL_TO_PASS": "a b"}, "FAIL_TO_PASS: is a text that is no JSON"),
+        ({**VERSION_5, "FAIL_TO_PASS": "a b"}, "FAIL_TO_PASS: is a text that is not JSON"),
         ({**VERSION_5, "problem_statement": ""}, "problem_statement: is missing"),
         ({**REBENCH, "install_config": {"test_cmd": []}}, "install_config.test_cmd: must not be empty"),
         (

@@ -66,7 +66,7 @@ def test_accepted_answers_of_verl(truth: Any, answers: list[str]) -> None:
 @pytest.mark.parametrize(
     ("change", "problem"),
     [
-        ({"prompt": "1 + 1?"}, "prompt: is a text that is no JSON"),
+        ({"prompt": "1 + 1?"}, "prompt: is a text that is not JSON"),
         ({"prompt": ["x"]}, r"prompt\[0\]: must be an object with role and content"),
         ({"prompt": [{"role": "judge", "content": "x"}]}, r"prompt\[0\].role: "),
         ({"prompt": []}, "prompt: must not be empty"),

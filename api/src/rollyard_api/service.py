@@ -37,8 +37,7 @@ from rollyard_api.metrics import Metrics
 from rollyard_api.rollouts import assignments, claims, heartbeats, sweeps
 from rollyard_api.settings import Settings
 from rollyard_api.storage import jobs as job_rows
-from rollyard_api.storage import opening
-from rollyard_api.storage.database import Database, Transaction
+from rollyard_api.storage.database import Database, Transaction, locked_state_dir, upgrade
 from rollyard_api.storage.rows import EndedRollout, RolloutSize
 from rollyard_api.trajectories.archive import Archive
 from rollyard_api.trajectories.object_store import open_store
@@ -338,14 +337,14 @@ async def running(settings: Settings) -> AsyncIterator[ControlPlane]:
     settings.state_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
     async with AsyncExitStack() as stack:
         if make_url(settings.database_url).get_backend_name() == "sqlite":
-            stack.enter_context(opening.locked(settings.state_dir))
+            stack.enter_context(locked_state_dir(settings.state_dir))
         tokens = TokenFile(settings.state_dir, settings.tokens_file)
         instance = f"{socket.gethostname()}-{os.getpid()}"
         requested = settings.traces_asked
         traces = stack.enter_context(exporting(settings.traces, SERVICE, instance, required=requested))
         database = Database(settings.database_url, sqlite_max_pages=settings.sqlite_max_pages)
         stack.push_async_callback(database.close)
-        await asyncio.to_thread(opening.upgrade, database.writer)
+        await asyncio.to_thread(upgrade, database.writer)
         plane = ControlPlane(settings, tokens, database, traces)
         stack.callback(plane.close)
         database.start(plane.after_commit)

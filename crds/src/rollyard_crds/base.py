@@ -53,8 +53,8 @@ def _checked_env(env: dict[str, str]) -> dict[str, str]:
     for name, value in env.items():
         if not _ENV_NAME.match(name):
             raise ValueError(
-                f"{name!r} is no name of an environment variable: use letters, digits, '_', '-' and '.', and "
-                "no digit at the beginning"
+                f"{name!r} is not a name of an environment variable: use letters, digits, '_', '-' and '.', "
+                "and no digit at the beginning"
             )
         if "\0" in value:
             raise ValueError(f"the value of {name!r} must not hold a null character")

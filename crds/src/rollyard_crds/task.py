@@ -93,7 +93,7 @@ def folder_problem(path: str) -> str:
     """Return why a sandbox cannot have an empty folder at `path`, or "" if it can."""
     if not re.fullmatch(_FOLDER_PATTERN, path):
         return "must be a folder directly below /, of lower-case letters, digits, '_' and '-'"
-    return "must be no folder of the system" if path in _SYSTEM else ""
+    return "must not be a folder of the system" if path in _SYSTEM else ""
 
 
 def _checked_folder(path: str) -> str:

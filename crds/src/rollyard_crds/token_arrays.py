@@ -68,7 +68,7 @@ class TokenArray(Record):
     @model_validator(mode="after")
     def _whole(self) -> TokenArray:
         if len(self.data) % int(self.dtype[2]):
-            raise ValueError(f"data has {len(self.data)} bytes, which are no whole numbers of {self.dtype}")
+            raise ValueError(f"data has {len(self.data)} bytes, which are not whole numbers of {self.dtype}")
         return self
 
     @classmethod

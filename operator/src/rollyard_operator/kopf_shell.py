@@ -135,9 +135,14 @@ class Kopf:
             task.cancel()
         if running:
             await asyncio.wait(running, timeout=KOPF_ENDING_SECONDS)
-        for task in ended - {stopping}:
-            task.result()
-            raise RuntimeError(f"the {task.get_name()} of kopf has ended")
+        failed = ended - {stopping}
+        for task in failed:
+            # One that kopf itself has cancelled must not look like the end of the operator.
+            if not task.cancelled():
+                task.result()
+        if failed:
+            names = ", ".join(sorted(task.get_name() for task in failed))
+            raise RuntimeError(f"the {names} of kopf has ended")
 
     async def _at_home(self, coroutine: Coroutine[Any, Any, ResultT]) -> ResultT:
         """Return the result of a coroutine that runs in the operator's event loop."""

@@ -249,7 +249,7 @@ def load(path: Path | None, overrides: dict[str, Any] | None = None) -> SiteProf
             ) from error
         except (yaml.YAMLError, UnicodeDecodeError) as error:
             words = " ".join(str(error).split())
-            raise BridgeError(f"--profile {path}: no YAML: {words}", reason="ProfileInvalid") from error
+            raise BridgeError(f"--profile {path}: is not YAML: {words}", reason="ProfileInvalid") from error
         if not isinstance(document, dict):
             raise BridgeError(f"--profile {path}: must be a mapping of fields", reason="ProfileInvalid")
     where = f"--profile {path}" if path is not None else "options"

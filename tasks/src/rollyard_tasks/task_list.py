@@ -16,7 +16,7 @@ from rollyard_crds.task import Task
 from rollyard_tasks.errors import TasksError
 from rollyard_tasks.file_rows import FileRow, line_rows
 from rollyard_tasks.formats.ids import task_id
-from rollyard_tasks.formats.interface import RowRefused
+from rollyard_tasks.formats.interface import RollyardFormat, RowRefused
 from rollyard_tasks.formats.registry import (
     DEFAULT,
     FormatUnknown,
@@ -25,7 +25,6 @@ from rollyard_tasks.formats.registry import (
     other_format,
     task_format,
 )
-from rollyard_tasks.formats.rollyard import RollyardFormat
 from rollyard_tasks.task_selection import TaskSelection
 
 MAX_SPECS_BYTES: Final = 8 << 20
@@ -142,7 +141,7 @@ class TaskLines:
         if hint:
             # What a task lacks does not matter where the row has columns that no task has.
             foreign = self._format is None and columns - Task.model_fields.keys()
-            problems = [f"is no task; {hint}"] if foreign else [f"{problems[0]}; {hint}"]
+            problems = [f"is not a task; {hint}"] if foreign else [f"{problems[0]}; {hint}"]
         return problems, task
 
     def _other_format(self, columns: Iterable[str]) -> str:
@@ -173,7 +172,7 @@ class TaskLines:
                 return [f"has {error.error_count()} faults, such as unknown fields"], None
             if self._skips and self._skipped.full:
                 # Nobody reads a further description, and making it takes longer than checking the row.
-                return ["is no task"], None
+                return ["is not a task"], None
             return describe(error, model=Task, quote=self._quote, whole="task"), None
         if task.id in self._seen:
             shown = repr(task.id) if self._quote else "it"
@@ -227,7 +226,7 @@ def parse_specs(text: str | bytes) -> Mapping[str, Any]:
     try:
         specs = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise TaskListError(["specs: is no JSON"]) from error
+        raise TaskListError(["specs: is not JSON"]) from error
     if not isinstance(specs, dict):
         raise TaskListError(["specs: must be a JSON object"])
     return specs

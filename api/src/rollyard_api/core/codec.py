@@ -145,7 +145,7 @@ def check_plain(document: Any) -> None:
                 if len(value) > MAX_KEYS:
                     raise malformed_body(f"an object of the body has more than {MAX_KEYS} keys")
                 if set(map(type, value)) - {str}:
-                    raise malformed_body("the body holds an object with a key that is no string")
+                    raise malformed_body("the body holds an object with a key that is not a string")
                 level += value.values()
             elif not set(map(type, value)) <= _SCALARS:
                 level += value

@@ -41,7 +41,7 @@ def listed(kind: Kind, uid: str, positions: Sequence[int]) -> str:
 def garbage(parameter: str, cursor: str, kind: str) -> Malformed:
     """Return the error for a parameter that is not a cursor of this kind."""
     return Malformed.of(
-        f"{parameter}: {cursor[:80]!r} is no cursor of {kind}; pass on what the last answer gave, "
+        f"{parameter}: {cursor[:80]!r} is not a cursor of {kind}; pass on what the last answer gave, "
         "or leave it out to begin with the first",
         reason="CursorInvalid",
     )

@@ -113,7 +113,7 @@ def parse(url: str) -> Location:
     if not separator:
         if url.startswith("/"):
             return Location("file", "", _steps(url))
-        raise ValueError("it is no URL with '://'")
+        raise ValueError("it is not a URL with '://'")
     scheme = scheme.lower()
     if scheme == "file":
         if not rest.startswith(("/", "localhost/")):
@@ -152,7 +152,7 @@ def _web(scheme: str, url: str) -> Location:
         try:
             host = f"[{ipaddress.IPv6Address(host).compressed}]"
         except ValueError as error:
-            raise ValueError("its host is no IPv6 address") from error
+            raise ValueError("its host is not an IPv6 address") from error
         if "%" in host:
             raise ValueError("zones of IPv6 addresses are not allowed")
     elif _HOST.fullmatch(host.removesuffix(".")) is None:

@@ -201,7 +201,7 @@ def open_step(
         return _described(tx, job.id, step, known, opened=False)
     if not loads(job.spec)["tasks"].get("stream"):
         raise Conflict(
-            f"RolloutJob {name!r} is no stream: its only target is spec.dynamicSampling.targetGroups",
+            f"RolloutJob {name!r} is not a stream: its only target is spec.dynamicSampling.targetGroups",
             reason="NotAStream",
         )
     _refuse_closed(job, "targets")

@@ -209,5 +209,5 @@ def _score(answer: bytes) -> dict[str, Any]:
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         # The messages of msgspec name fields and types of values, and quote nothing from the answer.
         why = error if isinstance(error, msgspec.MsgspecError) else type(error).__name__
-        raise SourceUnreadable(f"its answer is no score: {why}") from error
+        raise SourceUnreadable(f"its answer is not a score: {why}") from error
     return {"reward": score.reward, "components": score.components or {}, "error": "", "retryable": True}

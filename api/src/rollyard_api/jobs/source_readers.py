@@ -153,7 +153,7 @@ def open_file(source: Source, allowed: AllowList) -> BinaryIO:
         if not allowed.permits_file(source, os.readlink(link)):
             raise allowed.refusal(source.url)
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise SourceUnreadable("it is no regular file")
+            raise SourceUnreadable("it is not a regular file")
         try:
             return os.fdopen(os.open(link, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb", buffering=0)
         except OSError as error:

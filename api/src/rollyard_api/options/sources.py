@@ -136,7 +136,7 @@ def _unknown(name: str, known: set[str], program: str) -> str:
     same = [each for each in known if _letters(each) == _letters(name)]
     near = same or difflib.get_close_matches(name, known, n=1, cutoff=0.75)
     hint = f"; did you mean {near[0]}?" if near else f"; `{program} --help` lists them"
-    return f"is no option of `{program}`{hint}"
+    return f"is not an option of `{program}`{hint}"
 
 
 def _letters(name: str) -> str:
@@ -169,7 +169,7 @@ def _from_file(model: type[DeclaredOptions], path: Path, program: str) -> dict[s
     try:
         document = load_one(text)
     except YamlError as error:
-        raise OptionInvalid(f"{path}: is no YAML that is taken: {_without_content(error)}") from None
+        raise OptionInvalid(f"{path}: is not YAML that is accepted: {_without_content(error)}") from None
     document = {} if document is None else document
     if not isinstance(document, dict):
         raise OptionInvalid(f"{path}: must be a mapping of options to values")
@@ -213,7 +213,7 @@ def _read(path: Path) -> tuple[bytes, os.stat_result]:
     status = os.fstat(descriptor)
     if not stat.S_ISREG(status.st_mode):
         os.close(descriptor)
-        raise OptionInvalid(f"--config {path}: is no file")
+        raise OptionInvalid(f"--config {path}: is not a file")
     with os.fdopen(descriptor, "rb") as file:
         if status.st_uid not in (0, os.geteuid()):
             raise OptionInvalid(

@@ -127,7 +127,7 @@ def read_config(path: Path | None, tokenizer: str = "") -> ProrlConfig:
         except OSError as error:
             raise OptionInvalid(f"{path}: cannot be read: {error.strerror}") from error
         except YamlError as error:
-            raise OptionInvalid(f"{path}: is no YAML that is taken: {error}") from error
+            raise OptionInvalid(f"{path}: is not YAML that is accepted: {error}") from error
     if not isinstance(document, dict):
         raise OptionInvalid(f"{path}: must be a mapping of settings")
     if tokenizer and document.get("tokenizer") is None:

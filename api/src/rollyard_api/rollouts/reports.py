@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Final, NamedTuple
 
 import msgspec
-from rollyard_crds.lease import CompleteRequest, FailRequest, StageResult
+from rollyard_crds.lease import CompleteRequest, FailRequest, StageFailure, StageResult
 from rollyard_crds.trajectory import MALFORMED_CALL, RunRecord, SegmentSizes
 
 from rollyard_api.backends.assignment import without_backend
@@ -168,13 +168,20 @@ def check_failures(document: Any) -> list[ReportedEvent]:
         Invalid: A failure is wrong. None of the failures is accepted in this case.
     """
     request = validated(FailRequest, document, strict=True)
-    # The other fields of a failure are those of the event.
-    return [
-        ReportedEvent(
-            failure.rollout, Failed(**{name: value for name, value in failure if name != "rollout"})
-        )
-        for failure in request.failures
-    ]
+    return [ReportedEvent(failure.rollout, _failed(failure)) for failure in request.failures]
+
+
+def _failed(failure: StageFailure) -> Failed:
+    return Failed(
+        token=failure.token,
+        stage=failure.stage,
+        reason=failure.reason,
+        message=failure.message,
+        return_to=failure.return_to,
+        retryable=failure.retryable,
+        counts=failure.counts,
+        times=failure.times,
+    )
 
 
 def accept(tx: Transaction, reports: Sequence[ReportedEvent]) -> list[dict[str, str]]:

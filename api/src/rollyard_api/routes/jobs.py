@@ -90,7 +90,7 @@ async def manifest_of(
             # YAML is parsed in a thread, because it takes seconds where JSON takes milliseconds.
             document = await call.plane.parsing.run(partial(load_one, body), namespace or "")
         except YamlError as error:
-            raise malformed_body(f"the body is no YAML that is taken: {error}") from error
+            raise malformed_body(f"the body is not YAML that is accepted: {error}") from error
     else:
         document = await call.document()
     return checked(document, kind, namespace)

@@ -42,7 +42,7 @@ from rollyard_api.routes.views import record_line, slim_page
 from rollyard_api.service import ControlPlane
 from rollyard_api.storage import jobs as job_rows
 from rollyard_api.storage.rows import EndedGroup, EndedRollout, JobRow, RolloutSize
-from rollyard_api.trajectories import acknowledged, delivery, grouping, records
+from rollyard_api.trajectories import acknowledged, delivery, records
 from rollyard_api.trajectories.delivery import NDJSON, PARQUET, Delivery, Piece
 from rollyard_api.trajectories.packed import ARRAYS
 from rollyard_api.trajectories.records import EndedResults
@@ -201,18 +201,18 @@ async def groups(
     plane = call.plane
     most = plane.settings.page_bytes
     look = partial(
-        grouping.ended_after, limit=limit, informative=informative, dropped=dropped, max_bytes=most
+        records.ended_groups_after, limit=limit, informative=informative, dropped=dropped, max_bytes=most
     )
     async with result_page(call, "groups", cursor, wait, look) as page:
         form, ended, short = page.form, page.results.groups, page.results.sizes
         lines: list[bytes] = []
         if not page.results.large:
-            read = partial(grouping.rows_of, job_id=page.job.id, of=[group for group, _ in ended])
+            read = partial(records.rows_of_groups, job_id=page.job.id, of=[group for group, _ in ended])
             rows = await plane.database.read(read)
             if any(row.id not in rows for row in short):
                 raise cursors.gone(call.name)
             got = await page.records([rows[row.id] for row in short])
-            lines = grouping.whole(ended, got, form)
+            lines = delivery.whole_groups(ended, got, form)
         places = [group.seq for group, _ in ended]
         if lines or not ended:
             return await page.answer(lines, places)
@@ -234,19 +234,19 @@ async def _large_group(
     """
     plane, job, form = page.plane, page.job, page.form
     begin, end = delivery.frame(1, form)
-    yield begin + grouping.beginning(group, len(members), form)
+    yield begin + delivery.group_beginning(group, len(members), form)
     sent = 0
     while sent < len(members):
         after = members[sent - 1].sample if sent else -1
         most = plane.settings.page_bytes
-        read = partial(grouping.some_members, job_id=job.id, group=group, after=after, max_bytes=most)
+        read = partial(records.some_members, job_id=job.id, group=group, after=after, max_bytes=most)
         rows = await plane.database.read(read)
         if not rows:
             raise cursors.gone(job.name)
         for record in await page.records(rows):
-            yield (grouping.separator(form) if sent else b"") + bytes(record)
+            yield (delivery.group_separator(form) if sent else b"") + bytes(record)
             sent += 1
-    yield grouping.end(form) + end
+    yield delivery.group_end(form) + end
 
 
 @router.get("/{name}/rollouts")

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack
-from typing import Final
+from typing import Any, Final
 
 import msgpack
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from rollyard_api.core.codec import MSGPACK, loads
+from rollyard_api.core.codec import MSGPACK, dumps, loads
+from rollyard_api.storage.rows import EndedGroup, RolloutSize
 from rollyard_api.trajectories.packed import ARRAYS
 
 PARQUET: Final = "application/vnd.apache.parquet"
@@ -50,6 +51,51 @@ def encode(lines: Sequence[Piece], form: str) -> bytes:
     if form == MSGPACK:
         return begin + b"".join(bytes(msgpack.packb(loads(line))) for line in lines)
     return b"".join(bytes(line) + b"\n" for line in lines)
+
+
+def group_beginning(group: EndedGroup, members: int, form: str) -> bytes:
+    """Return what comes before the records of a group with this many members.
+
+    Args:
+        form: The media type of the answer. The records are msgpack for ARRAYS, and else JSON.
+    """
+    head: dict[str, Any] = {
+        "group_id": group.task_id,
+        "task_id": group.task_id,
+        "delivered": bool(group.delivered),
+        "informative": bool(group.informative),
+        "reason": group.reason or "",
+    }
+    if form != ARRAYS:
+        return dumps(head)[:-1] + b',"trajectories":['
+    # An empty list ends with its header, which is one byte.
+    empty = msgpack.packb(head | {"trajectories": []})
+    return bytes(empty[:-1] + msgpack.Packer().pack_array_header(members))
+
+
+def group_separator(form: str) -> bytes:
+    """Return what comes between two records of a group."""
+    return b"" if form == ARRAYS else b","
+
+
+def group_end(form: str) -> bytes:
+    """Return what comes after the last record of a group."""
+    return b"" if form == ARRAYS else b"]}"
+
+
+def whole_groups(
+    ended: Sequence[tuple[EndedGroup, Sequence[RolloutSize]]], pieces: Sequence[Piece], form: str
+) -> list[bytes]:
+    """Return the documents of the first groups, as many as have all of their members among `pieces`."""
+    documents: list[bytes] = []
+    at = 0
+    for group, members in ended:
+        if at + len(members) > len(pieces):
+            break
+        body = group_separator(form).join(pieces[at : at + len(members)])
+        documents.append(group_beginning(group, len(members), form) + body + group_end(form))
+        at += len(members)
+    return documents
 
 
 async def _pieces(data: bytes) -> AsyncIterator[Piece]:

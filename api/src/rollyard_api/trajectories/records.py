@@ -228,3 +228,65 @@ def rows_of(
     """Return the rows of ended rollouts after a cursor, up to the place `last` in the order of ends."""
     query = select().where(*_chosen(job_id, cursor, states), rollouts.c.end_seq <= last)
     return read_all(EndedRollout, conn.execute(query.order_by(rollouts.c.end_seq)))
+
+
+def ended_groups_after(
+    conn: Connection,
+    job_id: int,
+    cursor: int,
+    limit: int,
+    *,
+    informative: bool,
+    dropped: bool,
+    max_bytes: int,
+) -> EndedResults:
+    """Return groups that ended after a cursor: at most `limit`, and if several at most `max_bytes`.
+
+    Args:
+        informative: Whether to return only groups whose rewards are not all equal.
+        dropped: Whether to also return the groups with too few rewards.
+    """
+    ended = conn.execute(sa.select(jobs.c.groups_ended).where(jobs.c.id == job_id)).scalar_one()
+    query = sa.select(*columns(EndedGroup, groups)).where(groups.c.job_id == job_id, groups.c.seq > cursor)
+    if informative:
+        query = query.where(groups.c.informative.is_(True))
+    if not dropped:
+        query = query.where(groups.c.delivered.is_(True))
+    rows = read_all(EndedGroup, conn.execute(query.order_by(groups.c.seq).limit(limit)))
+    members: dict[int, list[RolloutSize]] = {group.no: [] for group in rows}
+    if rows:
+        query = sizes().where(*_members(job_id, rows))
+        ordered = query.order_by(rollouts.c.group_no, rollouts.c.sample)
+        for row in read_all(RolloutSize, conn.execute(ordered)):
+            members[row.group_no].append(row)
+    group_bytes = [sum(row.bytes for row in members[group.no]) for group in rows]
+    count = fitting(group_bytes, max_bytes)
+    full = count < len(rows) or len(rows) == limit
+    after = rows[count - 1].seq if full else max(cursor, ended)
+    large = count == 1 and group_bytes[0] > max_bytes
+    chosen = [(group, members[group.no]) for group in rows[:count]]
+    return EndedResults([row for _, its in chosen for row in its], after, ended, chosen, large)
+
+
+def rows_of_groups(conn: Connection, job_id: int, of: Sequence[EndedGroup]) -> dict[str, EndedRollout]:
+    """Return the rows of these groups' trajectories, by rollout id."""
+    rows = conn.execute(select().where(*_members(job_id, of)))
+    return {row.id: row for row in read_all(EndedRollout, rows)}
+
+
+def _members(job_id: int, of: Sequence[EndedGroup]) -> tuple[sa.ColumnElement[bool], ...]:
+    """Select the members of delivered groups that have a reward, which infrastructure failures lack."""
+    delivered = [group.no for group in of if group.delivered]
+    return (
+        rollouts.c.job_id == job_id,
+        rollouts.c.group_no.in_(delivered),
+        rollouts.c.state == RolloutState.SUCCEEDED,
+    )
+
+
+def some_members(
+    conn: Connection, job_id: int, group: EndedGroup, after: int, max_bytes: int
+) -> list[EndedRollout]:
+    """Return rows of a delivered group's trajectories after sample `after`: as many as fit, at least one."""
+    conditions = (*_members(job_id, [group]), rollouts.c.sample > after)
+    return first_rows(conn, conditions, rollouts.c.sample, max_bytes)

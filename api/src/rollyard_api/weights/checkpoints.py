@@ -132,7 +132,7 @@ def _safetensors(field: str, file: Path) -> None:
         ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
         expected = 8 + length + max(ends, default=0)
     except (OSError, ValueError, struct.error, KeyError, IndexError, TypeError, AttributeError) as error:
-        raise _wrong(field, f"{file} is no safetensors file: {error}") from error
+        raise _wrong(field, f"{file} is not a safetensors file: {error}") from error
     if size != expected:
         raise _wrong(
             field, f"{file} has {size} bytes, its header says {expected}: it was not written to the end"
@@ -241,7 +241,7 @@ def _identity_and_prompt(folder: Path) -> tuple[tuple[Any, ...], list[int]]:
     """Return a value that changes with the content of a transformers folder, and a prompt for its model."""
     weights, file = sorted(folder.glob("*.safetensors")), folder / "config.json"
     if not weights or not file.is_file():
-        raise Unverifiable(f"no reference was given, and {folder} is no Hugging Face folder seen here")
+        raise Unverifiable(f"no reference was given, and {folder} is not a Hugging Face folder seen here")
     config = _config(folder)
     text = config.get("text_config") or config
     try:

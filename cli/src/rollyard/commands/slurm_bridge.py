@@ -336,7 +336,7 @@ def _pools(command_options: BridgeCommandOptions) -> tuple[BackendPool, ...]:
     if model.startswith(("/", "~", ".")):
         folder = Path(model).expanduser().absolute()
         if not folder.is_dir():
-            raise UsageProblem(f"--model: {folder} is no folder")
+            raise UsageProblem(f"--model: {folder} is not a folder")
         model = str(folder)
     options = Options(
         home=Path(),

@@ -60,6 +60,14 @@ def validate(
         raise InvalidInput(faults[-1])
 
 
+sandbox_option: Final = click.option(
+    "--sandbox",
+    type=click.Choice(["bubblewrap", "apptainer"]),
+    default="bubblewrap",
+    show_default=True,
+    help="The kind of the sandboxes here, for handlers that need some.",
+)
+"""The option of commands that evaluate on this machine."""
 WITHOUT_CHOICES: Final = ("math", "code", "swe")
 """The handlers that use neither choices nor a number of a task."""
 
@@ -93,13 +101,7 @@ WITHOUT_CHOICES: Final = ("math", "code", "swe")
     type=click.Path(path_type=Path, allow_dash=True),
     help="JSON lines instead of ANSWER: answer, key or task, and optional choices, numeric, expect, id.",
 )
-@click.option(
-    "--sandbox",
-    type=click.Choice(["bubblewrap", "apptainer"]),
-    default="bubblewrap",
-    show_default=True,
-    help="The kind of the sandboxes, for handlers that need some.",
-)
+@sandbox_option
 @click.option("-o", "--output", type=click.Choice(["json"]), help="A JSON object for each answer.")
 def grade(
     words: tuple[str, ...],

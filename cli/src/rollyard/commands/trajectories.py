@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 
 from rollyard import terminal
+from rollyard.commands.tasks import sandbox_option
 from rollyard.connection import Server, connect, connection, server_options
 from rollyard.errors import CliError, LookupFailed, UsageProblem
 from rollyard.extras import require
@@ -67,13 +68,7 @@ def trajectories(name: str, output: Path, follow: bool, server: Server) -> None:
     type=click.Path(path_type=Path, dir_okay=False),
     help="YAML with a section `reward`, instead of the job's.",
 )
-@click.option(
-    "--sandbox",
-    type=click.Choice(["bubblewrap", "apptainer"]),
-    default="bubblewrap",
-    show_default=True,
-    help="The kind of the sandboxes here, for handlers that need some.",
-)
+@sandbox_option
 @server_options
 def rescore(
     name: str,

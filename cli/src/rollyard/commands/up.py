@@ -102,7 +102,7 @@ def _checked(options: Options) -> Options:
     if options.verify_python:
         program = shutil.which(Path(options.verify_python).expanduser())
         if program is None:
-            raise UsageProblem(f"--verify-python: {options.verify_python} is no program that can be run")
+            raise UsageProblem(f"--verify-python: {options.verify_python} is not a program that can be run")
         # The path is not resolved, because the link in a virtual environment selects that environment.
         changes["verify_python"] = str(Path(program).absolute())
     if options.tokenizer and not url:

@@ -158,7 +158,7 @@ def _reference(path: Path) -> Any:
     except ValidationError as error:
         raise UsageProblem(f"{path}: {_first(error)}") from error
     except ValueError as error:
-        raise UsageProblem(f"{path} is no JSON: {error}") from error
+        raise UsageProblem(f"{path} is not JSON: {error}") from error
 
 
 def _first(error: ValidationError) -> str:

@@ -191,7 +191,7 @@ def check_model_folder(folder: Path, engine: str, engine_args: Sequence[str]) ->
         UsageProblem: There is no such folder, or it lacks a file. The message names all that are missing.
     """
     if not folder.is_dir():
-        raise UsageProblem(f"--model: {folder} is no folder")
+        raise UsageProblem(f"--model: {folder} is not a folder")
     needed = [
         names
         for names in _MODEL_FILES[engine]

@@ -58,7 +58,7 @@ def find_program(name: str, env: Mapping[str, str]) -> str:
             "or name what starts vLLM's API server in spec.engine.command"
         )
     if path is None:
-        raise CannotStart(f"spec.engine.command: {name!r} is no program that can be run here")
+        raise CannotStart(f"spec.engine.command: {name!r} is not a program that can be run here")
     return os.path.abspath(path)
 
 

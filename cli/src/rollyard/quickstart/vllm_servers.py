@@ -207,7 +207,7 @@ class VllmOptions:
             InvalidInput: The model's folder is incomplete.
         """
         if not (self.python.is_file() and os.access(self.python, os.X_OK)):
-            raise UsageProblem(f"--vllm-python: {self.python} is no program")
+            raise UsageProblem(f"--vllm-python: {self.python} is not a program")
         probe = "import importlib.util as u, sys; sys.exit(3 * (u.find_spec('vllm') is None))"
         try:
             code = subprocess.run(

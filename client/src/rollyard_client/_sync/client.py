@@ -43,7 +43,7 @@ from rollyard_client.requests.results import Group, RolloutSummary
 from rollyard_client.requests.sign_in import PageRole, SignInCode
 from rollyard_client.requests.views import EVERY_ROLLOUT, RolloutQuery, RolloutRow
 from rollyard_client.sse import JobEvent, Parser
-from rollyard_client.training.batch import MODELS, RAW_ARRAYS, ArrayBatch, Batch, gather
+from rollyard_client.training.batch import MODELS, RAW_ARRAYS, ArrayBatch, Batch, BatchRequest, gather
 from rollyard_client.training.packed import ArrayPage, ArrayPages
 from rollyard_client.training.tokenizer import compare, vocabulary
 
@@ -571,18 +571,10 @@ class Client:
             Invalid: An argument is wrong, or `max_lag` is given for a job without a pool.
             WaitTimeout: Not enough groups have ended in time. The next call begins with the same groups.
         """
-        steps = gather(
-            MODELS,
-            job,
-            namespace or self.namespace,
-            groups,
-            max_lag=max_lag,
-            cursor=cursor,
-            consumer=consumer,
-            informative=informative,
-            timeout=timeout,
+        request = BatchRequest(
+            job, groups, max_lag, cursor, consumer, informative, timeout, namespace or self.namespace
         )
-        return self._run(steps)
+        return self._run(gather(MODELS, request))
 
     def array_batch(
         self,
@@ -604,18 +596,10 @@ class Client:
         Raises:
             RollyardError: numpy or msgpack is not installed.
         """
-        steps = gather(
-            RAW_ARRAYS,
-            job,
-            namespace or self.namespace,
-            groups,
-            max_lag=max_lag,
-            cursor=cursor,
-            consumer=consumer,
-            informative=informative,
-            timeout=timeout,
+        request = BatchRequest(
+            job, groups, max_lag, cursor, consumer, informative, timeout, namespace or self.namespace
         )
-        return self._run(steps)
+        return self._run(gather(RAW_ARRAYS, request))
 
     def acknowledge(
         self,

@@ -103,6 +103,34 @@ class ArrayBatch(GroupBatch[GroupArrays]):
 
 
 @dataclass(frozen=True, slots=True)
+class BatchRequest:
+    """The arguments of a call for a batch, which `Client.batch` explains.
+
+    Raises:
+        Invalid: An argument is wrong.
+    """
+
+    job: str
+    groups: int
+    max_lag: int | None
+    cursor: str | None
+    consumer: str | None
+    informative: bool
+    timeout: float
+    namespace: str
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.groups <= MAX_GROUPS:
+            raise Invalid(f"groups: must be from 1 to {MAX_GROUPS} (got {self.groups})")
+        if self.max_lag is not None and self.max_lag < 0:
+            raise Invalid(f"max_lag: must be at least 0, or None for any (got {self.max_lag})")
+        if self.cursor is not None and self.consumer is not None:
+            raise Invalid("give 'cursor' or 'consumer', not both")
+        if not self.timeout >= 0:
+            raise Invalid(f"timeout: must be at least 0 seconds (got {self.timeout})")
+
+
+@dataclass(frozen=True, slots=True)
 class BatchForm(Generic[G, B]):
     """How the pages of a batch are read, and what is made of them."""
 
@@ -211,29 +239,19 @@ class _Gathered(Generic[G]):
         )
 
 
-def gather(
-    form: BatchForm[G, B],
-    job: str,
-    namespace: str,
-    groups: int,
-    *,
-    max_lag: int | None,
-    cursor: str | None,
-    consumer: str | None,
-    informative: bool,
-    timeout: float,
-) -> Steps[B]:
-    """Yield the calls that read a batch, and return it. `Client.batch` explains the arguments.
+def gather(form: BatchForm[G, B], request: BatchRequest) -> Steps[B]:
+    """Yield the calls that read a batch, and return it.
 
     Raises:
-        Invalid: An argument is wrong, or `max_lag` is given for a job without a pool.
+        Invalid: `max_lag` is given for a job without a pool.
         WaitTimeout: Not enough groups have ended in time.
     """
-    _check(groups, max_lag, cursor, consumer, timeout)
-    end = time.monotonic() + timeout
+    job, namespace, max_lag = request.job, request.namespace, request.max_lag
+    end = time.monotonic() + request.timeout
+    cursor = request.cursor
     if cursor is None:
-        cursor = "" if consumer is None else (yield from _resumed(job, namespace, consumer))
-    gathered: _Gathered[G] = _Gathered(cursor, groups, max_lag)
+        cursor = "" if request.consumer is None else (yield from _resumed(job, namespace, request.consumer))
+    gathered: _Gathered[G] = _Gathered(cursor, request.groups, max_lag)
     pool = None if max_lag is None else (yield from _pool_of(job, namespace))
     while True:
         # The weights may have been updated while groups were waited for.
@@ -247,7 +265,7 @@ def gather(
             wait, limit = max(0.0, min(LONG_POLL, left)), min(PAGE_GROUPS, gathered.missing)
             before = gathered.cursor
             page = yield form.page(
-                job, namespace, cursor=before, wait=wait, limit=limit, informative=informative
+                job, namespace, cursor=before, wait=wait, limit=limit, informative=request.informative
             )
             read = [(group, form.versions(group)) for group in form.groups(page)]
             gathered.take(read, page.cursor, page.finished)
@@ -258,25 +276,12 @@ def gather(
                     else ""
                 )
                 says = awaited((yield jobs.job(job, namespace)))
-                kind = " with a signal" if informative else ""
+                kind = " with a signal" if request.informative else ""
                 raise WaitTimeout(
-                    f"RolloutJob {job!r}: {len(gathered.groups)} of {groups} groups{kind} have ended within "
-                    f"{timeout:g} s{older}{says}; "
+                    f"RolloutJob {job!r}: {len(gathered.groups)} of {request.groups} groups{kind} have ended "
+                    f"within {request.timeout:g} s{older}{says}; "
                     "nothing was acknowledged, so the next call begins with the same groups"
                 )
-
-
-def _check(
-    groups: int, max_lag: int | None, cursor: str | None, consumer: str | None, timeout: float
-) -> None:
-    if not 1 <= groups <= MAX_GROUPS:
-        raise Invalid(f"groups: must be from 1 to {MAX_GROUPS} (got {groups})")
-    if max_lag is not None and max_lag < 0:
-        raise Invalid(f"max_lag: must be at least 0, or None for any (got {max_lag})")
-    if cursor is not None and consumer is not None:
-        raise Invalid("give 'cursor' or 'consumer', not both")
-    if not timeout >= 0:
-        raise Invalid(f"timeout: must be at least 0 seconds (got {timeout})")
 
 
 def _resumed(job: str, namespace: str, consumer: str) -> Generator[Call[Any], Any, str]:

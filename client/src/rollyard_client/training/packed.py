@@ -185,12 +185,12 @@ def _documents(body: bytes, form: str) -> list[Any]:
         try:
             records = msgpack.unpackb(body)
         except (ValueError, msgpack.UnpackException) as error:
-            raise AnswerInvalid(f"a page of results is no msgpack: {error}") from error
+            raise AnswerInvalid(f"a page of results is not msgpack: {error}") from error
     else:
         try:
             records = [orjson.loads(line) for line in body.split(b"\n") if line]
         except ValueError as error:
-            raise AnswerInvalid(f"a page of results is no JSON: {error}") from error
+            raise AnswerInvalid(f"a page of results is not JSON: {error}") from error
     if not isinstance(records, list):
         raise AnswerInvalid(f"a page of results must be a list, and is a {type(records).__name__}")
     return records

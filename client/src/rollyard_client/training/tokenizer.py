@@ -30,8 +30,8 @@ def vocabulary(tokenizer: Any) -> Vocabulary:
         path = find(os.fspath(tokenizer))
         if path is None:
             raise Invalid(
-                f"tokenizer: {os.fspath(tokenizer)!r} is no folder with tokenizer.json, and no model in the "
-                "cache of Hugging Face"
+                f"tokenizer: {os.fspath(tokenizer)!r} is neither a folder with tokenizer.json nor a model in "
+                "the cache of Hugging Face"
             )
         return of_file(path)
     get_vocab = getattr(tokenizer, "get_vocab", None)

@@ -48,7 +48,7 @@ class HostRule:
         """
         if _ENTRY.fullmatch(text) is None:
             raise ValueError(
-                f"{text!r} is no host: a DNS name with a dot, in lower case, is needed, as pypi.org, "
+                f"{text!r} is not a host: a DNS name with a dot, in lower case, is needed, as pypi.org, "
                 "*.example.org or example.org:8443"
             )
         name, separator, port = text.partition(":")
@@ -105,7 +105,7 @@ def installers_rule(text: str) -> HostRule:
 def host_name(text: str) -> str | None:
     """Return the DNS name that a program asks for, in the form in which rules compare it.
 
-    The result is None if the text is no name that a rule could cover, such as an IP address.
+    The result is None if the text is not a name that a rule could cover, such as an IP address.
     """
     name = text.lower().removesuffix(".")
     return name if len(name) <= _MAX_NAME and _NAME.fullmatch(name) else None

@@ -162,9 +162,9 @@ def _decoded(text: str, location: _Location) -> dict[str, Any]:
     except MessageRefused as error:
         raise MessageRefused(location, error.problem) from error
     except (ValueError, RecursionError) as error:
-        raise MessageRefused(location, "is a text that is no JSON") from error
+        raise MessageRefused(location, "is a text that is not JSON") from error
     if not isinstance(arguments, dict):
-        raise MessageRefused(location, "is the text of no JSON object")
+        raise MessageRefused(location, "is not the text of a JSON object")
     return arguments
 
 
@@ -176,4 +176,4 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _no_number(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no JSON")
+    raise ValueError(f"{name} is not JSON")

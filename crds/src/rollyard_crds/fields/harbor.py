@@ -95,7 +95,7 @@ class HarborFolder(Model):
             try:
                 size += len(base64.b64decode(text, validate=True))
             except (binascii.Error, ValueError) as error:
-                raise ValueError(f"{path[:200]!r}: is no base64") from error
+                raise ValueError(f"{path[:200]!r}: is not base64") from error
         if size > MAX_BYTES:
             raise ValueError(f"holds {size} bytes, and a task folder may hold {MAX_BYTES}")
         return self

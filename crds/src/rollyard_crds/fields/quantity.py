@@ -33,5 +33,5 @@ def parse_quantity(quantity: str) -> float:
     """
     match = _QUANTITY.fullmatch(quantity)
     if match is None:
-        raise ValueError(f"{quantity!r} is no quantity; write for example '1', '500m', '512Mi' or '2Gi'")
+        raise ValueError(f"{quantity!r} is not a quantity; write for example '1', '500m', '512Mi' or '2Gi'")
     return float(match[1]) * _UNITS[match[2]]

@@ -67,7 +67,7 @@ def _pattern(text: str) -> str:
     try:
         re.compile(text, re.DOTALL)
     except (re.error, OverflowError, RecursionError) as error:
-        raise ValueError(f"is no regular expression of Python: {error}") from error
+        raise ValueError(f"is not a regular expression of Python: {error}") from error
     return text
 
 

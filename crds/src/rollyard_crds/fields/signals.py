@@ -90,7 +90,7 @@ def problems(spec: RolloutJobSpec, groups: int | None) -> list[str]:
     if not most:
         lines.append(
             f"spec.dynamicSampling.metric: {sampling.metric!r} is {low:g} in every rollout of this job, "
-            "which is no signal"
+            "which is not a signal"
         )
     elif sampling.min_std >= most:
         lines.append(

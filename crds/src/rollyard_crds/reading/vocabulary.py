@@ -116,7 +116,9 @@ def read(path: Path, make: Callable[[Any], T], name: str) -> T:
         raise
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         # The fault is not quoted, because the path may be that of another file.
-        raise TokenizerInvalid(f"{name} is no {FILE} with a vocabulary ({type(error).__name__})") from error
+        raise TokenizerInvalid(
+            f"{name} is not a {FILE} with a vocabulary ({type(error).__name__})"
+        ) from error
 
 
 def model_tokens(document: Any) -> list[tuple[Any, Any]]:

@@ -23,7 +23,7 @@ from rollyard_pipeline.tool_parsers.calls import (
     recover,
     skip_space,
 )
-from rollyard_pipeline.tool_parsers.literals import literal_at, skip_blank
+from rollyard_pipeline.tool_parsers.literal_calls import literal_at, skip_blank
 
 
 class ElementParser(MarkedParser):

@@ -1,4 +1,7 @@
-"""The base class of task formats, and the row that they read: fields of the expected type, or an error."""
+"""The base class of task formats, the format of rows that are tasks, and the row that they read.
+
+A row gives fields of the expected type, or an error.
+"""
 
 from __future__ import annotations
 
@@ -168,7 +171,7 @@ class Row:
             return json_value(value)
         except ValueError as error:
             long = "digits" in str(error) or "out of range" in str(error)
-            problem = "has an integer of more than 4,300 digits" if long else "is a text that is no JSON"
+            problem = "has an integer of more than 4,300 digits" if long else "is a text that is not JSON"
             raise RowRefused(self.name(key), problem) from error
 
     def _of(self, key: str, kind: type, default: Any, value: Any) -> Any:
@@ -271,3 +274,13 @@ class TaskFormat(ABC):
         Raises:
             RowRefused: The row is not a task of this format.
         """
+
+
+class RollyardFormat(TaskFormat):
+    """The format `rollyard`, whose rows are tasks already."""
+
+    columns = (("id", "prompt"), ("id", "messages"))
+
+    def task(self, row: Row) -> dict[str, Any]:
+        """Return the row itself."""
+        return dict(row.values)

@@ -57,7 +57,7 @@ def _cases(row: Row, field: str) -> list[dict[str, str]]:
         try:
             value = json_value(value)
         except ValueError as error:
-            raise RowRefused(field, "is a text that is no JSON") from error
+            raise RowRefused(field, "is a text that is not JSON") from error
     if value is None and field == "private_test_cases":
         return []
     if not isinstance(value, list):
@@ -85,7 +85,7 @@ def _pickled_text(data: str, field: str) -> str:
         unpacker = zlib.decompressobj()
         raw = unpacker.decompress(packed, MAX_PICKLED_BYTES)
     except (binascii.Error, zlib.error, ValueError) as error:
-        raise RowRefused(field, "is no compressed data in base64") from error
+        raise RowRefused(field, "is not compressed data in base64") from error
     if unpacker.unconsumed_tail or not unpacker.eof:
         raise RowRefused(field, f"is damaged, or longer than {MAX_PICKLED_BYTES} bytes")
     del packed
@@ -99,7 +99,7 @@ def _pickled_text(data: str, field: str) -> str:
     except RowRefused:
         raise
     except Exception as error:
-        raise RowRefused(field, "is no pickle") from error
+        raise RowRefused(field, "is not a pickle") from error
     if len(texts) != 1:
         raise RowRefused(field, "holds something other than a text, and is not loaded")
     return texts[0]

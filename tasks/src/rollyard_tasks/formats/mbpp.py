@@ -22,14 +22,14 @@ class MbppFormat(TaskFormat):
 
     def task(self, row: Row) -> dict[str, Any]:
         """Return the task of a row. Its function is the last one of the solution that the tests call."""
-        code = _program(row.text("code"), "code", "is no Python program")
+        code = _program(row.text("code"), "code", "is not a Python program")
         tests = [str(test) for test in row.items("test_list")]
         if not tests:
             raise RowRefused("test_list", "must not be empty")
-        name = _function(code, _program("\n".join(tests), "test_list", "is no list of Python statements"))
+        name = _function(code, _program("\n".join(tests), "test_list", "is not a list of Python statements"))
         text = row.text("text" if row.values.get("text") else "prompt")
         setup = row.text("test_setup_code", "")
-        setup_program = _program(setup, "test_setup_code", "is no Python program")
+        setup_program = _program(setup, "test_setup_code", "is not a Python program")
         imports = ""
         if "test_imports" in row.values:
             imports = "\n".join(map(str, row.items("test_imports")))

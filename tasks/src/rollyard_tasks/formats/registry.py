@@ -33,7 +33,7 @@ def task_format(name: str | None) -> TaskFormat:
         )
     loaded = points[name].load()
     if not isinstance(loaded, type) or not issubclass(loaded, TaskFormat):
-        raise FormatUnknown(f"the task format {name!r} is no subclass of TaskFormat")
+        raise FormatUnknown(f"the task format {name!r} is not a subclass of TaskFormat")
     return loaded()
 
 

@@ -71,7 +71,7 @@ def _read(name: str, folder: int, path: str, room: int) -> bytes:
     with open(os.open(name, flags, dir_fd=folder), "rb") as file:
         info = os.fstat(file.fileno())
         if not stat.S_ISREG(info.st_mode):
-            raise FileRefused(f"{path}: is no regular file")
+            raise FileRefused(f"{path}: is not a regular file")
         data = b"" if info.st_size > room else file.read(room + 1)
         if info.st_size > room or len(data) > room:
             raise _too_large(path)
@@ -117,7 +117,7 @@ def unpack(text: str) -> Contents:
     try:
         data = base64.b64decode(text, validate=True)
     except (binascii.Error, ValueError) as error:
-        raise FileRefused("is no base64") from error
+        raise FileRefused("is not base64") from error
     if data.startswith(b"\x1f\x8b"):
         data = _inflated(data)
     if len(data) > _MAX_ARCHIVE:
@@ -133,7 +133,7 @@ def unpack(text: str) -> Contents:
                 if entry.issym() or entry.islnk():
                     raise FileRefused(f"{path[:200]}: is a link, which a task folder must not hold")
                 if not entry.isreg() or entry.sparse is not None:
-                    raise FileRefused(f"{path[:200]}: is no regular file")
+                    raise FileRefused(f"{path[:200]}: is not a regular file")
                 if entry.size > room:
                     raise _too_large(path[:200])
                 room -= entry.size

@@ -135,7 +135,7 @@ def harbor_plan(folder: HarborFolder) -> HarborPlan:
     """
     text = folder.text("task.toml")
     if text is None:
-        raise HarborRefused("task.toml", "is missing, or is no UTF-8 text")
+        raise HarborRefused("task.toml", "is missing, or is not UTF-8 text")
     root = Table.parse(text, folder.options)
     # The older key `version` says nothing: in published folders it holds whatever their authors chose.
     root.skip("version", "source")
@@ -254,7 +254,7 @@ class _Environment:
     def __init__(self, table: Table, *, of_verifier: bool = False) -> None:
         self.image = table.text("docker_image")
         if self.image and not _IMAGE.fullmatch(self.image):
-            raise table.refused("docker_image", "is no name of an image")
+            raise table.refused("docker_image", "is not the name of an image")
         self.env = table.env("env")
         self.workdir = table.text("workdir").removesuffix("/")
         if self.workdir and (not _ABSOLUTE.fullmatch(self.workdir) or ".." in self.workdir.split("/")):
@@ -398,7 +398,7 @@ def _step(
     top = f"steps/{name}/" if name else ""
     instruction = folder.text(f"{top}instruction.md")
     if instruction is None or not instruction.strip():
-        raise HarborRefused(f"{top}instruction.md", "is missing or empty, or is no UTF-8 text")
+        raise HarborRefused(f"{top}instruction.md", "is missing or empty, or is not UTF-8 text")
     tests = ("tests", f"{top}tests") if name else ("tests",)
     scripts = [f"{top}/test.sh" for top in tests]
     if not any(folder.has(script) for script in scripts) and not (checks.separate and checks.image):

@@ -69,7 +69,7 @@ class Table:
         try:
             return cls(tomllib.loads(text), reading=Reading(options or HarborOptions()))
         except (tomllib.TOMLDecodeError, RecursionError) as error:
-            raise HarborRefused("task.toml", f"is no TOML: {str(error)[:200]}") from error
+            raise HarborRefused("task.toml", f"is not TOML: {str(error)[:200]}") from error
 
     def field(self, key: str) -> str:
         """Return the path of a key in the file."""

@@ -17,8 +17,7 @@ from typing import Any, NoReturn
 
 import pytest
 import sqlalchemy as sa
-from rollyard_api.storage import opening
-from rollyard_api.storage.database import Database
+from rollyard_api.storage.database import Database, upgrade
 
 from rollyard_testing.pace import patience
 
@@ -100,7 +99,7 @@ def _migrated(url: str) -> None:
     async def make() -> None:
         database = Database(url)
         try:
-            await asyncio.to_thread(opening.upgrade, database.writer)
+            await asyncio.to_thread(upgrade, database.writer)
         finally:
             await database.close()
 

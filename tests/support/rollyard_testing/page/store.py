@@ -31,10 +31,9 @@ from rollyard_api.machine.states import RolloutState
 from rollyard_api.rollouts import transitions
 from rollyard_api.settings import Settings
 from rollyard_api.storage import jobs as job_rows
-from rollyard_api.storage import opening
 from rollyard_api.storage import pools as pool_rows
 from rollyard_api.storage import rollouts as rollout_rows
-from rollyard_api.storage.database import Database, Transaction
+from rollyard_api.storage.database import Database, Transaction, upgrade
 from rollyard_api.storage.schema import pools as pool_table
 from rollyard_api.storage.schema import weight_updates
 from rollyard_api.trajectories import traces
@@ -320,7 +319,7 @@ async def opened(state: Path) -> AsyncIterator[Store]:
     state.mkdir(parents=True, exist_ok=True, mode=0o700)
     settings = Settings(state_dir=state)
     database = Database(settings.database_url)
-    await asyncio.to_thread(opening.upgrade, database.writer)
+    await asyncio.to_thread(upgrade, database.writer)
     archive = Archive(database, open_store(settings.trajectories_url, 60.0), 60.0)
     database.start(lambda _committed: None)
     try:

@@ -1,4 +1,4 @@
-"""Alembic's environment: runs on the connection that `rollyard_api.storage.opening` hands over."""
+"""Alembic's environment: runs on the connection that `rollyard_api.storage.database` hands over."""
 
 from __future__ import annotations
 

@@ -15,8 +15,9 @@ import logging
 import posixpath
 import re
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from importlib.resources import files
 from typing import Final
 
@@ -26,12 +27,12 @@ from rollyard_crds.task import Task
 from rollyard_process.log_text import one_line
 from rollyard_sandbox.client import ExecClient, ExecResult
 from rollyard_sandbox.errors import FileError
+from rollyard_tasks.formats.swebench.diffs import changed_files
 
 from rollyard_pipeline.errors import SetupFailed, TaskInvalid
 from rollyard_pipeline.handlers.base import READ_AND_RUN, Evaluation, FolderChanges, Handler, StageContext
 from rollyard_pipeline.handlers.blocks import Block, State, fenced_blocks
 from rollyard_pipeline.handlers.swe.log_parsers import exit_code, logged_name, parse
-from rollyard_pipeline.handlers.swe.protected import protection, test_folders, test_paths
 from rollyard_pipeline.handlers.swe.report_plugin import NAME, REPORT, SECRET, plain, sign
 from rollyard_pipeline.handlers.swe.report_plugin import TAMPERED as TAMPERED_STATUS
 from rollyard_pipeline.handlers.swe.results import (
@@ -43,6 +44,7 @@ from rollyard_pipeline.handlers.swe.results import (
     in_a_function,
     score,
 )
+from rollyard_pipeline.handlers.tables import words
 from rollyard_pipeline.sabotage import SABOTAGED, TEST_TIMEOUT
 
 _MAX_BYTES: Final = 32 << 20
@@ -88,6 +90,22 @@ _NO_REPORT: Final = (
     "`pytest`, `python -m pytest` or `coverage run -m pytest`, and pytest must come to its end."
 )
 _SHELL: Final = ("bash", "--noprofile", "--norc", "-c")
+_PROTECTED_FOLDERS: Final = words(
+    ".git .hg .eggs .nox .pytest_cache .tox .venv __pycache__ node_modules *.dist-info *.egg-info",
+    "site-packages conftest encodings sitecustomize usercustomize",
+)
+"""Folders at any depth that the policy cannot change for Eval: histories, whose settings start programs;
+caches, from which compiled code is loaded without a look at its source; environments; metadata, which name
+plugins of pytest; and packages that hide a file of the next list."""
+_PROTECTED_FILES: Final = words(
+    "conftest.* pytest.ini .pytest.ini pytest.toml .pytest.toml tox.ini setup.cfg pyproject.toml setup.py",
+    "versioneer.py makefile gnumakefile noxfile.py .coveragerc sitecustomize.* usercustomize.* *.pth *.pyc",
+    "*.pyo package.json jest.config.* vitest.config.* vite.config.* babel.config.* .babelrc* .mocharc.*",
+    ".gitattributes .gitmodules",
+)
+"""Files at any depth that say how tests are run, or that an interpreter runs at its start."""
+_TEST_FOLDER: Final = re.compile(r"tests?|\w+[_-]tests?|tests?[_-]\w+", re.IGNORECASE)
+"""The names of folders that hold tests, and what tests share. A `testing` further down may be the product."""
 
 
 class SweHandler(Handler):
@@ -235,6 +253,64 @@ _FROM_ARCHIVE: Final = 'mkdir -p -- "$2" && tar -x --no-same-owner -f "$1" -C "$
 _FROM_EITHER: Final = f'if [ -d "$1" ]; then {_FROM_FOLDER}; else {_FROM_ARCHIVE}; fi'
 
 
+def protection(tests: SweTests) -> Callable[[bytes], bool]:
+    """Return whether changes of a path by the policy are dropped.
+
+    They are, for the tests that decide and the folders of tests that they lie in, for what the task protects
+    or hides, and for files that decide how tests are run. Each of these stays in the fresh sandbox as Init
+    made it.
+    """
+    named = _test_paths(tests)
+    named += _test_folders(named)
+    paths = {path.encode("utf-8", "surrogateescape") for path in named}
+
+    def protected(path: bytes) -> bool:
+        parts = path.decode("utf-8", "surrogateescape").split("/")
+        # Programs that read them may ignore the case of letters.
+        small = [part.lower() for part in parts]
+        if any(_matches(part, _PROTECTED_FOLDERS) for part in small) or _matches(small[-1], _PROTECTED_FILES):
+            return True
+        return any(path == folder or path.startswith(folder + b"/") for folder in paths)
+
+    return protected
+
+
+def _test_paths(tests: SweTests) -> list[str]:
+    """Return the files and folders of the tests that decide, relative to the repository's folder."""
+    named = [*tests.files, *tests.protected, *_inside(tests)]
+    if tests.patch is not None:
+        named += changed_files(tests.patch)
+    deciding = [*tests.fail_to_pass, *tests.pass_to_pass, *(tests.expected or ())]
+    named += [name.partition("::")[0] for name in deciding if "::" in name and in_a_function(name)]
+    return sorted({posixpath.normpath(path) for path in named})
+
+
+def _test_folders(paths: Iterable[str]) -> list[str]:
+    """Return the folders of tests in which these files lie, because what tests share lies there, too."""
+    folders = set()
+    for path in paths:
+        parts = path.split("/")[:-1]
+        for depth, part in enumerate(parts):
+            if _TEST_FOLDER.fullmatch(part) or (part == "testing" and depth == 0):
+                folders.add("/".join(parts[: depth + 1]))
+                break
+    return sorted(folders)
+
+
+def _inside(tests: SweTests) -> Iterable[str]:
+    """Return the hidden paths of the repository's folder, relative to it."""
+    folder = tests.repository.path.rstrip("/") + "/"
+    for path in tests.repository.hidden:
+        if path.startswith(folder):
+            yield path[len(folder) :]
+        elif not path.startswith("/"):
+            yield path
+
+
+def _matches(name: str, patterns: Iterable[str]) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
+
+
 async def _place_repository(ctx: StageContext, tests: SweTests, folder: str) -> None:
     """Make the repository's folder, apply the task's own diff, and remove what the policy must not see.
 
@@ -351,8 +427,8 @@ def _apart(diffs: Sequence[str]) -> bool:
     """Return whether no two of several diffs change the same file."""
     changed: set[str] = set()
     for diff in diffs:
-        words = [name.partition("\t")[0].strip() for matches in _NAMES.findall(diff) for name in matches]
-        names = {_SIDE.sub("", name, count=1) for name in words if name and name != "/dev/null"}
+        sides = [name.partition("\t")[0].strip() for matches in _NAMES.findall(diff) for name in matches]
+        names = {_SIDE.sub("", name, count=1) for name in sides if name and name != "/dev/null"}
         if not names or not names.isdisjoint(changed):
             return False
         changed |= names
@@ -451,14 +527,14 @@ class ReportFiles:
         names = sorted({plain(name) for name in deciding(tests) if in_a_function(name)})
         listed = (*tests.fail_to_pass, *tests.pass_to_pass)
         cut = sorted({plain(name) for name in listed if "[" in name and not name.endswith("]")})
-        paths = test_paths(tests)
+        paths = _test_paths(tests)
         task = {
             "secret": self._secret,
             "folder": repository,
             "names": names,
             "cut": cut,
             "files": paths,
-            "folders": test_folders(paths),
+            "folders": _test_folders(paths),
         }
         for path, module in _SOURCES.items():
             source = files(__package__).joinpath(module).read_bytes()

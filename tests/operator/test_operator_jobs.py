@@ -304,8 +304,8 @@ async def test_a_job_of_rest_in_a_namespace_that_nobody_serves_says_so(tmp_path:
 
 
 async def test_only_so_many_jobs_run_at_once_and_priority_decides_who_is_next(lab: Lab) -> None:
-    for name in ("one", "two"):
-        await lab.with_workers(job(name), count=6)
+    await lab.with_workers(job("one"))
+    await lab.with_workers(job("two"), count=6)
     lab.kube.put(job("late"))
     lab.kube.put(job("urgent", priority=5))
     for name in ("late", "urgent"):

@@ -77,7 +77,7 @@ REFUSED: dict[str, tuple[str, int, str, str | None]] = {
     "exec form": ('FROM a:1\nRUN ["ls", "-l"]', 2, "the JSON form", '%post\n["ls", "-l"]'),
     "copy of JSON": ('FROM a:1\nCOPY ["a.txt", "/x"]', 2, "the JSON form", '["a.txt", "/x"]'),
     "platform": ("FROM --platform=linux/amd64 a:1", 1, "--platform=linux/amd64", "From: --platform"),
-    "scratch": ("FROM scratch", 1, "scratch is no image", "From: scratch"),
+    "scratch": ("FROM scratch", 1, "scratch is not an image", "From: scratch"),
     "user": ("FROM a:1\nUSER nobody\nRUN id", 2, "another user than root", "%post\nsu -  nobody #"),
     "shell": ('FROM a:1\nSHELL ["/bin/bash", "-c"]', 2, "SHELL: is not translated", '%post\nSHELL ["/bin'),
     "onbuild": ("FROM a:1\nONBUILD RUN x", 2, "ONBUILD: is not translated", "%post\nONBUILD RUN x"),

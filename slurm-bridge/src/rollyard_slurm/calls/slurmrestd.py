@@ -100,7 +100,7 @@ class SlurmrestdClient:
                     raise SlurmError(f"rest.url: {path} is not a socket")
             except OSError as error:
                 raise SlurmError(
-                    f"rest.url: there is not a socket {path} ({error.strerror}): does slurmrestd run here?"
+                    f"rest.url: there is no socket {path} ({error.strerror}): does slurmrestd run here?"
                 ) from error
         self._credentials()
 

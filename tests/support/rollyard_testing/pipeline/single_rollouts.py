@@ -19,7 +19,7 @@ from rollyard_crds.task import Task
 from rollyard_crds.trajectory import Trajectory
 from rollyard_pipeline.control_plane.leases import HeldLease
 from rollyard_pipeline.sandboxes.egress.destinations import Infrastructure
-from rollyard_pipeline.sandboxes.provider import NodeProvider
+from rollyard_pipeline.sandboxes.interface import SandboxProvider
 from rollyard_pipeline.stages.stages import Stages
 
 from rollyard_testing.crds.segments import lists
@@ -53,7 +53,7 @@ class Rollout:
     """A rollout that is taken through its stages, as a worker would do it."""
 
     def __init__(
-        self, provider: NodeProvider, stages: Stages, plane: Plane, infrastructure: Infrastructure
+        self, provider: SandboxProvider, stages: Stages, plane: Plane, infrastructure: Infrastructure
     ) -> None:
         self.provider = provider
         self.stages = stages

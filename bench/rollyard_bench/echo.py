@@ -11,7 +11,7 @@ from rollyard_bench.baselines.pty import RawShell
 from rollyard_bench.baselines.tmux import TmuxShell
 from rollyard_bench.processes import Missing
 from rollyard_bench.results import Baseline, Measurement, Settings
-from rollyard_bench.sandboxes import COMMAND_SECONDS, bubblewrap, claimed
+from rollyard_bench.sandboxes import COMMAND_SECONDS, WrongOutput, bubblewrap, claimed
 from rollyard_bench.stats import Contestant, Sample, interleave
 
 ECHO = "echo hi"
@@ -20,12 +20,6 @@ SEQ_BYTES = sum(len(str(number)) + 1 for number in range(1, 20_001))
 MAX_OUTPUT = 1 << 20
 SLEEP = 0.1  # seconds; the usual wait before a tmux pane is read
 ROUNDS = 10
-
-
-class WrongOutput(RuntimeError):
-    """A command did not print what it must, so its time would mean nothing."""
-
-    reason = "WrongOutput"
 
 
 def ours(client: ExecClient, command: str, size: int) -> Callable[[], Awaitable[None]]:
@@ -101,24 +95,12 @@ async def measure(settings: Settings) -> list[Measurement]:
         text = f"ours {own.text()}; {name} {times[key].text()}; {how}"
         return Measurement(figure, own.p50, Baseline(name, times[key].p50), text)
 
-    found = [
-        beside("echo_p50", "raw", "raw pty, blocking read", "the raw pty is outside of any sandbox"),
-        beside(
-            "echo_vs_tmux_at_once",
-            "tmux_at_once",
-            "tmux, read at once and again",
-            "libtmux send_keys, then capture_pane in a tight loop until the marker shows",
-        ),
-        beside(
-            "echo_vs_tmux_after_sleep",
-            "tmux_slept",
-            "tmux, read after 0.1 s",
-            "libtmux send_keys, sleep 0.1 s, capture_pane",
-        ),
-    ]
+    bare = beside("echo_p50", "raw", "raw pty, blocking read", "the raw pty is outside of any sandbox")
+    how = "libtmux send_keys, then capture_pane in a tight loop until the marker shows"
+    at_once = beside("echo_vs_tmux_at_once", "tmux_at_once", "tmux, read at once and again", how)
+    how = "libtmux send_keys, sleep 0.1 s, capture_pane"
+    slept = beside("echo_vs_tmux_after_sleep", "tmux_slept", "tmux, read after 0.1 s", how)
     long = await _seq(settings)
     how = f"all {SEQ_BYTES} bytes checked; ours in a sandbox {long['ours'].text()}; raw {long['raw'].text()}"
-    found.append(
-        Measurement("seq_20000", long["ours"].p50, Baseline("raw pty, blocking read", long["raw"].p50), how)
-    )
-    return found
+    baseline = Baseline("raw pty, blocking read", long["raw"].p50)
+    return [bare, at_once, slept, Measurement("seq_20000", long["ours"].p50, baseline, how)]

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import httpx
 
 from rollyard_bench.results import Baseline, Measurement, Settings
-from rollyard_bench.sandboxes import COMMAND_SECONDS, bubblewrap, claimed
+from rollyard_bench.sandboxes import COMMAND_SECONDS, WrongOutput, bubblewrap, claimed
 from rollyard_bench.stats import Contestant, Sample, interleave
 
 if TYPE_CHECKING:
@@ -15,12 +15,6 @@ if TYPE_CHECKING:
 
 CODE = "1+1"
 ROUNDS = 10
-
-
-class WrongResult(RuntimeError):
-    """The cell did not give 2, so its time would mean nothing."""
-
-    reason = "WrongResult"
 
 
 async def _measure(settings: Settings, gateway: KernelGateway | None) -> dict[str, Sample]:
@@ -31,14 +25,14 @@ async def _measure(settings: Settings, gateway: KernelGateway | None) -> dict[st
         async def ours() -> None:
             result = await sandbox.client.ipython(CODE, timeout=COMMAND_SECONDS)
             if result.exit_code != 0 or result.result.strip() != "2":
-                raise WrongResult(f"{CODE}: exit code {result.exit_code}, {result!r}"[:400])
+                raise WrongOutput(f"{CODE}: exit code {result.exit_code}, {result!r}"[:400])
 
         def theirs(quick_ack: bool) -> None:
             if gateway is None:
                 raise RuntimeError("no gateway")
             gateway.quick_ack = quick_ack
             if gateway.execute(CODE) != "2":
-                raise WrongResult(f"{CODE} behind the gateway was not 2")
+                raise WrongOutput(f"{CODE} behind the gateway was not 2")
 
         contestants = {"ours": Contestant(ours, samples, warm_up=10)}
         if gateway is not None:
@@ -51,9 +45,9 @@ async def measure(settings: Settings) -> list[Measurement]:
     """Measure the p50 of a cell. The gateway's client acknowledges at once, which favours the gateway."""
     try:
         # This import is late, because without the gateway our own figure still stands.
-        from rollyard_bench.baselines.gateway import KernelGateway
+        from rollyard_bench.baselines.gateway import kernel_gateway
 
-        with KernelGateway() as gateway:
+        async with kernel_gateway() as gateway:
             times = await _measure(settings, gateway)
     except (OSError, ImportError, httpx.HTTPError) as error:
         times = await _measure(settings, None)

@@ -31,6 +31,12 @@ REQUEST = SandboxRequest(memory_bytes=1 << 29, disk_bytes=1 << 26)
 """The sandbox of every figure has no network and all limits."""
 
 
+class WrongOutput(RuntimeError):
+    """A command did not print what it must, so its time would mean nothing."""
+
+    reason = "WrongOutput"
+
+
 @asynccontextmanager
 async def started(
     kind: Literal["bubblewrap", "apptainer"], run_dir: Path, **options: Any

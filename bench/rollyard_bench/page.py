@@ -31,43 +31,42 @@ async def _fill(state: Path) -> Ordinary:
         return await ordinary_job(store, NAME, GROUPS, time.time(), pool="default", long=True)
 
 
-def _until_kept(served: Served, rollouts: int) -> float:
-    """Return the seconds until the control plane has counted all rollouts into the job's statistics."""
-    begin = time.monotonic()
+def _wait_until_kept(served: Served, rollouts: int) -> None:
+    """Wait until the control plane has counted all rollouts into the job's statistics."""
+    deadline = time.monotonic() + KEPT_SECONDS
     with served.http() as http:
         while True:
-            found = http.get(f"/v1/rolloutjobs/{NAME}/statistics").raise_for_status().json()
-            if found["upto"] == rollouts:
-                return time.monotonic() - begin
-            if time.monotonic() - begin > KEPT_SECONDS:
-                raise ProgramFailed(f"the statistics hold {found['upto']} of {rollouts} rollouts")
+            kept = http.get(f"/v1/rolloutjobs/{NAME}/statistics").raise_for_status().json()["upto"]
+            if kept == rollouts:
+                return
+            if time.monotonic() > deadline:
+                raise ProgramFailed(f"the statistics hold {kept} of {rollouts} rollouts")
             time.sleep(0.5)
 
 
 def _play(settings: Settings) -> list[Measurement]:
-    found = []
     with tempfile.TemporaryDirectory(prefix="rollyard-bench-") as folder:
         state = Path(folder) / "state"
         made = asyncio.run(_fill(state))
         with a_plane(state) as plane, a_browser(["--enable-precise-memory-info"]) as browser:
             served = plane.served
-            _until_kept(served, made.rollouts)
-            rollout = page_views.long_rollout(served, NAME, f"task-{LONG_GROUP:05d}")
+            _wait_until_kept(served, made.rollouts)
             stage = Stage(
                 browser=browser,
                 served=served,
                 cookies=cookies_of(browser, served),
                 job=NAME,
                 groups=GROUPS,
-                rollout=rollout,
+                rollout=page_views.long_rollout(served, NAME, f"task-{LONG_GROUP:05d}"),
                 rounds=2 if settings.quick else 5,
             )
-            found.append(page_views.first_view(stage))
-            found.append(page_views.filters(stage))
-            found.append(page_views.trajectory(stage, LONG_TOKENS))
             seconds, rounds = (10.0, 1) if settings.quick else (20.0, 3)
-            found.append(page_cost.measure(plane, browser, stage.cookies, seconds=seconds, rounds=rounds))
-    return found
+            return [
+                page_views.first_view(stage),
+                page_views.filters(stage),
+                page_views.trajectory(stage, LONG_TOKENS),
+                page_cost.measure(plane, browser, stage.cookies, seconds=seconds, rounds=rounds),
+            ]
 
 
 async def measure(settings: Settings) -> list[Measurement]:

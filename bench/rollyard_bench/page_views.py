@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Any, Final
 
-import httpx
 from playwright.sync_api import Browser, Page
 from rollyard_testing.browser.signin import Served, a_context
 
@@ -74,28 +73,28 @@ def _until(page: Page, condition: str) -> None:
 
 def _shown(stage: Stage, url: str, condition: str) -> list[float]:
     """Return the milliseconds from a navigation until a condition holds, in a browser without a cache."""
-    found = []
+    times = []
     for _ in range(stage.rounds + 1):
         with a_context(stage.browser, stage.served, storage_state=stage.cookies) as (context, witness):
             page = context.new_page()
             page.add_init_script(_WHEN_SHOWN % condition)
             page.goto(url)
-            found.append(float(page.evaluate("window.__shown")))
+            times.append(float(page.evaluate("window.__shown")))
             if faults := witness.faults():
                 raise ProgramFailed(f"{url}: {'; '.join(faults)}")
     # The first one also warms what the control plane keeps.
-    return found[1:]
+    return times[1:]
 
 
-def _asked(stage: Stage, path: str, params: Mapping[str, Any]) -> tuple[float, Any]:
-    """Return the milliseconds of a call without a browser, the median of some, and its answer."""
-    found = []
+def _called(stage: Stage, path: str, **params: Any) -> tuple[float, Any]:
+    """Return the milliseconds of a call without a browser, the median of some, and its parsed answer."""
+    times = []
     with stage.served.http() as http:
         for _ in range(stage.rounds):
             begin = time.perf_counter()
-            answer = http.get(path, params=params).raise_for_status()
-            found.append((time.perf_counter() - begin) * 1e3)
-    return median(found), answer.json()
+            answer = http.get(path, params=params).raise_for_status().json()
+            times.append((time.perf_counter() - begin) * 1e3)
+    return median(times), answer
 
 
 def first_view(stage: Stage) -> Measurement:
@@ -137,7 +136,7 @@ def filters(stage: Stage) -> Measurement:
         before = page.inner_text('[role=grid] [data-row="0"] [data-key=task]')
         for _ in range(stage.rounds):
             for label, value, params in steps:
-                seconds, answer = _asked(stage, path, {**params, "limit": 500})
+                seconds, answer = _called(stage, path, **params, limit=500)
                 first = answer["items"][0]["task_id"]
                 if first == before:
                     # Nothing would be seen to change, so this step is not timed.
@@ -162,18 +161,13 @@ def trajectory(stage: Stage, tokens: int) -> Measurement:
     """Measure the first view of a long trajectory's tokens."""
     url = f"{stage.served.rollout(stage.job, stage.rollout)}?tab=tokens"
     times = _shown(stage, url, _TOKENS_SHOWN)
-    raw = []
-    with stage.served.http() as http:
-        for _ in range(stage.rounds):
-            begin = time.perf_counter()
-            http.get(f"/v1/rolloutjobs/{stage.job}/rollouts/{stage.rollout}").raise_for_status().json()
-            raw.append(time.perf_counter() - begin)
+    record, _ = _called(stage, f"/v1/rolloutjobs/{stage.job}/rollouts/{stage.rollout}")
     how = (
         f"the tokens of a trajectory of {tokens:,}, from the navigation of a browser without a cache until "
         f"they are drawn, {len(times)} times: {_list(times)} ms; the baseline is the whole record without a "
         "browser, parsed"
     )
-    return Measurement("page_trajectory", median(times) / 1e3, Baseline("the record", median(raw)), how)
+    return Measurement("page_trajectory", median(times) / 1e3, Baseline("the record", record / 1e3), how)
 
 
 def _list(values: Sequence[float]) -> str:
@@ -181,15 +175,7 @@ def _list(values: Sequence[float]) -> str:
 
 
 def long_rollout(served: Served, job: str, task: str) -> str:
-    """Return the id of the first sample of a task.
-
-    Raises:
-        httpx.HTTPStatusError: The control plane refuses.
-    """
+    """Return the id of the first sample of a task."""
     with served.http() as http:
-        answer: httpx.Response = http.get(
-            f"/v1/rolloutjobs/{job}/grid", params={"task": task}
-        ).raise_for_status()
-        grid = answer.json()
-        name: str = grid["prefix"] + grid["items"][0]["samples"][0][0]
-        return name
+        grid = http.get(f"/v1/rolloutjobs/{job}/grid", params={"task": task}).raise_for_status().json()
+    return str(grid["prefix"] + grid["items"][0]["samples"][0][0])

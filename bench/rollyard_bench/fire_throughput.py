@@ -18,7 +18,7 @@ from rollyard_testing.faults.ledger import Ledger
 from rollyard_testing.faults.listing import Process
 from rollyard_testing.faults.yard import Yard, a_yard
 
-from rollyard_bench.first_token import quickstart, until
+from rollyard_bench.first_token import quickstart, wait_for_backend
 from rollyard_bench.processes import ProgramFailed, needed
 from rollyard_bench.results import Baseline, Measurement, Settings
 
@@ -133,9 +133,10 @@ def _play(samples: int, every: float | None, seed: int) -> Outcome:
     rng = random.Random(seed)
     with a_yard("--lease-seconds", LEASE_SECONDS) as yard:
         yard.start()
-        _until_ready(yard)
         follower = Follower(yard, job["metadata"]["name"])
         with yard.http() as http:
+            # The quiet run and the others begin on the same yard.
+            wait_for_backend(http)
             begin = time.monotonic()
             http.post("/v1/rolloutjobs", json=job).raise_for_status()
         outcome = Outcome(0.0, len(expected), 0)
@@ -161,23 +162,12 @@ def _play(samples: int, every: float | None, seed: int) -> Outcome:
     return outcome
 
 
-def _until_ready(yard: Yard) -> None:
-    """Wait until the pool's backend is ready: the quiet run and the others begin on the same yard."""
-
-    def ready() -> bool:
-        with yard.http() as http:
-            pool = http.get("/v1/backendpools/default").raise_for_status().json()
-            return bool(pool["status"].get("readyReplicas"))
-
-    until(ready, "the backend was not ready")
-
-
 async def measure(settings: Settings) -> list[Measurement]:
     """Measure a quiet run, then one with a kill every four seconds and one with a kill every two."""
     needed("bwrap", "bubblewrap")
     samples = 3 if settings.quick else 8
     quiet = await asyncio.to_thread(_play, samples, None, SEED)
-    found = []
+    measured = []
     for figure, every in (("fire_every_4_s", 4.0), ("fire_every_2_s", 2.0)):
         burning = await asyncio.to_thread(_play, samples, every, SEED)
         how = (
@@ -186,5 +176,5 @@ async def measure(settings: Settings) -> list[Measurement]:
             f"{quiet.text()}"
         )
         baseline = Baseline("the same run without kills", quiet.throughput)
-        found.append(Measurement(figure, burning.throughput, baseline, how))
-    return found
+        measured.append(Measurement(figure, burning.throughput, baseline, how))
+    return measured

@@ -18,6 +18,7 @@ import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
 from contextlib import asynccontextmanager
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -96,13 +97,7 @@ class LatencyModel:
         Of the template's roles only that one begins with `a`.
         """
         start, role = self._assistant_start
-        found, at = 0, -1
-        while True:
-            try:
-                at = prompt.index(start, at + 1)
-            except ValueError:
-                return found
-            found += prompt[at + 1 : at + 2] == [role]
+        return list(pairwise(prompt)).count((start, role))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""

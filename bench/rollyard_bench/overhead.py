@@ -152,6 +152,5 @@ async def measure(settings: Settings) -> list[Measurement]:
         f"time {alone.backend.text()}; the baseline is a bare HTTP request of a turn's size through the same "
         f"relay to the same server, less the server's own time: {alone.bare.text()}"
     )
-    return [
-        Measurement("turn_overhead", alone.ours.p50, Baseline("bare round trip", alone.bare.p50), how),
-    ]
+    baseline = Baseline("bare round trip", alone.bare.p50)
+    return [Measurement("turn_overhead", alone.ours.p50, baseline, how)]

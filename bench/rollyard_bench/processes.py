@@ -60,12 +60,12 @@ async def output(
         ProgramFailed: The command failed or took too long.
     """
     # The output goes to files, because a process that the command leaves behind may keep pipes open for ever.
-    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as said:
+    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as errors:
         process = await asyncio.create_subprocess_exec(
             *command,
             stdin=subprocess.DEVNULL,
             stdout=out,
-            stderr=said,
+            stderr=errors,
             env={**os.environ, **(environment or {})},
         )
         try:
@@ -78,8 +78,8 @@ async def output(
                 process.terminate()
                 await process.wait()
         out.seek(0)
-        said.seek(0)
-        printed, words = out.read().decode(errors="replace"), said.read().decode(errors="replace")
+        errors.seek(0)
+        printed, words = out.read().decode(errors="replace"), errors.read().decode(errors="replace")
     if process.returncode == os.EX_UNAVAILABLE:
         raise Missing((words.strip() or " ".join(command)).splitlines()[-1])
     if process.returncode != 0:

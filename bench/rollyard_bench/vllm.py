@@ -42,8 +42,8 @@ async def vllm_servers(folder: Path, count: int, context: int = 2048) -> AsyncIt
     try:
         python = await asyncio.to_thread(vllm_python)
     except EnvironmentMissing as error:
-        said = str(error).splitlines()[-1]
-        raise Missing(f"no vLLM: scripts/vllm-env makes it, or VLLM_PYTHON names it; {said}") from error
+        reason = str(error).splitlines()[-1]
+        raise Missing(f"no vLLM: scripts/vllm-env makes it, or VLLM_PYTHON names it; {reason}") from error
     model = model_folder(folder, context)
     cores = sorted(os.sched_getaffinity(0))
     arguments = ("--max-model-len", str(context), "--max-num-batched-tokens", str(max(context, 4096)))

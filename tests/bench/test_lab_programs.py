@@ -26,7 +26,7 @@ import asyncio, os
 from pathlib import Path
 from rollyard_bench import lab
 from rollyard_bench.processes import Missing
-from rollyard_bench.results import Baseline
+from rollyard_bench.results import Baseline, Measurement
 
 async def measured(settings):
     said = Path(os.environ["SAID"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import os
 import random
 import signal
@@ -121,8 +122,8 @@ class Follower:
             raise ProgramFailed(f"{len(problems)} problems: {'; '.join(problems[:5])}"[:900])
 
 
-def _play(samples: int, every: float | None, seed: int) -> Outcome:
-    """Run the job, with a kill every so many seconds or without any.
+def _play(samples: int, every: float) -> Outcome:
+    """Run the job, with a kill every so many seconds; none for `math.inf`.
 
     Raises:
         ProgramFailed: The job did not finish in time, or a result was lost or doubled.
@@ -130,7 +131,7 @@ def _play(samples: int, every: float | None, seed: int) -> Outcome:
     job = quickstart(samples)
     tasks = job["spec"]["tasks"]["inline"]
     expected = {(task["id"], sample) for task in tasks for sample in range(samples)}
-    rng = random.Random(seed)
+    rng = random.Random(SEED)
     with a_yard("--lease-seconds", LEASE_SECONDS) as yard:
         yard.start()
         follower = Follower(yard, job["metadata"]["name"])
@@ -140,15 +141,14 @@ def _play(samples: int, every: float | None, seed: int) -> Outcome:
             begin = time.monotonic()
             http.post("/v1/rolloutjobs", json=job).raise_for_status()
         outcome = Outcome(0.0, len(expected), 0)
-        due = None if every is None else begin + every
+        due = begin + every
         while not follower.look():
             if time.monotonic() > begin + END_SECONDS:
                 raise ProgramFailed(
                     f"{len(follower.ledger.seen)} of {len(expected)} rollouts ended in {END_SECONDS:.0f} s"
                 )
-            pause = LOOK_SECONDS if due is None else min(LOOK_SECONDS, max(0.0, due - time.monotonic()))
-            time.sleep(pause)
-            if due is not None and every is not None and time.monotonic() >= due:
+            time.sleep(min(LOOK_SECONDS, max(0.0, due - time.monotonic())))
+            if time.monotonic() >= due:
                 due += every
                 kind = rng.choice(VICTIMS)
                 if _kill(yard, kind, rng):
@@ -166,10 +166,10 @@ async def measure(settings: Settings) -> list[Measurement]:
     """Measure a quiet run, then one with a kill every four seconds and one with a kill every two."""
     needed("bwrap", "bubblewrap")
     samples = 3 if settings.quick else 8
-    quiet = await asyncio.to_thread(_play, samples, None, SEED)
+    quiet = await asyncio.to_thread(_play, samples, math.inf)
     measured = []
     for figure, every in (("fire_every_4_s", 4.0), ("fire_every_2_s", 2.0)):
-        burning = await asyncio.to_thread(_play, samples, every, SEED)
+        burning = await asyncio.to_thread(_play, samples, every)
         how = (
             f"the quickstart, a kill -9 every {every:g} s, victims drawn evenly among {', '.join(VICTIMS)} "
             f"with seed {SEED}; every rollout was delivered exactly once; {burning.text()}; quiet: "

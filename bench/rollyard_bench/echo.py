@@ -67,7 +67,7 @@ async def _echo(settings: Settings) -> tuple[dict[str, Sample], str]:
         else:
             contestants["tmux_at_once"] = Contestant(_tmux(at_once, pause=0, look_first=True), 40 * scale)
             contestants["tmux_slept"] = Contestant(_tmux(slept, pause=SLEEP, look_first=False), 10 * scale)
-        async with bubblewrap() as provider, claimed(provider) as (sandbox,):
+        async with bubblewrap() as provider, claimed(provider) as sandbox:
             step = ours(sandbox.client, ECHO, 3)
             contestants["ours"] = Contestant(step, 300 * scale, warm_up=20)
             return await interleave(contestants, ROUNDS), missing
@@ -75,7 +75,7 @@ async def _echo(settings: Settings) -> tuple[dict[str, Sample], str]:
 
 async def _seq(settings: Settings) -> dict[str, Sample]:
     samples = 40 if settings.quick else 120
-    async with bubblewrap() as provider, claimed(provider) as (sandbox,):
+    async with bubblewrap() as provider, claimed(provider) as sandbox:
         with RawShell() as shell:
             contestants = {
                 "ours": Contestant(ours(sandbox.client, SEQ, SEQ_BYTES), samples),

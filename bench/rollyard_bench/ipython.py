@@ -20,7 +20,7 @@ ROUNDS = 10
 async def _measure(settings: Settings, gateway: KernelGateway | None) -> dict[str, Sample]:
     samples = 100 if settings.quick else 300
 
-    async with bubblewrap() as provider, claimed(provider) as (sandbox,):
+    async with bubblewrap() as provider, claimed(provider) as sandbox:
 
         async def ours() -> None:
             result = await sandbox.client.ipython(CODE, timeout=COMMAND_SECONDS)

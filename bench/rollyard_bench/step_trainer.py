@@ -29,7 +29,7 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "examples" / "grpo"), str(ROOT / "examples" / "tiny-policy")]
@@ -77,16 +77,6 @@ BATCH_SECONDS: Final = 600.0
 MAX_TURNS, TURN_TOKENS, CONTEXT_TOKENS = 8, 64, 1024
 TOOL_SECONDS, TEST_SECONDS, OUTPUT_BYTES = 60.0, 60.0, 16_384
 STOP_SECONDS: Final = 5.0
-
-
-class Side(Protocol):
-    """Where the rollouts of a step come from, and where its weights go."""
-
-    async def rows(self, step: int) -> list[list[Row]]:
-        """Return the rows of each group of a step."""
-
-    async def push(self, step: int, folder: Path) -> None:
-        """Bring the weights of a step, which are in `folder`, to the model that samples."""
 
 
 def tasks_of(step: int) -> list[dict[str, Any]]:
@@ -319,7 +309,7 @@ async def in_process(folder: Path) -> AsyncIterator[InProcessSide]:
             engine.close()
 
 
-async def _steps(side: Side, model: Any, folder: Path) -> None:
+async def _steps(side: RollyardSide | InProcessSide, model: Any, folder: Path) -> None:
     optimizer = make_optimizer(model, LEARNING_RATE)
     template = OnnxTemplate(ONNX)
     settings = UpdateSettings(learning_rate=LEARNING_RATE)

@@ -149,7 +149,7 @@ async def _timed(episode: Episode, act: Act) -> Times:
 
 async def _ours(provider: SandboxProvider, episode: Episode) -> Times:
     """Return the times of an episode in a sandbox of its own, through the exec server's persistent bash."""
-    async with claimed(provider) as (sandbox,):
+    async with claimed(provider) as sandbox:
         client = sandbox.client
 
         async def act(command: str) -> int:

@@ -23,11 +23,11 @@ from typing import Any
 from rollyard_pipeline.sandboxes.interface import SandboxProvider
 from rollyard_pipeline.sandboxes.starters.base import SANDBOX_ENV
 
-from rollyard_bench.baselines.tmux import TmuxShell
 from rollyard_bench.echo import SLEEP
 from rollyard_bench.processes import ROOT, needed, output
 from rollyard_bench.results import Baseline, Measurement, Settings
 from rollyard_bench.sandboxes import WrongOutput, bubblewrap, claimed
+from rollyard_bench.tmux import TmuxShell
 
 RECIPES = ROOT / "examples" / "swe" / "recipes.json"
 SCRIPT = ROOT / "scripts" / "swe_tasks.py"

@@ -28,7 +28,7 @@ from rollyard_bench.cluster import (
 )
 from rollyard_bench.processes import ProgramFailed
 from rollyard_bench.results import Baseline, Measurement, Settings
-from rollyard_bench.stats import Contestant, Sample, interleave
+from rollyard_bench.stats import Sample, in_turns
 
 SANDBOX = {
     "network": "none",
@@ -244,23 +244,9 @@ async def _measure(installed: Installation, settings: Settings) -> list[Measurem
     pods = Pods()
     async with installed.cluster.watching(installed.pods, pods.seen), installed.worker() as worker:
         bench = Bench(installed, pods, worker)
-        firsts = await interleave(
-            {
-                "ours": Contestant(bench.rollout_job, jobs, warm_up=1),
-                "batch": Contestant(bench.batch_job, jobs, warm_up=1),
-            },
-            jobs,
-        )
+        ours, batch = await in_turns(bench.rollout_job, bench.batch_job, jobs)
         await bench.start_job("cold", cold + 1)
-        starts = await interleave(
-            {
-                "sandbox": Contestant(lambda: bench.sandbox("cold"), cold, warm_up=1),
-                "bare": Contestant(bench.bare_pod, cold, warm_up=1),
-            },
-            cold,
-        )
-    ours, batch = firsts["ours"], firsts["batch"]
-    colds, bares = starts["sandbox"], starts["bare"]
+        colds, bares = await in_turns(lambda: bench.sandbox("cold"), bench.bare_pod, cold)
     server = Sample(tuple(bench.server[1:]))
     load = f"load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores"
     how_first = (

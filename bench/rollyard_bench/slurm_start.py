@@ -26,7 +26,7 @@ from rollyard_bench import lab
 from rollyard_bench.harness import manifest
 from rollyard_bench.processes import ProgramFailed, program
 from rollyard_bench.results import Baseline, Measurement, Settings
-from rollyard_bench.stats import Contestant, interleave
+from rollyard_bench.stats import in_turns
 
 MODULE = "rollyard_bench.slurm_start"
 CPUS, MEMORY = 2, "1500M"
@@ -185,19 +185,15 @@ async def _measured(settings: Settings) -> list[Measurement]:
                 await asyncio.sleep(PAUSE_SECONDS + rng.uniform(0.0, TICK_SECONDS))
                 return await _bare(apptainer, image, folder, next(numbers))
 
-            contestants = {
-                "bare": Contestant(bare, rounds, warm_up=1),
-                "ours": Contestant(ours, rounds, warm_up=1),
-            }
-            times = await interleave(contestants, rounds)
+            times, bare_times = await in_turns(ours, bare, rounds)
     how = (
         f"POST of a RolloutJob of one rollout until its first command runs in its Apptainer sandbox, "
-        f"the worker a batch job of its own {times['ours'].text()} (batch script begins after "
+        f"the worker a batch job of its own {times.text()} (batch script begins after "
         f"{median(scripts[1:]):.0f} ms); `sbatch` of a script that starts an instance of the same SIF and "
-        f"executes the same command in it {times['bare'].text()}"
+        f"executes the same command in it {bare_times.text()}"
     )
-    baseline = Baseline("sbatch + apptainer instance start + exec, bare", times["bare"].p50)
-    return [Measurement("slurm_first_rollout", times["ours"].p50, baseline, how)]
+    baseline = Baseline("sbatch + apptainer instance start + exec, bare", bare_times.p50)
+    return [Measurement("slurm_first_rollout", times.p50, baseline, how)]
 
 
 async def measure(settings: Settings) -> list[Measurement]:

@@ -28,10 +28,8 @@ def _bare(program: str, image: str) -> Iterator[Callable[[], float]]:
         env = {**os.environ, "APPTAINER_CONFIGDIR": config}
 
         def call(*arguments: str) -> None:
-            subprocess.run(
-                [program, "-s", "instance", *arguments],
-                env=env, cwd="/", check=True, stdin=subprocess.DEVNULL, timeout=60,
-            )  # fmt: skip
+            command = [program, "-s", "instance", *arguments]
+            subprocess.run(command, env=env, cwd="/", check=True, stdin=subprocess.DEVNULL, timeout=60)
 
         def start() -> float:
             name = f"bare{next(numbers)}"

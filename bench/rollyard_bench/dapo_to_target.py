@@ -38,9 +38,11 @@ def tasks(seed: int, median_seconds: float) -> Iterator[dict[str, Any]]:
         same = draw.random() < UNINFORMATIVE
         rewards = [float(number % 2 if same else sample % 2) for sample in range(SAMPLES)]
         yield {
-            "id": f"task-{number:04d}", "prompt": "Wait.", "solution": [{"name": "submit", "arguments": {}}],
+            "id": f"task-{number:04d}",
+            "prompt": "Wait.",
+            "solution": [{"name": "submit", "arguments": {}}],
             "metadata": {"latencies": latencies, "rewards": rewards},
-        }  # fmt: skip
+        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,8 +117,8 @@ async def measure(settings: Settings) -> list[Measurement]:
                     async with asyncio.timeout(JOB_SECONDS):
                         ways[kind].append(await contestants[kind](tasks(seed, middle)))
                 order = order[1:] + order[:1]
-    seconds = {kind: median(way.seconds for way in found) for kind, found in ways.items()}
-    groups = {kind: median(way.groups for way in found) for kind, found in ways.items()}
+    seconds = {kind: median(way.seconds for way in reached) for kind, reached in ways.items()}
+    groups = {kind: median(way.groups for way in reached) for kind, reached in ways.items()}
     how = (
         f"median of {len(seeds)} seeds; {SAMPLES} rollouts a group, Run takes lognormal seconds (median "
         f"{middle:g} s, sigma {SIGMA:g}), {UNINFORMATIVE:.0%} of the groups have no signal; {SLOTS} places "
@@ -126,6 +128,4 @@ async def measure(settings: Settings) -> list[Measurement]:
         f"({groups['batches']:.0f})"
     )
     baseline = Baseline("batch-by-batch resampling", seconds["batches"])
-    return [
-        Measurement("dapo_to_target", seconds["ours"], baseline, how),
-    ]
+    return [Measurement("dapo_to_target", seconds["ours"], baseline, how)]

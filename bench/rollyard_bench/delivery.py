@@ -74,12 +74,12 @@ def parquet(page: bytes) -> int:
 
 def arrays(page: bytes) -> int:
     """Look at the arrays of a page with raw arrays, as `Client.array_pages` does."""
-    found = trajectories(page, ARRAYS)
-    for one in found:
+    records = trajectories(page, ARRAYS)
+    for one in records:
         (segment,) = one.segments
         assert len(segment.prompt_ids) == PROMPT
         assert len(segment.response_ids) == len(segment.loss_mask) == len(segment.logprobs) == RESPONSE
-    return len(found)
+    return len(records)
 
 
 FORMATS: dict[str, tuple[str, Decode]] = {
@@ -194,11 +194,10 @@ async def measure(settings: Settings) -> list[Measurement]:
     rollouts, rounds = (512, 1) if settings.quick else (ROLLOUTS, 3)
     with tempfile.TemporaryDirectory(prefix="ryb-") as name:
         async with control_plane(Path(name)) as plane:
-            found = await asyncio.to_thread(deliver, plane, rollouts, rounds)
-    medians = {name: sorted(rates, key=lambda rate: rate.value)[rounds // 2] for name, rates in found.items()}
+            rates = await asyncio.to_thread(deliver, plane, rollouts, rounds)
+    medians = {name: sorted(some, key=lambda rate: rate.value)[rounds // 2] for name, some in rates.items()}
     best = max(medians, key=lambda name: medians[name].value)
     each = "; ".join(f"{name} {rate}" for name, rate in medians.items())
     how = f"{rollouts} rollouts of {PROMPT + RESPONSE} tokens, {rounds} rounds; the best is {best}; {each}"
-    return [
-        Measurement("delivery_rate", medians[best].value, Baseline("NDJSON", medians["NDJSON"].value), how)
-    ]
+    baseline = Baseline("NDJSON", medians["NDJSON"].value)
+    return [Measurement("delivery_rate", medians[best].value, baseline, how)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import os
 import random
 import signal
@@ -18,7 +19,7 @@ from rollyard_testing.faults.ledger import Ledger
 from rollyard_testing.faults.listing import Process
 from rollyard_testing.faults.yard import Yard, a_yard
 
-from rollyard_bench.first_token import quickstart, until
+from rollyard_bench.first_token import quickstart, wait_for_backend
 from rollyard_bench.processes import ProgramFailed, needed
 from rollyard_bench.results import Baseline, Measurement, Settings
 
@@ -121,8 +122,8 @@ class Follower:
             raise ProgramFailed(f"{len(problems)} problems: {'; '.join(problems[:5])}"[:900])
 
 
-def _play(samples: int, every: float | None, seed: int) -> Outcome:
-    """Run the job, with a kill every so many seconds or without any.
+def _play(samples: int, every: float) -> Outcome:
+    """Run the job, with a kill every so many seconds; none for `math.inf`.
 
     Raises:
         ProgramFailed: The job did not finish in time, or a result was lost or doubled.
@@ -130,24 +131,24 @@ def _play(samples: int, every: float | None, seed: int) -> Outcome:
     job = quickstart(samples)
     tasks = job["spec"]["tasks"]["inline"]
     expected = {(task["id"], sample) for task in tasks for sample in range(samples)}
-    rng = random.Random(seed)
+    rng = random.Random(SEED)
     with a_yard("--lease-seconds", LEASE_SECONDS) as yard:
         yard.start()
-        _until_ready(yard)
         follower = Follower(yard, job["metadata"]["name"])
         with yard.http() as http:
+            # The quiet run and the others begin on the same yard.
+            wait_for_backend(http)
             begin = time.monotonic()
             http.post("/v1/rolloutjobs", json=job).raise_for_status()
         outcome = Outcome(0.0, len(expected), 0)
-        due = None if every is None else begin + every
+        due = begin + every
         while not follower.look():
             if time.monotonic() > begin + END_SECONDS:
                 raise ProgramFailed(
                     f"{len(follower.ledger.seen)} of {len(expected)} rollouts ended in {END_SECONDS:.0f} s"
                 )
-            pause = LOOK_SECONDS if due is None else min(LOOK_SECONDS, max(0.0, due - time.monotonic()))
-            time.sleep(pause)
-            if due is not None and every is not None and time.monotonic() >= due:
+            time.sleep(min(LOOK_SECONDS, max(0.0, due - time.monotonic())))
+            if time.monotonic() >= due:
                 due += every
                 kind = rng.choice(VICTIMS)
                 if _kill(yard, kind, rng):
@@ -161,30 +162,19 @@ def _play(samples: int, every: float | None, seed: int) -> Outcome:
     return outcome
 
 
-def _until_ready(yard: Yard) -> None:
-    """Wait until the pool's backend is ready: the quiet run and the others begin on the same yard."""
-
-    def ready() -> bool:
-        with yard.http() as http:
-            pool = http.get("/v1/backendpools/default").raise_for_status().json()
-            return bool(pool["status"].get("readyReplicas"))
-
-    until(ready, "the backend was not ready")
-
-
 async def measure(settings: Settings) -> list[Measurement]:
     """Measure a quiet run, then one with a kill every four seconds and one with a kill every two."""
     needed("bwrap", "bubblewrap")
     samples = 3 if settings.quick else 8
-    quiet = await asyncio.to_thread(_play, samples, None, SEED)
-    found = []
+    quiet = await asyncio.to_thread(_play, samples, math.inf)
+    measured = []
     for figure, every in (("fire_every_4_s", 4.0), ("fire_every_2_s", 2.0)):
-        burning = await asyncio.to_thread(_play, samples, every, SEED)
+        burning = await asyncio.to_thread(_play, samples, every)
         how = (
             f"the quickstart, a kill -9 every {every:g} s, victims drawn evenly among {', '.join(VICTIMS)} "
             f"with seed {SEED}; every rollout was delivered exactly once; {burning.text()}; quiet: "
             f"{quiet.text()}"
         )
         baseline = Baseline("the same run without kills", quiet.throughput)
-        found.append(Measurement(figure, burning.throughput, baseline, how))
-    return found
+        measured.append(Measurement(figure, burning.throughput, baseline, how))
+    return measured

@@ -56,6 +56,19 @@ def until(condition: Callable[[], bool], otherwise: str, pause: float = 0.1) -> 
         time.sleep(pause)
 
 
+def wait_for_backend(http: httpx.Client) -> dict[str, Any]:
+    """Return the first backend of the yard's pool that is ready, once there is one."""
+    backends: list[dict[str, Any]] = []
+
+    def ready() -> bool:
+        pool = http.get("/v1/backendpools/default").raise_for_status().json()
+        backends[:] = [one for one in pool["status"].get("backends", ()) if one["ready"]]
+        return bool(backends)
+
+    until(ready, "the backend was not ready")
+    return backends[0]
+
+
 def _seconds_used(yard: Yard) -> dict[int, float]:
     """Return the CPU seconds of each process of the yard."""
     used = {}
@@ -81,8 +94,8 @@ def _at_rest(yard: Yard, ready: int) -> bool:
 
 
 def _tokens(engine: httpx.Client) -> float:
-    found = _TOKENS.search(engine.get("/metrics").text)
-    return float(found[1]) if found else 0.0
+    match = _TOKENS.search(engine.get("/metrics").text)
+    return float(match[1]) if match else 0.0
 
 
 def _finished(http: httpx.Client, name: str) -> bool:
@@ -92,34 +105,28 @@ def _finished(http: httpx.Client, name: str) -> bool:
 
 def _play(jobs: int, ready_workers: int) -> list[float]:
     """Return the seconds from each submission to the first token that the engine samples for it."""
-    found = []
+    seconds = []
     with a_yard("--ready-workers", str(ready_workers)) as yard:
         yard.start()
-        with yard.http() as http:
-            backends: list[dict[str, Any]] = []
-
-            def ready() -> bool:
-                pool = http.get("/v1/backendpools/default").raise_for_status().json()
-                backends[:] = [one for one in pool["status"].get("backends", ()) if one["ready"]]
-                return bool(backends)
-
-            until(ready, "the backend was not ready")
-            with httpx.Client(base_url=backends[0]["url"], trust_env=False) as engine:
-                for number in range(jobs):
-                    # A ready control plane and a ready engine stand beside the ready workers.
-                    until(
-                        lambda: _at_rest(yard, ready_workers + 2 if ready_workers else 0),
-                        "the yard did not come to rest",
-                    )
-                    name, before = f"first-{number}", _tokens(engine)
-                    job = _job(name)
-                    begin = time.perf_counter()
-                    http.post("/v1/rolloutjobs", json=job).raise_for_status()
-                    until(lambda sampled=before: _tokens(engine) > sampled, "no token came", LOOK_SECONDS)
-                    found.append(time.perf_counter() - begin)
-                    until(lambda name=name: _finished(http, name), f"job {name} did not succeed")
+        with (
+            yard.http() as http,
+            httpx.Client(base_url=wait_for_backend(http)["url"], trust_env=False) as engine,
+        ):
+            for number in range(jobs):
+                # A ready control plane and a ready engine stand beside the ready workers.
+                until(
+                    lambda: _at_rest(yard, ready_workers + 2 if ready_workers else 0),
+                    "the yard did not come to rest",
+                )
+                name, before = f"first-{number}", _tokens(engine)
+                job = _job(name)
+                begin = time.perf_counter()
+                http.post("/v1/rolloutjobs", json=job).raise_for_status()
+                until(lambda sampled=before: _tokens(engine) > sampled, "no token came", LOOK_SECONDS)
+                seconds.append(time.perf_counter() - begin)
+                until(lambda name=name: _finished(http, name), f"job {name} did not succeed")
         yard.stop()
-    return found
+    return seconds
 
 
 async def measure(settings: Settings) -> list[Measurement]:
@@ -129,8 +136,8 @@ async def measure(settings: Settings) -> list[Measurement]:
     ready = await asyncio.to_thread(_play, jobs, 1)
     without = await asyncio.to_thread(_play, jobs, 0)
 
-    def text(found: list[float]) -> str:
-        return ", ".join(f"{seconds * 1e3:.0f}" for seconds in found)
+    def text(times: list[float]) -> str:
+        return ", ".join(f"{seconds * 1e3:.0f}" for seconds in times)
 
     how = (
         f"jobs of one rollout, each after the yard came to rest, until the engine's own counter of sampled "

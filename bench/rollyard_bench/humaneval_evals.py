@@ -74,11 +74,11 @@ async def _bare(task: Task) -> None:
     python = shutil.which("python3", path=SANDBOX_ENV["PATH"])
     if python is None:
         raise ProgramFailed("this system has no python3")
+    command, environment = (python, "-c", _program(task)), {**SANDBOX_ENV, "HOME": "/tmp"}
+    silent = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
     process = await asyncio.create_subprocess_exec(
-        python, "-c", _program(task),
-        env={**SANDBOX_ENV, "HOME": "/tmp"}, cwd="/tmp", stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
-    )  # fmt: skip
+        *command, env=environment, cwd="/tmp", start_new_session=True, **silent
+    )
     try:
         async with asyncio.timeout(TEST_SECONDS):
             await process.wait()
@@ -95,15 +95,9 @@ async def _evaluated(
     """Do what a stage worker does in Eval, from the connection to the sandbox to the score."""
     sandbox = await provider.attach(handle)
     async with sandbox:
+        carry = {ANSWER: _answer(task)}
         context = StageContext(
-            task,
-            SPEC,
-            task.id,
-            0,
-            TEST_SECONDS,
-            sandbox.client,
-            sandbox.workdir,
-            carry={ANSWER: _answer(task)},
+            task, SPEC, task.id, 0, TEST_SECONDS, sandbox.client, sandbox.workdir, carry=carry
         )
         evaluation = await evaluate(handler, context, 2 * TEST_SECONDS)
     if evaluation.reward != 1.0:

@@ -6,10 +6,8 @@ import asyncio
 import copy
 import itertools
 import os
-import tempfile
 import time
 from contextlib import suppress
-from pathlib import Path
 
 from rollyard_crds.claims import EXEC_LISTEN, EXEC_SERVER_ARGV, Claim, ClaimRequest, shape_of
 from rollyard_crds.lease import CompleteRequest, Lease, LeaseRequest, SandboxHandle, StageResult
@@ -18,11 +16,19 @@ from rollyard_crds.rolloutjob import SandboxSpec
 from rollyard_pipeline.control_plane.rest import RestControlPlane
 from rollyard_sandbox.client import ExecClient
 
-from rollyard_bench.cluster import Object, cluster, until
-from rollyard_bench.installation import JOB, NOWHERE, Installation, installation, job_object
+from rollyard_bench.cluster import (
+    JOB,
+    NO_IMAGE,
+    NOWHERE,
+    Installation,
+    Object,
+    installation,
+    job_object,
+    until,
+)
 from rollyard_bench.processes import ProgramFailed
 from rollyard_bench.results import Baseline, Measurement, Settings
-from rollyard_bench.stats import Contestant, Sample, interleave
+from rollyard_bench.stats import Sample, in_turns
 
 SANDBOX = {
     "network": "none",
@@ -43,12 +49,6 @@ read -r line < <(exec "$@")
 echo "server $(( ${EPOCHREALTIME/[.,]/} - begin ))"
 sleep 600 & wait
 """
-
-
-def ready(pod: Object) -> bool:
-    """Return whether the kubelet calls the pod ready."""
-    conditions = (pod.get("status") or {}).get("conditions") or ()
-    return any((one["type"], one["status"]) == ("Ready", "True") for one in conditions)
 
 
 def running(pod: Object) -> bool:
@@ -93,8 +93,8 @@ class Pods:
 class Bench:
     """Everything that is timed. Only the methods `sample_*` are timed."""
 
-    def __init__(self, place: Installation, pods: Pods, worker: RestControlPlane) -> None:
-        self._place = place
+    def __init__(self, installed: Installation, pods: Pods, worker: RestControlPlane) -> None:
+        self._installed = installed
         self._pods = pods
         self._worker = worker
         self._number = itertools.count()
@@ -108,11 +108,11 @@ class Bench:
         """Apply a RolloutJob and return the milliseconds until its first pod exists."""
         name = f"job-{next(self._number)}"
         stages = {stage: {"template": NOWHERE} for stage in ("init", "run", "eval")}
-        return await self._first_pod(self._place.jobs, job_object(name, 8, stages=stages), JOB, 3)
+        return await self._first_pod(self._installed.jobs, job_object(name, 8, stages=stages), JOB, 3)
 
     async def batch_job(self) -> float:
         """Return the same time for a Job of Kubernetes itself, with as many pods."""
-        container = {"name": "main", "image": "registry.local/none:1"}
+        container = {"name": "main", "image": NO_IMAGE}
         template = {"spec": {"restartPolicy": "Never", "containers": [container], **NOWHERE}}
         job = {
             "apiVersion": "batch/v1",
@@ -120,16 +120,16 @@ class Bench:
             "metadata": {"name": f"batch-{next(self._number)}"},
             "spec": {"parallelism": 3, "completions": 3, "template": template},
         }
-        path = BATCH.format(self._place.namespace)
+        path = BATCH.format(self._installed.namespace)
         return await self._first_pod(path, job, KUBERNETES_JOB, 3)
 
     async def _first_pod(self, path: str, job: Object, label: str, count: int) -> float:
         name = job["metadata"]["name"]
         begin = time.perf_counter()
-        await self._place.cluster.create(path, job)
+        await self._installed.cluster.create(path, job)
         took = await self._pods.time_of((f"job {name}", "created")) - begin
         await until(lambda: len(self._pods.of(label, name)) == count, f"{count} pods of {name}")
-        await self._place.cluster.delete(f"{path}/{name}")
+        await self._installed.cluster.delete(f"{path}/{name}")
         await until(lambda: not self._pods.of(label, name), f"the end of the pods of {name}")
         return took * 1e3
 
@@ -163,7 +163,7 @@ class Bench:
             node="kubernetes",
             capacity={"init": 1},
             job=job,
-            namespace=self._place.namespace,
+            namespace=self._installed.namespace,
             wait=10,
         )
         # The operator may be about to register the job.
@@ -190,21 +190,21 @@ class Bench:
         An exec server is then started in it, and its start is timed separately.
         """
         name = f"bare-{next(self._number)}"
-        path = self._place.pods
+        path = self._installed.pods
         begin = time.perf_counter()
-        await self._place.cluster.create(path, self._bare_spec(name))
+        await self._installed.cluster.create(path, self._bare_spec(name))
         took = await self._pods.time_of((name, "running")) - begin
         async with asyncio.timeout(30):
-            while not (said := await self._log(f"{path}/{name}/log")).startswith("server "):  # noqa: ASYNC110
+            while not (log := await self._log(f"{path}/{name}/log")).startswith("server "):  # noqa: ASYNC110
                 await asyncio.sleep(0.1)
-        self.server.append(int(said.split()[1]) / 1e3)
-        await self._place.cluster.delete(f"{path}/{name}", gracePeriodSeconds=1)
+        self.server.append(int(log.split()[1]) / 1e3)
+        await self._installed.cluster.delete(f"{path}/{name}", gracePeriodSeconds=1)
         await until(lambda: name not in self._pods.there, f"the end of pod {name}")
         return took * 1e3
 
     async def _log(self, path: str) -> str:
         with suppress(ProgramFailed):  # The kubelet may not know the pod yet.
-            return await self._place.cluster.text(path)
+            return (await self._installed.cluster.call("GET", path)).decode(errors="replace")
         return ""
 
     def _bare_spec(self, name: str) -> Object:
@@ -214,19 +214,13 @@ class Bench:
         whole = self._bare["spec"]
         server = [*EXEC_SERVER_ARGV, "--listen", EXEC_LISTEN, "--workdir", "/tmp", "--ready-fd", "1"]
         server += ["--token-sha256", "0" * 64]
-        (given,) = whole["containers"]
-        (mount,) = [one for one in given["volumeMounts"] if one["mountPath"] == RUNTIME_PATH]
-        container = {
-            key: given[key] for key in ("name", "image", "imagePullPolicy", "resources", "securityContext")
-        }
+        (original,) = whole["containers"]
+        (mount,) = [one for one in original["volumeMounts"] if one["mountPath"] == RUNTIME_PATH]
+        same = ("name", "image", "imagePullPolicy", "resources", "securityContext")
+        container = {key: original[key] for key in same}
         container |= {"command": ["bash", "-c", BARE_SCRIPT, "bash", *server], "volumeMounts": [mount]}
-        kept = (
-            "securityContext",
-            "automountServiceAccountToken",
-            "enableServiceLinks",
-            "dnsPolicy",
-            "dnsConfig",
-        )
+        kept = ("securityContext", "automountServiceAccountToken", "enableServiceLinks")
+        kept += ("dnsPolicy", "dnsConfig")
         return {
             "apiVersion": "v1",
             "kind": "Pod",
@@ -242,27 +236,17 @@ class Bench:
     async def start_job(self, name: str, rollouts: int) -> None:
         """Start a job from which the benchmark leases rollouts."""
         job = job_object(name, rollouts, stages=NO_WORKERS, sandbox={**SANDBOX, "warm": 0})
-        await self._place.cluster.create(self._place.jobs, job)
+        await self._installed.cluster.create(self._installed.jobs, job)
 
 
-async def _measure(place: Installation, settings: Settings) -> list[Measurement]:
+async def _measure(installed: Installation, settings: Settings) -> list[Measurement]:
     jobs, cold = (8, 4) if settings.quick else (20, 10)
     pods = Pods()
-    async with place.cluster.watching(place.pods, pods.seen), place.worker() as worker:
-        bench = Bench(place, pods, worker)
-        first = {
-            "ours": Contestant(bench.rollout_job, jobs, warm_up=1),
-            "batch": Contestant(bench.batch_job, jobs, warm_up=1),
-        }
-        firsts = await interleave(first, jobs)
-        ours, batch = firsts["ours"], firsts["batch"]
+    async with installed.cluster.watching(installed.pods, pods.seen), installed.worker() as worker:
+        bench = Bench(installed, pods, worker)
+        ours, batch = await in_turns(bench.rollout_job, bench.batch_job, jobs)
         await bench.start_job("cold", cold + 1)
-        start = {
-            "sandbox": Contestant(lambda: bench.sandbox("cold"), cold, warm_up=1),
-            "bare": Contestant(bench.bare_pod, cold, warm_up=1),
-        }
-        starts = await interleave(start, cold)
-        colds, bares = starts["sandbox"], starts["bare"]
+        colds, bares = await in_turns(lambda: bench.sandbox("cold"), bench.bare_pod, cold)
     server = Sample(tuple(bench.server[1:]))
     load = f"load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores"
     how_first = (
@@ -277,21 +261,14 @@ async def _measure(place: Installation, settings: Settings) -> list[Measurement]
     )
     # The limit of 1.2 times is not meant for the server's own start.
     allowed = Baseline("1.2 × a bare pod + exec server start", 1.2 * bares.p50 + server.p50)
+    first_pod = Baseline("a Kubernetes Job's first pod", batch.p50)
     return [
-        Measurement(
-            "job_to_first_pod", ours.p50, Baseline("a Kubernetes Job's first pod", batch.p50), how_first
-        ),
+        Measurement("job_to_first_pod", ours.p50, first_pod, how_first),
         Measurement("sandbox_pod_cold", colds.p50, allowed, how_cold),
     ]
 
 
 async def measure(settings: Settings) -> list[Measurement]:
     """Measure both in a new namespace."""
-    async with cluster() as found:
-        images = await found.sandbox_images()
-        with tempfile.TemporaryDirectory(prefix="ryb-") as folder:
-            async with (
-                found.namespace() as namespace,
-                installation(found, namespace, Path(folder), images) as place,
-            ):
-                return await _measure(place, settings)
+    async with installation(sandboxes=True) as installed:
+        return await _measure(installed, settings)

@@ -8,22 +8,19 @@ from __future__ import annotations
 
 import asyncio
 import os
-import tempfile
 import time
 from collections import defaultdict
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-from rollyard_crds.lease import CompleteRequest, Lease, LeaseRequest, SandboxHandle, StageResult
+from rollyard_crds.lease import CompleteRequest, Lease, LeaseRequest, StageResult
 from rollyard_crds.token_arrays import PackedSegment
-from rollyard_crds.trajectory import RunRecord
 from rollyard_pipeline.control_plane.rest import RestControlPlane
 
-from rollyard_bench.cluster import Cluster, Object, cluster
-from rollyard_bench.installation import FAKE_TAINT, JOB, Installation, installation, job_object
+from rollyard_bench.cluster import FAKE_TAINT, JOB, Cluster, Installation, Object, installation, job_object
+from rollyard_bench.leases import stage_result
 from rollyard_bench.processes import ProgramFailed, output
 from rollyard_bench.results import Baseline, Measurement, Settings
 from rollyard_bench.stats import Sample
@@ -78,19 +75,19 @@ class Watched:
         """Note a change of a stage worker's pod."""
         meta = pod["metadata"]
         job = meta["labels"][JOB]
-        held = self.pods[job]
+        names = self.pods[job]
         self.there += {"ADDED": 1, "DELETED": -1}.get(kind, 0)
         if kind == "DELETED" or meta.get("deletionTimestamp"):
             # The time that a pod then takes to end is up to the fake kubelet.
-            held.discard(meta["name"])
-            if not held:
+            names.discard(meta["name"])
+            if not names:
                 self._note(job, "pods asked to end", at)
         elif kind == "ADDED":
-            held.add(meta["name"])
+            names.add(meta["name"])
             self.all_pods += 1
             self.most_pods = max(self.most_pods, self.there)
             self._note(job, "pod", at)
-            if len(held) == sum(WORKERS.values()) + MORE_RUN - WORKERS["run"]:
+            if len(names) == sum(WORKERS.values()) + MORE_RUN - WORKERS["run"]:
                 self._note(job, "ten pods", at)
 
     def job(self, at: float, kind: str, job: Object) -> None:
@@ -170,35 +167,20 @@ class Workers:
 
 
 def _result(lease: Lease) -> StageResult:
-    base = {"rollout": lease.rollout, "token": lease.token, "stage": lease.stage}
-    if lease.stage == "init":
-        handle = SandboxHandle(
-            provider="none", id=f"{lease.rollout}-{lease.token}", node="bench", address="unix:/none"
-        )
-        return StageResult(**base, sandbox=handle)
-    if lease.stage == "eval":
-        return StageResult(**base, reward=1.0)
-    segment = PackedSegment.of([1], [2], [1], [-0.1], ["v1"])
-    record = RunRecord(
-        id=lease.rollout,
-        job=lease.job,
-        task_id=lease.task.id,
-        group_id=lease.group_id,
-        sample_index=lease.sample_index,
-    )
-    return StageResult(**base, trajectory=record, segments=[segment])
+    segment = PackedSegment.of([1], [2], [1], [-0.1], ["v1"]).model_dump(mode="json")
+    return StageResult.model_validate(stage_result(lease.model_dump(mode="json"), segment, 1.0))
 
 
-async def _play(name: str, place: Installation, watched: Watched, workers: Workers, lags: Lags) -> None:
+async def _play(name: str, installed: Installation, watched: Watched, workers: Workers, lags: Lags) -> None:
     """Play one job's life. Its object is deleted at the end."""
     stages: Object = {stage: {"replicas": count, "template": ON_FAKE} for stage, count in WORKERS.items()}
-    path = f"{place.jobs}/{name}"
+    path = f"{installed.jobs}/{name}"
     begin = time.perf_counter()
-    await place.cluster.create(place.jobs, job_object(name, ROLLOUTS, stages=stages))
+    await installed.cluster.create(installed.jobs, job_object(name, ROLLOUTS, stages=stages))
     lags["applied to first pod"].append(await watched.since(begin, name, "pod"))
     await asyncio.sleep(max(0.0, begin + CHANGE_SECONDS - time.perf_counter()))
     changed = time.perf_counter()
-    await place.cluster.merge(path, {"spec": {"stages": {"run": {"replicas": MORE_RUN}}}})
+    await installed.cluster.merge(path, {"spec": {"stages": {"run": {"replicas": MORE_RUN}}}})
     lags["spec changed to further pod"].append(await watched.since(changed, name, "ten pods"))
     await asyncio.sleep(max(0.0, begin + LIFE_SECONDS - time.perf_counter()))
     workers.may_end[name].set()
@@ -208,70 +190,59 @@ async def _play(name: str, place: Installation, watched: Watched, workers: Worke
     lags["last result to Succeeded"].append(await watched.since(ended, name, "finished"))
     ending = await watched.since(ended, name, "pods asked to end")
     lags["last result to all pods asked to end"].append(ending)
-    await place.cluster.delete(path)
+    await installed.cluster.delete(path)
 
 
 @asynccontextmanager
-async def fake_nodes(found: Cluster, count: int) -> AsyncIterator[None]:
+async def fake_nodes(cluster: Cluster, count: int) -> AsyncIterator[None]:
     """Add nodes without machines. Those that did not exist before are removed at the end."""
-    query = {"labelSelector": "type=kwok"}
-    listed = await found.call("GET", NODES, params=query)
+    listed = await cluster.get(NODES, labelSelector="type=kwok")
     before = {node["metadata"]["name"] for node in listed["items"]}
     if len(before) < count:
-        await output(str(found.lab), "fake", str(count), seconds=60)
+        await output(str(cluster.lab), "fake", str(count), seconds=60)
     try:
         yield
     finally:
         for number in range(1, count + 1):
             if (name := f"fake-{number}") not in before:
-                await found.delete(f"{NODES}/{name}")
+                await cluster.delete(f"{NODES}/{name}")
 
 
-async def _measure(place: Installation, settings: Settings) -> list[Measurement]:
+async def _measure(installed: Installation, settings: Settings) -> list[Measurement]:
     jobs = 100 if settings.quick else 300
     watched = Watched()
     lags: Lags = defaultdict(list)
     begin = time.perf_counter()
     async with (
-        place.cluster.watching(place.pods, watched.pod, place.selector, whole=False),
-        place.cluster.watching(place.jobs, watched.job),
-        place.worker() as client,
+        installed.cluster.watching(installed.pods, watched.pod, installed.selector, whole=False),
+        installed.cluster.watching(installed.jobs, watched.job),
+        installed.worker() as client,
     ):
-        workers = Workers(client, place.namespace)
+        workers = Workers(client, installed.namespace)
         async with asyncio.TaskGroup() as beside:
             standing = beside.create_task(workers.run())
             async with asyncio.TaskGroup() as group:
                 for number in range(jobs):
                     await asyncio.sleep(max(0.0, begin + number / PER_SECOND - time.perf_counter()))
-                    place.check()
-                    group.create_task(_play(f"job-{number}", place, watched, workers, lags))
+                    installed.check()
+                    group.create_task(_play(f"job-{number}", installed, watched, workers, lags))
             standing.cancel()
     seconds = time.perf_counter() - begin
     lag = Sample(tuple(value for values in lags.values() for value in values))
     each = "; ".join(f"{what}: {Sample(tuple(values)).text()}" for what, values in lags.items())
     load = f"load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores"
-    what = (
+    how = (
         f"{jobs:,} RolloutJobs applied, {PER_SECOND:g} a second, of {sum(WORKERS.values())} stage pods each "
         f"and one more after a change of its spec, {watched.all_pods:,} pods in all, at most "
         f"{watched.most_pods} at once, on {FAKE_NODES} fake nodes, each job over after "
-        f"{LIFE_SECONDS:g} s; {seconds:.0f} s; {load}"
+        f"{LIFE_SECONDS:g} s; {seconds:.0f} s; {load}; from the change of an object (or the last result's "
+        f"acceptance by the control plane) to the operator's answer in a watch: {lag.text()}; {each}"
     )
-    how_lag = (
-        f"{what}; from the change of an object (or the last result's acceptance by the control plane) "
-        f"to the operator's answer in a watch: {lag.text()}; {each}"
-    )
-    return [
-        Measurement("reconcile_lag_p99", lag.p99 / 1e3, Baseline("p50 of the same", lag.p50 / 1e3), how_lag),
-    ]
+    baseline = Baseline("p50 of the same", lag.p50 / 1e3)
+    return [Measurement("reconcile_lag_p99", lag.p99 / 1e3, baseline, how)]
 
 
 async def measure(settings: Settings) -> list[Measurement]:
     """Measure everything in a new namespace."""
-    images = {"sandbox": "registry.local/none:1", "sandboxDefault": "registry.local/none:1"}
-    async with cluster() as found, fake_nodes(found, FAKE_NODES):
-        with tempfile.TemporaryDirectory(prefix="ryb-") as folder:
-            async with (
-                found.namespace() as namespace,
-                installation(found, namespace, Path(folder), images) as place,
-            ):
-                return await _measure(place, settings)
+    async with installation() as installed, fake_nodes(installed.cluster, FAKE_NODES):
+        return await _measure(installed, settings)

@@ -40,12 +40,7 @@ async def as_user(module: str, settings: Settings, measured: Measured) -> list[M
     command = [str(LAB), "run", "--chdir", str(ROOT / "bench"), "--", sys.executable, "-m", module]
     entries = json.loads((await output(*command, *(["--quick"] if settings.quick else []))).splitlines()[-1])
     return [
-        Measurement(
-            entry["figure"],
-            entry["value"],
-            Baseline(**entry["baseline"]) if entry["baseline"] else None,
-            entry["how"],
-        )
+        Measurement(**{**entry, "baseline": Baseline(**entry["baseline"]) if entry["baseline"] else None})
         for entry in entries
     ]
 
@@ -96,12 +91,12 @@ def program(module: str, measured: Measured) -> None:
     signal.signal(signal.SIGTERM, unwind)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         try:
-            found = runner.run(run())
+            measurements = runner.run(run())
         except Missing as error:
             # `output` makes a Missing of this again, on the other side.
             print(" ".join(str(error).split()), file=sys.stderr)
             sys.exit(os.EX_UNAVAILABLE)
-    print(json.dumps([asdict(one) for one in found]))
+    print(json.dumps([asdict(one) for one in measurements]))
 
 
 async def default_image() -> str:
@@ -121,7 +116,7 @@ def apptainer() -> str:
     Raises:
         Missing: Neither of them is on the PATH.
     """
-    found = shutil.which("apptainer") or shutil.which("singularity")
-    if found is None:
+    path = shutil.which("apptainer") or shutil.which("singularity")
+    if path is None:
         raise Missing("neither apptainer nor singularity is on the PATH")
-    return found
+    return path

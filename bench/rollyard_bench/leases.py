@@ -13,6 +13,7 @@ import asyncio
 import tempfile
 import time
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import orjson
@@ -86,8 +87,7 @@ async def _drive(plane: ControlPlane, latencies: list[float]) -> int:
         for stage in ("eval", "run", "init")
     ]
     async with Connection(plane) as connection:
-        idle = 0
-        turn = 0
+        idle = turn = 0
         while idle < len(asks):
             leases = (await connection.call("POST", "/v1/leases", asks[turn % len(asks)]))["leases"]
             turn += 1
@@ -105,12 +105,11 @@ async def _drive(plane: ControlPlane, latencies: list[float]) -> int:
     return cycles
 
 
-async def _measure(plane: ControlPlane, rollouts: int) -> dict[str, float]:
+async def _measure(plane: ControlPlane, rollouts: int) -> Measurement:
     samples = 8
-    tasks = [{"id": f"t{i}", "prompt": "x" * 400} for i in range(rollouts // samples)]
     job = manifest(
         "bench",
-        tasks={"inline": tasks},
+        tasks={"inline": [{"id": f"t{i}", "prompt": "x" * 400} for i in range(rollouts // samples)]},
         handler="shell",
         agent={"type": "oracle"},
         samplesPerTask=samples,
@@ -129,29 +128,20 @@ async def _measure(plane: ControlPlane, rollouts: int) -> dict[str, float]:
         counts = (await connection.call("GET", "/v1/rolloutjobs/bench"))["status"]["counts"]
     if counts["succeeded"] != counts["total"] or cycles != 3 * counts["total"]:
         raise RuntimeError(f"{cycles} cycles were accepted, and the job says {counts}")
-    latencies.sort()
-    return {
-        "cycles_per_second": cycles / seconds,
-        "rollouts_per_second": counts["total"] / seconds,
-        "complete_p50_ms": 1e3 * latencies[len(latencies) // 2],
-        "server_cpu_ms_per_cycle": 1e3 * cpu / cycles,
-    }
+    # This is what one core could do if the client cost nothing: it shows how far the server is from its own
+    # bound.
+    bound = Baseline("server's CPU bound, one core", cycles / cpu)
+    how = (
+        f"{CONNECTIONS} connections lease and complete up to {BATCH} rollouts a request, "
+        f"through all three stages, Run with a trajectory of {TOKENS} tokens; each answer comes after "
+        f"the commit; {counts['total'] / seconds:.0f} whole rollouts/s, a completion of {BATCH} "
+        f"takes {median(latencies) * 1e3:.1f} ms (p50), {cpu / cycles * 1e3:.2f} ms of server CPU a cycle"
+    )
+    return Measurement("lease_cycles", cycles / seconds, bound, how)
 
 
 async def measure(settings: Settings) -> list[Measurement]:
     """Run all rollouts of a job through a fresh control plane, and count the cycles."""
     with tempfile.TemporaryDirectory(prefix="ryb-") as name:
         async with control_plane(Path(name)) as plane:
-            rates = await _measure(plane, 800 if settings.quick else 2000)
-    rate = rates["cycles_per_second"]
-    # This is what one core could do if the client cost nothing: it shows how far the server is from its own
-    # bound.
-    bound = Baseline("server's CPU bound, one core", 1e3 / rates["server_cpu_ms_per_cycle"])
-    latency, cpu = rates["complete_p50_ms"], rates["server_cpu_ms_per_cycle"]
-    how = (
-        f"{CONNECTIONS} connections lease and complete up to {BATCH} rollouts a request, "
-        f"through all three stages, Run with a trajectory of {TOKENS} tokens; each answer comes after "
-        f"the commit; {rates['rollouts_per_second']:.0f} whole rollouts/s, a completion of {BATCH} "
-        f"takes {latency:.1f} ms (p50), {cpu:.2f} ms of server CPU a cycle"
-    )
-    return [Measurement("lease_cycles", rate, bound, how)]
+            return [await _measure(plane, 800 if settings.quick else 2000)]

@@ -76,8 +76,8 @@ def run_group(group: str, settings: Settings) -> list[Entry]:
 
 def _merged(before: list[Entry], entries: list[Entry]) -> list[Entry]:
     """Return the new entries and, for figures without one, the former, in the registry's order."""
-    found = {entry.name: entry for entry in (*before, *entries)}
-    return [found[figure.name] for figure in FIGURES if figure.name in found]
+    by_name = {entry.name: entry for entry in (*before, *entries)}
+    return [by_name[figure.name] for figure in FIGURES if figure.name in by_name]
 
 
 @contextmanager

@@ -5,11 +5,14 @@ from __future__ import annotations
 import asyncio
 import json
 import tempfile
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from rollyard_bench.harness import manifest
-from rollyard_bench.processes import ControlPlane, ProgramFailed, control_plane, memory
+from rollyard_bench.processes import ControlPlane, ProgramFailed, control_plane
 from rollyard_bench.results import Baseline, Measurement, Settings
 
 TASKS = 1250
@@ -64,15 +67,27 @@ async def _submit(plane: ControlPlane) -> int:
     return sum(len(json.dumps(task)) + 1 for task in tasks)
 
 
+def _memory(pid: int) -> Counter[str]:
+    """Return `VmRSS` and `VmHWM` (the highest so far) of a process and its children together, in bytes."""
+    totals: Counter[str] = Counter()
+    process = psutil.Process(pid)
+    for one in (process, *process.children(recursive=True)):
+        for line in Path(f"/proc/{one.pid}/status").read_text().splitlines():
+            key, _, rest = line.partition(":")
+            if key in ("VmRSS", "VmHWM"):
+                totals[key] += int(rest.split()[0]) * 1024
+    return totals
+
+
 async def measure(settings: Settings) -> list[Measurement]:
     """Start the control plane, queue 1,250 tasks × 8 samples, and read its resident set."""
     with tempfile.TemporaryDirectory(prefix="rollyard-bench-") as folder:
         async with control_plane(Path(folder)) as plane:
-            idle = memory(plane.program.process.pid)
+            idle = _memory(plane.program.process.pid)
             size = await _submit(plane)
             # Wait until the submission's own garbage is nearly gone, and the sweeps have seen the queue.
             await asyncio.sleep(2.0)
-            full = memory(plane.program.process.pid)
+            full = _memory(plane.program.process.pid)
     how = (
         f"VmRSS of the control plane (with children), {TASKS} × {SAMPLES} = {TASKS * SAMPLES} rollouts "
         f"queued on SQLite, {size / TASKS:.0f} bytes a task, pushed over REST in one request; highest ever "

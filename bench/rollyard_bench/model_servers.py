@@ -1,10 +1,10 @@
 """The instruments of the pipeline figures: servers of vLLM's shape that answer in time, and compute nothing.
 
-`python -m rollyard_bench.model_servers KIND FOLDER PORT_FILE NUMBER…` serves one of `MODELS` with these
-numbers; `model_server` starts it. However many requests run at once, each takes its time, and next to no time
-of a core: a real server beside the control plane and the worker would share two cores with them, and would
-keep no pace. Requests that only check whether the server works are answered at once: an empty request, and
-one for a single token.
+`python -m rollyard_bench.model_servers --port-file FILE KIND FOLDER NUMBER…` serves one of `MODELS` with
+these numbers; `model_server` starts it. However many requests run at once, each takes its time, and next to
+no time of a core: a real server beside the control plane and the worker would share two cores with them, and
+would keep no pace. Requests that only check whether the server works are answered at once: an empty request,
+and one for a single token.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ import asyncio
 import json
 import random
 import socket
-import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
 from contextlib import asynccontextmanager
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from rollyard_bench.processes import BENCH, answers, port_of, program, write_port
+from rollyard_bench.processes import served, write_port
 
 MODEL = "fixed-latency"
 MAX_MODEL_LEN = 32_768
@@ -96,13 +96,7 @@ class LatencyModel:
         Of the template's roles only that one begins with `a`.
         """
         start, role = self._assistant_start
-        found, at = 0, -1
-        while True:
-            try:
-                at = prompt.index(start, at + 1)
-            except ValueError:
-                return found
-            found += prompt[at + 1 : at + 2] == [role]
+        return list(pairwise(prompt)).count((start, role))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
@@ -154,12 +148,8 @@ class LatencyModel:
         ids, text = self.answer(request)
         # This is the control plane's own probe of a new backend, which asks for one token.
         ids = ids[: request.get("max_tokens") or None]
-        logprobs = {
-            "text_offset": [0] * len(ids),
-            "token_logprobs": [-0.5] * len(ids),
-            "tokens": [str(token) for token in ids],
-            "top_logprobs": [{} for _ in ids],
-        }
+        logprobs = {"token_logprobs": [-0.5] * len(ids), "tokens": [str(token) for token in ids]}
+        logprobs |= {"text_offset": [0] * len(ids), "top_logprobs": [{} for _ in ids]}
         choice = {
             "index": 0,
             "text": text,
@@ -170,11 +160,8 @@ class LatencyModel:
             "prompt_token_ids": prompt,
             "prompt_logprobs": None,
         }
-        usage = {
-            "prompt_tokens": len(prompt),
-            "completion_tokens": len(ids),
-            "total_tokens": len(prompt) + len(ids),
-        }
+        usage = {"prompt_tokens": len(prompt), "completion_tokens": len(ids)}
+        usage["total_tokens"] = sum(usage.values())
         return {
             "id": "cmpl-bench",
             "object": "text_completion",
@@ -304,14 +291,10 @@ async def model_server(kind: str, folder: Path, name: str, *numbers: float) -> A
     """Start one of `MODELS`, and yield its URL. Its tokenizer lies in `folder/name`.
 
     Raises:
-        ProgramFailed: It does not answer.
+        ProgramFailed: It opens no port.
     """
-    port_file = folder / f"{name}.port"
-    command = [sys.executable, "-m", "rollyard_bench.model_servers", kind, str(folder / name), str(port_file)]
-    command += map(str, numbers)
-    async with program(command, folder / f"{name}.log", {"PYTHONPATH": str(BENCH)}) as running:
-        url = f"http://127.0.0.1:{await port_of(running, f'the {kind} model', port_file)}"
-        await answers(running, f"the {kind} model", f"{url}/health")
+    arguments = (kind, str(folder / name), *map(str, numbers))
+    async with served("model_servers", folder, name, *arguments) as url:
         yield url
 
 
@@ -320,7 +303,7 @@ def main() -> None:
     parse = argparse.ArgumentParser(description=__doc__)
     parse.add_argument("kind", choices=MODELS)
     parse.add_argument("folder", type=Path, help="where the tokenizer is written")
-    parse.add_argument("port_file", type=Path)
+    parse.add_argument("--port-file", type=Path, required=True)
     parse.add_argument("numbers", type=float, nargs="+", help="the arguments of the model's class")
     options = parse.parse_args()
     write_folder(options.folder)

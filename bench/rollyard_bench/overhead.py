@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +16,7 @@ from rollyard_pipeline.backends.session import request_seed
 from rollyard_testing.vllm.servers import SERVED, VllmServer
 
 from rollyard_bench.harness import deployment, manifest
-from rollyard_bench.processes import BENCH, ROOT, ProgramFailed, port_of, program
+from rollyard_bench.processes import ROOT, ProgramFailed, served
 from rollyard_bench.results import Baseline, Measurement, Settings
 from rollyard_bench.stats import Sample
 from rollyard_bench.vllm import vllm_servers
@@ -48,16 +46,6 @@ class Run:
     """The milliseconds of a bare round trip over the same hops, without the backend's own time."""
 
 
-@asynccontextmanager
-async def relay(folder: Path, name: str, target: str, log: Path) -> AsyncIterator[str]:
-    """Start a relay in front of `target`, and yield its URL."""
-    port_file = folder / f"{name}.port"
-    command = [sys.executable, "-m", "rollyard_bench.relay", "--target", target]
-    command += ["--port-file", str(port_file), "--log", str(log)]
-    async with program(command, folder / f"{name}.log", {"PYTHONPATH": str(BENCH)}) as running:
-        yield f"http://127.0.0.1:{await port_of(running, 'the relay', port_file)}"
-
-
 def _job(name: str, tasks: int) -> dict[str, Any]:
     lines = TASKS.read_text().splitlines()[:tasks]
     return manifest(
@@ -77,7 +65,7 @@ async def _run(folder: Path, server: VllmServer, tasks: int) -> Run:
     """Run one job, one rollout at a time, on a control plane and a worker of its own."""
     log, name = folder / "exchanges.jsonl", "overhead"
     async with (
-        relay(folder, "relay", server.url, log) as url,
+        served("relay", folder, "relay", "--target", server.url, "--log", str(log)) as url,
         deployment(folder, {"init": 2, "run": 1, "eval": 2}) as deployed,
     ):
         await deployed.external_pool("vllm", SERVED, server.model, [url])
@@ -152,6 +140,5 @@ async def measure(settings: Settings) -> list[Measurement]:
         f"time {alone.backend.text()}; the baseline is a bare HTTP request of a turn's size through the same "
         f"relay to the same server, less the server's own time: {alone.bare.text()}"
     )
-    return [
-        Measurement("turn_overhead", alone.ours.p50, Baseline("bare round trip", alone.bare.p50), how),
-    ]
+    baseline = Baseline("bare round trip", alone.bare.p50)
+    return [Measurement("turn_overhead", alone.ours.p50, baseline, how)]

@@ -14,7 +14,6 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Mapping
 from pathlib import Path
 
 from rollyard_bench.processes import ProgramFailed, needed, program
@@ -53,14 +52,11 @@ class Tree:
             try:
                 stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")
                 fields = stat[stat.rindex(")") + 2 :].split()
-                words = (
-                    Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-                )
-                tasks, exact = os.listdir(f"/proc/{pid}/task"), 0
-                for task in tasks:
-                    exact += int(Path(f"/proc/{pid}/task/{task}/schedstat").read_text().split()[0])
-                    children = Path(f"/proc/{pid}/task/{task}/children").read_text()
-                    waiting += [int(child) for child in children.split()]
+                words = Path(f"/proc/{pid}/cmdline").read_text(errors="replace").replace("\0", " ")
+                exact = 0
+                for task in Path(f"/proc/{pid}/task").iterdir():
+                    exact += int((task / "schedstat").read_text().split()[0])
+                    waiting += [int(child) for child in (task / "children").read_text().split()]
             except (FileNotFoundError, ProcessLookupError):
                 continue
             key = (pid, int(fields[19]))
@@ -71,10 +67,10 @@ class Tree:
 
     def totals(self) -> Counter[str]:
         """Return the seconds of each kind of process."""
-        found: Counter[str] = Counter()
+        totals: Counter[str] = Counter()
         for key, seconds in self._seconds.items():
-            found[self._kinds.get(key, "commands")] += seconds
-        return found
+            totals[self._kinds.get(key, "commands")] += seconds
+        return totals
 
 
 def _kind(words: str) -> str:
@@ -83,11 +79,8 @@ def _kind(words: str) -> str:
     return next((kind for name, kind in _KINDS if name in words), "commands")
 
 
-async def quickstart(tasks: int, samples: int, environment: Mapping[str, str] | None = None) -> Counter[str]:
+async def _quickstart(tasks: int, samples: int) -> Counter[str]:
     """Run the quickstart of this checkout, and return the processor time of its processes, in seconds.
-
-    Args:
-        environment: The variables of the command; by default those of this process.
 
     Raises:
         Missing: There is no bubblewrap.
@@ -98,10 +91,7 @@ async def quickstart(tasks: int, samples: int, environment: Mapping[str, str] | 
         folder = Path(name)
         command = [sys.executable, "-m", "rollyard", "quickstart", "--out", str(folder / "out")]
         command += ["--tasks", str(tasks), "--samples", str(samples)]
-        async with (
-            asyncio.timeout(RUN_SECONDS),
-            program(command, folder / "quickstart.log", environment) as running,
-        ):
+        async with asyncio.timeout(RUN_SECONDS), program(command, folder / "quickstart.log") as running:
             tree = Tree(running.process.pid)
             ended = asyncio.ensure_future(running.process.wait())
             while not ended.done():
@@ -139,7 +129,7 @@ async def measure(settings: Settings) -> list[Measurement]:
 async def _run(tasks: int, samples: int) -> tuple[float, dict[str, float]]:
     """Run the quickstart; return its seconds, and the milliseconds of a rollout in each kind of process."""
     begin = time.perf_counter()
-    totals = await quickstart(tasks, samples)
+    totals = await _quickstart(tasks, samples)
     seconds = time.perf_counter() - begin
     missing = [kind for kind in (*OWN, ENGINE) if kind not in totals]
     if missing:

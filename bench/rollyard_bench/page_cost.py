@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import threading
 import time
@@ -14,6 +13,8 @@ from typing import Any, Final
 
 import httpx
 import psutil
+from anyio.abc import TaskStatus
+from anyio.from_thread import BlockingPortal, start_blocking_portal
 from playwright.sync_api import Browser, Page, Request
 from rollyard_testing.browser.plane import Plane
 from rollyard_testing.browser.signin import Served, a_context
@@ -49,16 +50,15 @@ class _Job(threading.Thread):
         """Submit the job, and end its rollouts at their time."""
         try:
             with self._served.http() as http:
-                http.post(
-                    "/v1/rolloutjobs", json=untended_job(NAME, self._groups, SAMPLES)
-                ).raise_for_status()
+                job = untended_job(NAME, self._groups, SAMPLES)
+                http.post("/v1/rolloutjobs", json=job).raise_for_status()
                 worker = Puppet(http, NAME)
                 begin = time.monotonic()
                 while not self._halt.is_set():
                     worker.show()
                     for stage in ("init", "run", "eval"):
                         leases = worker.lease_some(stage, PACE)
-                        worker.complete_some([(lease, place % 2) for place, lease in enumerate(leases)])
+                        worker.complete_some([(lease, number % 2) for number, lease in enumerate(leases)])
                     self.ended += PACE
                     self._halt.wait(max(0.0, begin + self.ended / PACE - time.monotonic()))
         except Exception as error:
@@ -73,55 +73,26 @@ class _Job(threading.Thread):
 class _Readers:
     """Pages without a browser: each has a stream of events open, and repeats calls that it is given."""
 
-    def __init__(self, served: Served, cookies: dict[str, str], count: int) -> None:
-        self._served = served
-        self._cookies = cookies
-        self._count = count
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="readers", daemon=True)
-        self._tasks: set[asyncio.Task[None]] = set()
+    def __init__(self, portal: BlockingPortal, client: httpx.AsyncClient) -> None:
+        self._portal = portal
+        self._client = client
         self.events = 0
         self.calls = 0
         self.refused: list[str] = []
 
-    def start(self) -> None:
-        """Open the streams, and return once all of them are."""
-        self._thread.start()
-        asyncio.run_coroutine_threadsafe(self._open(), self._loop).result(60.0)
-
-    async def _open(self) -> None:
-        self._client = httpx.AsyncClient(
-            base_url=self._served.url,
-            cookies=self._cookies,
-            timeout=httpx.Timeout(60.0, read=None),
-            limits=httpx.Limits(max_connections=None),
-            trust_env=False,
-        )
-        opened = [asyncio.Event() for _ in range(self._count)]
-        for number, event in enumerate(opened):
-            job = {"job": f"default/{NAME}"} if number % BROWSERS == 0 else {}
-            self._keep(self._stream(job, event))
-        async with asyncio.timeout(60.0):
-            for event in opened:
-                await event.wait()
-
-    def _keep(self, work: Any) -> None:
-        task = self._loop.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-
-    async def _stream(self, params: dict[str, str], opened: asyncio.Event) -> None:
+    async def stream(self, params: dict[str, str], *, task_status: TaskStatus[None]) -> None:
+        """Read a stream of events until cancelled. It has started once the stream is open."""
         async with self._client.stream("GET", "/v1/events", params=params) as answer:
             if answer.status_code != 200:
                 self.refused.append(f"{answer.status_code} /v1/events")
-            opened.set()
+            task_status.started()
             async for line in answer.aiter_lines():
                 self.events += line.startswith("event:")
 
     def repeat(self, url: str, times: int) -> None:
         """Send a call so many times, beside everything else."""
         for _ in range(times):
-            self._loop.call_soon_threadsafe(lambda: self._keep(self._call(url)))
+            self._portal.start_task_soon(self._call, url)
 
     async def _call(self, url: str) -> None:
         with contextlib.suppress(httpx.TransportError):
@@ -130,18 +101,29 @@ class _Readers:
             if answer.status_code != 200:
                 self.refused.append(f"{answer.status_code} {url}")
 
-    def stop(self) -> None:
-        """Close the streams."""
-        asyncio.run_coroutine_threadsafe(self._close(), self._loop).result(30.0)
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(10.0)
 
-    async def _close(self) -> None:
-        tasks = list(self._tasks)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        await self._client.aclose()
+@contextmanager
+def _readers(served: Served, cookies: dict[str, str], count: int) -> Iterator[_Readers]:
+    """Yield so many readers on a thread of their own, whose streams are open."""
+    client = httpx.AsyncClient(
+        base_url=served.url,
+        cookies=cookies,
+        timeout=httpx.Timeout(60.0, read=None),
+        limits=httpx.Limits(max_connections=None),
+        trust_env=False,
+    )
+    with start_blocking_portal() as portal, portal.wrap_async_context_manager(client):
+        readers = _Readers(portal, client)
+        streams = []
+        try:
+            for number in range(count):
+                job = {"job": f"default/{NAME}"} if number % BROWSERS == 0 else {}
+                stream, _ = portal.start_task(readers.stream, job)
+                streams.append(stream)
+            yield readers
+        finally:
+            for stream in streams:
+                stream.cancel()
 
 
 @contextmanager
@@ -149,29 +131,26 @@ def _pages(plane: Plane, browser: Browser, cookies: Any) -> Iterator[_Readers]:
     """Open PAGES pages, half of them at the job and half at the overview."""
     served = plane.served
     jar = {cookie["name"]: cookie["value"] for cookie in cookies["cookies"]}
-    readers = _Readers(served, jar, PAGES - BROWSERS)
-    readers.start()
+    with (
+        _readers(served, jar, PAGES - BROWSERS) as readers,
+        # Each page has a window of its own, so that none of them rests because it is hidden.
+        a_context(browser, served, storage_state=cookies) as (context, witness),
+        a_context(browser, served, storage_state=cookies) as (other, _),
+    ):
 
-    def called(request: Request) -> None:
-        if request.method == "GET" and "/v1/" in request.url and "/v1/events" not in request.url:
-            readers.repeat(request.url, (PAGES - BROWSERS) // BROWSERS)
+        def called(request: Request) -> None:
+            if request.method == "GET" and "/v1/" in request.url and "/v1/events" not in request.url:
+                readers.repeat(request.url, (PAGES - BROWSERS) // BROWSERS)
 
-    try:
-        with a_context(browser, served, storage_state=cookies) as (context, witness):
-            # Each page has a window of its own, so that none of them rests because it is hidden.
-            first = context.new_page()
-            first.goto(served.job(NAME))
-            with a_context(browser, served, storage_state=cookies) as (other, _):
-                second = other.new_page()
-                second.goto(f"{served.url}/")
-                first.wait_for_timeout(SETTLE_SECONDS * 1e3)
-                for page in (first, second):
-                    page.on("request", called)
-                yield readers
-                if faults := witness.faults():
-                    raise ProgramFailed("; ".join(faults))
-    finally:
-        readers.stop()
+        first, second = context.new_page(), other.new_page()
+        first.goto(served.job(NAME))
+        second.goto(f"{served.url}/")
+        first.wait_for_timeout(SETTLE_SECONDS * 1e3)
+        for page in (first, second):
+            page.on("request", called)
+        yield readers
+        if faults := witness.faults():
+            raise ProgramFailed("; ".join(faults))
 
 
 def _pump(page: Page, seconds: float) -> None:
@@ -227,6 +206,5 @@ def measure(plane: Plane, browser: Browser, cookies: Any, *, seconds: float, rou
         f"second; with {', '.join(f'{share:.1f}' for share in with_pages)} %, without "
         f"{', '.join(f'{share:.1f}' for share in without)} %; the baseline is the same job without a page"
     )
-    return Measurement(
-        "page_server_cost", max(0.01, median(costs)), Baseline("no page", median(without)), how
-    )
+    baseline = Baseline("no page", median(without))
+    return Measurement("page_server_cost", max(0.01, median(costs)), baseline, how)

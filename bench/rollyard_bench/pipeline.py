@@ -6,7 +6,7 @@ import asyncio
 import dataclasses
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -91,23 +91,28 @@ def workload(settings: Settings) -> Workload:
     return Workload(rollouts, init=2.0, model_call=1.0, turns=4, eval=0.2, eval_slow=1.0, slow_every=8)
 
 
+def latency_job(name: str, turns: int, slots: Mapping[str, int], **spec: Any) -> dict[str, Any]:
+    """Return a job of the bench's handler with real sandboxes and agents."""
+    return manifest(
+        name,
+        handler="bench_latency",
+        samplesPerTask=SAMPLES,
+        agent={"type": "tools", "tools": ["bash", "submit"], "maxTurns": turns + 2},
+        sampling={"maxTokens": 256},
+        sandbox={"resources": {"memory": "256Mi", "disk": "32Mi"}},
+        stages={stage: {"concurrency": count} for stage, count in slots.items()},
+        **spec,
+    )
+
+
 def _job(work: Workload) -> dict[str, Any]:
     metadata = {name: getattr(work, name) for name in ("init", "eval", "eval_slow", "slow_every")}
     tasks = [
         {"id": f"task-{number:03d}", "prompt": "Take four steps.", "metadata": metadata}
         for number in range(work.rollouts // SAMPLES)
     ]
-    return manifest(
-        NAME,
-        tasks={"inline": tasks},
-        handler="bench_latency",
-        samplesPerTask=SAMPLES,
-        agent={"type": "tools", "tools": ["bash", "submit"], "maxTurns": work.turns + 2},
-        sampling={"maxTokens": 256},
-        backendRef={"name": POOL},
-        sandbox={"resources": {"memory": "256Mi", "disk": "32Mi"}},
-        stages={stage: {"concurrency": slots} for stage, slots in dataclasses.asdict(SLOTS).items()},
-    )
+    slots = dataclasses.asdict(SLOTS)
+    return latency_job(NAME, work.turns, slots, tasks={"inline": tasks}, backendRef={"name": POOL})
 
 
 def _check(delivered: list[Trajectory], work: Workload) -> None:
@@ -175,6 +180,4 @@ async def measure(settings: Settings) -> list[Measurement]:
         f"{SLOTS.init}, {SLOTS.run}, {SLOTS.eval}"
     )
     how = f"{shape}; bounds: {stages}; {_overhead(seconds, timings, work)}"
-    return [
-        Measurement("pipeline_makespan", seconds, Baseline("stage-capacity bound", bound), how),
-    ]
+    return [Measurement("pipeline_makespan", seconds, Baseline("stage-capacity bound", bound), how)]

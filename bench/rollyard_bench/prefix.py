@@ -6,7 +6,6 @@ import asyncio
 import random
 import tempfile
 import time
-from abc import ABC, abstractmethod
 from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -48,49 +47,30 @@ class Hits(NamedTuple):
     """The prompt tokens that were looked up in the prefix caches, those that were found, and the seconds."""
 
     queried: float
-    found: float
+    cached: float
     seconds: float
 
     @property
     def percent(self) -> float:
         """The share of the tokens that were found, in per cent."""
-        return 100 * self.found / self.queried
+        return 100 * self.cached / self.queried
 
     def text(self) -> str:
         """Return the figures as text."""
-        return f"{self.percent:.1f}%, {self.queried - self.found:,.0f} tokens computed, {self.seconds:.0f} s"
+        return f"{self.percent:.1f}%, {self.queried - self.cached:,.0f} tokens computed, {self.seconds:.0f} s"
 
 
-class Policy(ABC):
-    """A choice of servers: which one a rollout gets when it begins, and where each of its requests goes."""
-
-    def __init__(self, urls: Sequence[str]) -> None:
-        self.urls = list(urls)
-
-    @abstractmethod
-    def begin(self, rollout: Rollout) -> str:
-        """Return the server of a rollout that begins."""
-
-    def request(self, own: str) -> str:
-        """Return the server of the rollout's next request."""
-        return own
-
-    def end(self, rollout: Rollout, own: str) -> None:
-        """Note that a rollout has ended."""
-        return
-
-
-class Ours(Policy):
+class Ours:
     """The control plane's router, used as it is when a Run lease is given out."""
 
     def __init__(self, urls: Sequence[str]) -> None:
-        super().__init__(urls)
+        self.urls = urls
         self._active: Counter[str] = Counter()
         self._ended: Counter[str] = Counter()
         self._groups: dict[str, str] = {}
 
     def begin(self, rollout: Rollout) -> str:
-        """Return the server that the router chooses."""
+        """Return the server that the router chooses for a rollout that begins."""
         router = Router.of(MAX_ACTIVE, [Backend(url, active=self._active[url]) for url in self.urls])
         together = GROUP - self._ended[rollout.group]
         chosen = router.choose(None, self._groups.get(rollout.group), together=together)
@@ -100,22 +80,22 @@ class Ours(Policy):
         self._active[chosen.url] += 1
         return chosen.url
 
+    def request(self, own: str) -> str:
+        """Return the server of the next request of a rollout that has begun on `own`."""
+        return own
+
     def end(self, rollout: Rollout, own: str) -> None:
         """Give the rollout's slot back."""
         self._active[own] -= 1
         self._ended[rollout.group] += 1
 
 
-class Random(Policy):
-    """Every request goes to a server drawn at random."""
+class Drawn(Ours):
+    """Every request goes to a server drawn at random, wherever its rollout has begun."""
 
     def __init__(self, urls: Sequence[str]) -> None:
         super().__init__(urls)
         self._draw = random.Random(SEED)
-
-    def begin(self, rollout: Rollout) -> str:
-        """Return the first server; each request chooses its own."""
-        return self.urls[0]
 
     def request(self, own: str) -> str:
         """Return a server drawn at random."""
@@ -132,7 +112,7 @@ def _words(kind: str, rollout: Rollout, turn: int, count: int) -> list[int]:
     return random.Random(f"{SEED}:{kind}:{rollout.group}:{sample}").choices(WORDS, k=count)
 
 
-async def _play(client: BackendClient, policy: Policy, rollout: Rollout) -> None:
+async def _play(client: BackendClient, policy: Ours, rollout: Rollout) -> None:
     """Play one rollout of 8 turns. Each prompt is the one before, what was sampled, and the tools' output."""
     own = policy.begin(rollout)
     try:
@@ -157,7 +137,7 @@ def _assignment(url: str) -> BackendAssignment:
     return BackendAssignment(pool="bench", url=url, model=SERVED, tokenizer="")
 
 
-async def _hits(policy: Policy, servers: Sequence[VllmServer], groups: int) -> Hits:
+async def _hits(policy: Ours, servers: Sequence[VllmServer], groups: int) -> Hits:
     """Return the servers' own counts while all rollouts are played over emptied caches."""
     for server in servers:
         await asyncio.to_thread(server.call, "/reset_prefix_cache")
@@ -184,7 +164,7 @@ async def measure(settings: Settings) -> list[Measurement]:
         async with vllm_servers(Path(name), 2, CONTEXT) as servers:
             urls = [server.url for server in servers]
             ours = await _hits(Ours(urls), servers, groups)
-            drawn = await _hits(Random(urls), servers, groups)
+            drawn = await _hits(Drawn(urls), servers, groups)
     longest = FIRST + (TURNS - 1) * (SAMPLED + OUTSIDE)
     how = (
         f"{groups} groups of {GROUP}, {TURNS} turns from {FIRST} to at most {longest:,} tokens, {SLOTS} "

@@ -60,12 +60,12 @@ async def output(
         ProgramFailed: The command failed or took too long.
     """
     # The output goes to files, because a process that the command leaves behind may keep pipes open for ever.
-    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as said:
+    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as errors:
         process = await asyncio.create_subprocess_exec(
             *command,
             stdin=subprocess.DEVNULL,
             stdout=out,
-            stderr=said,
+            stderr=errors,
             env={**os.environ, **(environment or {})},
         )
         try:
@@ -78,8 +78,8 @@ async def output(
                 process.terminate()
                 await process.wait()
         out.seek(0)
-        said.seek(0)
-        printed, words = out.read().decode(errors="replace"), said.read().decode(errors="replace")
+        errors.seek(0)
+        printed, words = out.read().decode(errors="replace"), errors.read().decode(errors="replace")
     if process.returncode == os.EX_UNAVAILABLE:
         raise Missing((words.strip() or " ".join(command)).splitlines()[-1])
     if process.returncode != 0:
@@ -191,6 +191,23 @@ async def answers(running: Program, name: str, url: str) -> None:
         raise ProgramFailed(f"{name} did not answer at {url}: {running.tail()}") from error
 
 
+@asynccontextmanager
+async def served(module: str, folder: Path, name: str, *arguments: str) -> AsyncIterator[str]:
+    """Run a module of the benchmark that serves on a port of its choice, and yield its URL.
+
+    Args:
+        folder: The folder for its log and its port file.
+        name: The name of these files.
+
+    Raises:
+        ProgramFailed: It opens no port.
+    """
+    port_file = folder / f"{name}.port"
+    command = [sys.executable, "-m", f"rollyard_bench.{module}", "--port-file", str(port_file), *arguments]
+    async with program(command, folder / f"{name}.log", {"PYTHONPATH": str(BENCH)}) as running:
+        yield f"http://127.0.0.1:{await port_of(running, f'rollyard_bench.{module}', port_file)}"
+
+
 @dataclass(frozen=True, slots=True)
 class ControlPlane:
     """A running control plane on SQLite."""
@@ -220,19 +237,3 @@ async def control_plane(
         await answers(running, "rollyard_api", f"{url}/readyz")
         tokens_file = state / "tokens.json"
         yield ControlPlane(running, url, json.loads(tokens_file.read_text()), tokens_file)
-
-
-def memory(pid: int) -> dict[str, int]:
-    """Return `VmRSS` and `VmHWM` (the highest so far) of a process and its children together, in bytes."""
-    totals = {"VmRSS": 0, "VmHWM": 0}
-    waiting = [pid]
-    while waiting:
-        current = waiting.pop()
-        folder = Path(f"/proc/{current}")
-        for line in (folder / "status").read_text().splitlines():
-            key, _, rest = line.partition(":")
-            if key in totals:
-                totals[key] += int(rest.split()[0]) * 1024
-        for task in (folder / "task").iterdir():
-            waiting += [int(child) for child in (task / "children").read_text().split()]
-    return totals

@@ -81,8 +81,8 @@ def selected(names: list[str]) -> list[str]:
             f"--only: unknown: {', '.join(unknown)}; there are the groups {', '.join(GROUPS)} "
             f"and the figures {figures}"
         )
-    wanted = {known[name] for name in names} or set(GROUPS)
-    return [group for group in GROUPS if group in wanted]
+    chosen = {known[name] for name in names} or set(GROUPS)
+    return [group for group in GROUPS if group in chosen]
 
 
 def judge(figure: Figure, measured: Measurement) -> Entry:

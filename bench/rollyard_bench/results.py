@@ -186,10 +186,6 @@ def _short(value: float | None, unit: str) -> str:
     return f"{value:,.0f} {unit}" if abs(value) >= 1000 else f"{value:.3g} {unit}"
 
 
-def _reason(how: str) -> str:
-    return textwrap.shorten(how.removeprefix(NOT_MEASURED), REASON_CHARACTERS, placeholder=" …")
-
-
 def table(entries: Sequence[Entry]) -> Table:
     """Return the entries as a table for readers."""
     grid = Table(title="Rollyard beside its baselines", title_justify="left", expand=False)
@@ -200,7 +196,9 @@ def table(entries: Sequence[Entry]) -> Table:
         if entry.baseline is not None:
             beside = f"{_short(entry.baseline.value, entry.unit)} ({entry.baseline.name})"
         elif not_measured(entry):
-            measured, beside = "not measured", escape(_reason(entry.how))
+            reason = entry.how.removeprefix(NOT_MEASURED)
+            measured = "not measured"
+            beside = escape(textwrap.shorten(reason, REASON_CHARACTERS, placeholder=" …"))
         met = {None: "", True: "[green]yes[/]", False: "[red]no[/]"}[entry.met]
         ratio = "-" if entry.ratio is None else f"{entry.ratio:.3g}"
         grid.add_row(entry.name, measured, beside, ratio, entry.goal or "printed beside", met)

@@ -8,7 +8,7 @@ import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, Literal
 
@@ -29,6 +29,12 @@ ROUNDS, WARM_UP = 5, 2
 
 REQUEST = SandboxRequest(memory_bytes=1 << 29, disk_bytes=1 << 26)
 """The sandbox of every figure has no network and all limits."""
+
+
+class WrongOutput(RuntimeError):
+    """A command did not print what it must, so its time would mean nothing."""
+
+    reason = "WrongOutput"
 
 
 @asynccontextmanager
@@ -60,15 +66,14 @@ async def bubblewrap() -> AsyncIterator[SandboxProvider]:
 
 
 @asynccontextmanager
-async def claimed(provider: SandboxProvider, count: int = 1) -> AsyncIterator[list[Sandbox]]:
-    """Yield `count` sandboxes, which are started one after the other and released at the end."""
-    async with AsyncExitStack() as stack:
-        sandboxes: list[Sandbox] = []
-        for _ in range(count):
-            sandbox = await provider.acquire(REQUEST, OWNER)
-            stack.push_async_callback(provider.release, sandbox.handle)
-            sandboxes.append(await stack.enter_async_context(sandbox))
-        yield sandboxes
+async def claimed(provider: SandboxProvider) -> AsyncIterator[Sandbox]:
+    """Yield a sandbox, which is released at the end."""
+    sandbox = await provider.acquire(REQUEST, OWNER)
+    try:
+        async with sandbox:
+            yield sandbox
+    finally:
+        await provider.release(sandbox.handle)
 
 
 async def _acquire(provider: SandboxProvider) -> float:
@@ -105,11 +110,9 @@ async def _exec_server() -> float:
             async with asyncio.timeout(SERVER_SECONDS):
                 ready = await process.stdout.read(64)
             if not ready:
-                _, said = await process.communicate()
-                raise ProgramFailed(
-                    f"the exec server ended with code {process.returncode}: "
-                    f"{said.decode(errors='replace')[-600:]}"
-                )
+                _, errors = await process.communicate()
+                words = errors.decode(errors="replace")[-600:]
+                raise ProgramFailed(f"the exec server ended with code {process.returncode}: {words}")
             client = await ExecClient.connect(address)
             took = (time.perf_counter() - begin) * 1e3
             await client.close()

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,9 +24,9 @@ from rollyard_crds import Trajectory
 
 from rollyard_bench import lab
 from rollyard_bench.harness import manifest
-from rollyard_bench.processes import Program, ProgramFailed, program
+from rollyard_bench.processes import ProgramFailed, program
 from rollyard_bench.results import Baseline, Measurement, Settings
-from rollyard_bench.stats import Contestant, interleave
+from rollyard_bench.stats import in_turns
 
 MODULE = "rollyard_bench.slurm_start"
 CPUS, MEMORY = 2, "1500M"
@@ -50,7 +50,6 @@ STOP_SECONDS = 90.0
 class Bridge:
     """A running bridge and its control plane."""
 
-    program: Program
     home: Path
     url: str
     token: str
@@ -61,30 +60,19 @@ class Bridge:
 
 
 @asynccontextmanager
-async def shared_folder() -> AsyncIterator[Path]:
-    """Yield a folder that the nodes see, too. It is below the user's home and is removed at the end."""
-    with tempfile.TemporaryDirectory(prefix="rollyard-bench-", dir=Path.home()) as name:
-        yield Path(name)
-
-
-@asynccontextmanager
-async def bridge(
-    folder: Path,
-    profile: Mapping[str, Any],
-    options: Sequence[str] = (),
-    environment: Mapping[str, str] | None = None,
-) -> AsyncIterator[Bridge]:
+async def bridge(folder: Path, image: str) -> AsyncIterator[Bridge]:
     """Yield a ready bridge with its home below `folder`. At the end it ends its Slurm jobs and itself.
 
     Raises:
         ProgramFailed: The bridge did not become ready.
     """
     home, file = folder / "home", folder / "profile.yaml"
-    file.write_text(yaml.safe_dump(dict(profile)))
+    profile = {"partition": "debug", "workers": {"cpus": CPUS, "memory": MEMORY}}
+    file.write_text(yaml.safe_dump(profile))
     command = [sys.executable, "-m", "rollyard", "slurm-bridge", "up", "--home", str(home)]
-    command += ["--profile", str(file), *options]
+    command += ["--profile", str(file), "--default-image", image]
     log = folder / "bridge.log"
-    async with program(command, log, environment, stop=signal.SIGINT, stop_seconds=STOP_SECONDS) as running:
+    async with program(command, log, stop=signal.SIGINT, stop_seconds=STOP_SECONDS) as running:
         try:
             async with asyncio.timeout(READY_SECONDS):
                 while _read(home / "bridge.json").get("pid") != running.process.pid:
@@ -93,7 +81,7 @@ async def bridge(
         except TimeoutError as error:
             raise ProgramFailed(f"the bridge is not ready: {running.tail()}") from error
         url = str(_read(home / "context.json")["url"])
-        yield Bridge(running, home, url, str(_read(home / "state" / "tokens.json")["admin"]))
+        yield Bridge(home, url, str(_read(home / "state" / "tokens.json")["admin"]))
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -125,14 +113,15 @@ def job(name: str, image: str) -> dict[str, Any]:
 
 def first_command(trajectory: Trajectory) -> float:
     """Return when the first command of a trajectory ran, according to its output."""
-    said = [message.content for message in trajectory.messages if message.role == "tool"]
+    outputs = [message.content for message in trajectory.messages if message.role == "tool"]
     try:
-        return float(str(said[0]).split()[0])
+        return float(str(outputs[0]).split()[0])
     except (IndexError, ValueError) as error:
-        raise ProgramFailed(f"the first command did not say the time: {trajectory.reason} {said}") from error
+        text = f"the first command did not say the time: {trajectory.reason} {outputs}"
+        raise ProgramFailed(text) from error
 
 
-async def _ours(running: Bridge, image: str, number: int, parts: dict[str, list[float]]) -> float:
+async def _ours(running: Bridge, image: str, number: int, scripts: list[float]) -> float:
     """Return the milliseconds from the submission to the first command."""
     name = f"first-{number}"
     async with running.client() as client:
@@ -142,15 +131,10 @@ async def _ours(running: Bridge, image: str, number: int, parts: dict[str, list[
         ended = [one async for one in client.trajectories(name)]
     if [one.status for one in ended] != ["succeeded"]:
         raise ProgramFailed(f"{name}: {[(one.status, one.reason, one.message) for one in ended]}")
-    for part, when in _moments(running.home, begin).items():
-        parts.setdefault(part, []).append((when - begin) * 1e3)
+    # The worker's own log of this job is begun when the batch script starts.
+    logs = [path.stat().st_ctime for path in (running.home / "logs").glob("*worker*.log")]
+    scripts.append((min((at for at in logs if at >= begin), default=begin) - begin) * 1e3)
     return (first_command(ended[0]) - begin) * 1e3
-
-
-def _moments(home: Path, begin: float) -> dict[str, float]:
-    """Return when the worker's own log of this job was begun, which is the batch script's start."""
-    logs = [path.stat() for path in (home / "logs").glob("*worker*.log")]
-    return {"batch script": min((one.st_ctime for one in logs if one.st_ctime >= begin), default=begin)}
 
 
 async def _bare(apptainer: str, image: str, folder: Path, number: int) -> float:
@@ -168,55 +152,48 @@ async def _bare(apptainer: str, image: str, folder: Path, number: int) -> float:
         ]
     )
     begin = time.time()
-    done = await asyncio.create_subprocess_exec(
-        "sbatch", "--parsable", "--wait", "--partition", "debug", stdin=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
-    )  # fmt: skip
+    command = ("sbatch", "--parsable", "--wait", "--partition", "debug")
+    done = await asyncio.create_subprocess_exec(*command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)
     async with asyncio.timeout(LONGEST_SECONDS):
         await done.communicate(script.encode())
     try:
         return (float(stamp.read_text()) - begin) * 1e3
     except (OSError, ValueError) as error:
         log = stamp.with_name(f"{stamp.name}.log")
-        said = log.read_text(errors="replace")[-600:] if log.exists() else "nothing"
-        raise ProgramFailed(f"the bare batch job printed no time: {error}; its log says {said!r}") from error
+        words = log.read_text(errors="replace")[-600:] if log.exists() else "nothing"
+        raise ProgramFailed(f"the bare batch job printed no time: {error}; its log says {words!r}") from error
 
 
 async def _measured(settings: Settings) -> list[Measurement]:
     """Measure the bridge's worker and the bare batch job in turns, on the same cluster."""
     rounds = 4 if settings.quick else 12
     apptainer, image = lab.apptainer(), await lab.default_image()
-    profile = {"partition": "debug", "workers": {"cpus": CPUS, "memory": MEMORY}}
-    parts: dict[str, list[float]] = {}
+    scripts: list[float] = []
     numbers = itertools.count()
     rng = random.Random(0)
 
-    async with (
-        shared_folder() as folder,
-        bridge(folder, profile, ["--default-image", image]) as running,
-    ):
+    # The nodes see the folder, too, because it is below the user's home.
+    with tempfile.TemporaryDirectory(prefix="rollyard-bench-", dir=Path.home()) as name:
+        folder = Path(name)
+        async with bridge(folder, image) as running:
 
-        async def ours() -> float:
-            await asyncio.sleep(PAUSE_SECONDS + rng.uniform(0.0, TICK_SECONDS))
-            return await _ours(running, image, next(numbers), parts)
+            async def ours() -> float:
+                await asyncio.sleep(PAUSE_SECONDS + rng.uniform(0.0, TICK_SECONDS))
+                return await _ours(running, image, next(numbers), scripts)
 
-        async def bare() -> float:
-            await asyncio.sleep(PAUSE_SECONDS + rng.uniform(0.0, TICK_SECONDS))
-            return await _bare(apptainer, image, folder, next(numbers))
+            async def bare() -> float:
+                await asyncio.sleep(PAUSE_SECONDS + rng.uniform(0.0, TICK_SECONDS))
+                return await _bare(apptainer, image, folder, next(numbers))
 
-        contestants = {
-            "bare": Contestant(bare, rounds, warm_up=1),
-            "ours": Contestant(ours, rounds, warm_up=1),
-        }
-        times = await interleave(contestants, rounds)
-    moments = ", ".join(f"{part} begins after {median(taken[1:]):.0f} ms" for part, taken in parts.items())
+            times, bare_times = await in_turns(ours, bare, rounds)
     how = (
         f"POST of a RolloutJob of one rollout until its first command runs in its Apptainer sandbox, "
-        f"the worker a batch job of its own {times['ours'].text()} ({moments}); `sbatch` of a script that "
-        f"starts an instance of the same SIF and executes the same command in it {times['bare'].text()}"
+        f"the worker a batch job of its own {times.text()} (batch script begins after "
+        f"{median(scripts[1:]):.0f} ms); `sbatch` of a script that starts an instance of the same SIF and "
+        f"executes the same command in it {bare_times.text()}"
     )
-    baseline = Baseline("sbatch + apptainer instance start + exec, bare", times["bare"].p50)
-    return [Measurement("slurm_first_rollout", times["ours"].p50, baseline, how)]
+    baseline = Baseline("sbatch + apptainer instance start + exec, bare", bare_times.p50)
+    return [Measurement("slurm_first_rollout", times.p50, baseline, how)]
 
 
 async def measure(settings: Settings) -> list[Measurement]:

@@ -9,9 +9,9 @@ from rollyard_bench.results import Measurement, Settings
 from rollyard_bench.sandboxes import bubblewrap, cold_start
 
 BWRAP_TRUE = (
-    "bwrap", "--unshare-all", "--die-with-parent", "--ro-bind", "/", "/", "--proc", "/proc", "--dev", "/dev",
-    "--tmpfs", "/tmp", "true",
-)  # fmt: skip
+    *("bwrap", "--unshare-all", "--die-with-parent", "--ro-bind", "/", "/"),
+    *("--proc", "/proc", "--dev", "/dev", "--tmpfs", "/tmp", "true"),
+)
 
 
 def _bwrap_true() -> float:

@@ -74,6 +74,13 @@ async def interleave(contestants: Mapping[str, Contestant], rounds: int) -> dict
     return {name: Sample(tuple(values)) for name, values in taken.items()}
 
 
+async def in_turns(ours: Step, theirs: Step, rounds: int) -> tuple[Sample, Sample]:
+    """Time two steps once in each round, after one call of each that is not timed."""
+    contestants = {name: Contestant(step, rounds, 1) for name, step in (("ours", ours), ("theirs", theirs))}
+    samples = await interleave(contestants, rounds)
+    return samples["ours"], samples["theirs"]
+
+
 def pairs_median(values: Sequence[float], baselines: Sequence[float]) -> tuple[float, float]:
     """Return the pair whose ratio of value to baseline is the median; of two middle ones, the larger."""
     ordered = sorted(zip(values, baselines, strict=True), key=lambda pair: pair[0] / pair[1])

@@ -54,8 +54,8 @@ class StepProgram:
         """Let it take a step, and return what that took."""
         assert self._process.stdin is not None
         self._process.stdin.write(f"{number}\n".encode())
-        found: Step = await self.answer(STEP_SECONDS)
-        return found
+        taken: Step = await self.answer(STEP_SECONDS)
+        return taken
 
 
 def torch_folder() -> Path:
@@ -67,11 +67,11 @@ def torch_folder() -> Path:
     try:
         python = train_python()
     except TrainerMissing as error:
-        said = str(error).splitlines()[-1]
-        raise Missing(f"no torch: scripts/train-env makes it, or TRAIN_PYTHON names it; {said}") from error
-    asked = "import sys, sysconfig; print(*sys.version_info[:2], sysconfig.get_paths()['purelib'])"
+        reason = str(error).splitlines()[-1]
+        raise Missing(f"no torch: scripts/train-env makes it, or TRAIN_PYTHON names it; {reason}") from error
+    code = "import sys, sysconfig; print(*sys.version_info[:2], sysconfig.get_paths()['purelib'])"
     major, minor, folder = subprocess.run(
-        [python, "-c", asked], capture_output=True, text=True, check=True, timeout=60
+        [python, "-c", code], capture_output=True, text=True, check=True, timeout=60
     ).stdout.split()
     if (int(major), int(minor)) != sys.version_info[:2]:
         raise Missing(f"the trainers' environment has Python {major}.{minor}; make it with this one")
@@ -134,10 +134,10 @@ async def measure(settings: Settings) -> list[Measurement]:
         }
         try:
             async with (
-                step_program(SIDES[0], Path(name) / "a", environment) as ours,
-                step_program(SIDES[1], Path(name) / "b", environment) as theirs,
+                step_program("rollyard", Path(name) / "a", environment) as ours,
+                step_program("in-process", Path(name) / "b", environment) as theirs,
             ):
-                both = dict(zip(SIDES, (ours, theirs), strict=True))
+                both = {"rollyard": ours, "in-process": theirs}
                 for number in range(pairs + 1):
                     for side in SIDES if number % 2 else reversed(SIDES):
                         taken = await both[side].step(number + 1)

@@ -9,19 +9,20 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 from rollyard_client import Client
 
-from rollyard_bench.harness import deployment, manifest
+from rollyard_bench.harness import deployment
 from rollyard_bench.model_servers import MODEL, model_server
+from rollyard_bench.pipeline import SAMPLES, latency_job
 from rollyard_bench.processes import ProgramFailed
 from rollyard_bench.results import Baseline, Measurement, Settings
 
 POOL = "overlap"
-GROUPS, SAMPLES, RUN_PLACES = 4, 8, 16
+GROUPS = 4
+PLACES = {"init": 8, "run": 16, "eval": 8}
 LATENCY, TURNS = 0.5, 4
-ROLLOUT_SECONDS = GROUPS * SAMPLES / RUN_PLACES * LATENCY * TURNS
+ROLLOUT_SECONDS = GROUPS * SAMPLES / PLACES["run"] * LATENCY * TURNS
 """The least time in which the rollouts of a step are sampled."""
 TRAIN_SECONDS = ROLLOUT_SECONDS
 """What the trainer's update takes, which is a wait. It is as long as the rollouts."""
@@ -61,7 +62,7 @@ class OverlapTrainer:
         """
         ends, lags, cursor = [], [], None
         with Client(self._url, self._token, timeout=60.0) as client:
-            client.submit(_job(job))
+            client.submit(latency_job(job, TURNS, PLACES, tasks={"stream": True}, backendRef={"name": POOL}))
             _push(client, job, 0)
             for step in range(steps + 1):
                 batch = client.batch(job, GROUPS, max_lag=max_lag, cursor=cursor, timeout=STEP_SECONDS)
@@ -89,27 +90,11 @@ class OverlapTrainer:
 
 def _push(client: Client, job: str, step: int) -> None:
     metadata = {"init": 0.1, "eval": 0.1, "eval_slow": 0.1, "slow_every": SAMPLES}
-    client.push_tasks(
-        job,
-        [
-            {"id": f"{step}-{number}", "prompt": "Take four steps.", "metadata": metadata}
-            for number in range(GROUPS)
-        ],
-    )
-
-
-def _job(name: str) -> dict[str, Any]:
-    return manifest(
-        name,
-        tasks={"stream": True},
-        handler="bench_latency",
-        samplesPerTask=SAMPLES,
-        agent={"type": "tools", "tools": ["bash", "submit"], "maxTurns": TURNS + 2},
-        sampling={"maxTokens": 256},
-        backendRef={"name": POOL},
-        sandbox={"resources": {"memory": "256Mi", "disk": "32Mi"}},
-        stages={"init": {"concurrency": 8}, "run": {"concurrency": RUN_PLACES}, "eval": {"concurrency": 8}},
-    )
+    tasks = [
+        {"id": f"{step}-{number}", "prompt": "Take four steps.", "metadata": metadata}
+        for number in range(GROUPS)
+    ]
+    client.push_tasks(job, tasks)
 
 
 async def measure(settings: Settings) -> list[Measurement]:
@@ -117,10 +102,10 @@ async def measure(settings: Settings) -> list[Measurement]:
     steps, rounds = (2, 1) if settings.quick else (5, 2)
     runs: dict[int, list[Run]] = {0: [], 1: []}
     with tempfile.TemporaryDirectory(prefix="ryb-") as name:
-        folder, places = Path(name), {"init": 8, "run": RUN_PLACES, "eval": 8}
+        folder = Path(name)
         async with (
             model_server("weighted", folder, "model", LATENCY, TURNS) as url,
-            deployment(folder, places, handlers=True) as deployed,
+            deployment(folder, PLACES, handlers=True) as deployed,
         ):
             await deployed.external_pool(POOL, MODEL, folder / "model", [url])
             trainer = OverlapTrainer(deployed.plane.url, deployed.plane.tokens["admin"])
@@ -129,14 +114,14 @@ async def measure(settings: Settings) -> list[Measurement]:
                     runs[lag].append(
                         await asyncio.to_thread(trainer.train, f"lag-{lag}-{number}", lag, steps)
                     )
-    seconds = {lag: [one for run in found for one in run.seconds] for lag, found in runs.items()}
-    lags = {lag: sorted({one for run in found for one in run.lags}) for lag, found in runs.items()}
+    seconds = {lag: [one for run in some for one in run.seconds] for lag, some in runs.items()}
+    lags = {lag: sorted({one for run in some for one in run.lags}) for lag, some in runs.items()}
     if lags[0] != [0] or lags[1] != [0, 1]:
         raise ProgramFailed(f"the lags of groups are {lags}: the rollouts did not overlap as they should")
     without, overlapped = median(seconds[0]), median(seconds[1])
     how = (
         f"median of {len(seconds[1])} steps each, in {rounds} rounds; {GROUPS} groups of {SAMPLES} rollouts "
-        f"a step, {TURNS} turns of {LATENCY:g} s with a command in a sandbox each, {RUN_PLACES} at once: "
+        f"a step, {TURNS} turns of {LATENCY:g} s with a command in a sandbox each, {PLACES['run']} at once: "
         f"at least {ROLLOUT_SECONDS:g} s; the update is a wait of {TRAIN_SECONDS:g} s, then the weights are "
         f"pushed; real client, control plane, worker and sandboxes; with max_lag 0, a step is "
         f"{without:.2f} s (from {min(seconds[0]):.2f} to {max(seconds[0]):.2f}), with max_lag 1 "

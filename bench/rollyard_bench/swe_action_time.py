@@ -23,11 +23,11 @@ from typing import Any
 from rollyard_pipeline.sandboxes.interface import SandboxProvider
 from rollyard_pipeline.sandboxes.starters.base import SANDBOX_ENV
 
-from rollyard_bench.baselines.tmux import TmuxShell
-from rollyard_bench.echo import SLEEP, WrongOutput
+from rollyard_bench.echo import SLEEP
 from rollyard_bench.processes import ROOT, needed, output
 from rollyard_bench.results import Baseline, Measurement, Settings
-from rollyard_bench.sandboxes import bubblewrap, claimed
+from rollyard_bench.sandboxes import WrongOutput, bubblewrap, claimed
+from rollyard_bench.tmux import TmuxShell
 
 RECIPES = ROOT / "examples" / "swe" / "recipes.json"
 SCRIPT = ROOT / "scripts" / "swe_tasks.py"
@@ -61,9 +61,9 @@ class Episode:
         Raises:
             WrongOutput: They have not.
         """
-        path, number, wanted = self.mended
+        path, number, line = self.mended
         lines = text.splitlines()
-        if len(lines) < number or lines[number - 1] != wanted:
+        if len(lines) < number or lines[number - 1] != line:
             raise WrongOutput(f"{self.name}: line {number} of {path} is not mended")
 
 
@@ -149,7 +149,7 @@ async def _timed(episode: Episode, act: Act) -> Times:
 
 async def _ours(provider: SandboxProvider, episode: Episode) -> Times:
     """Return the times of an episode in a sandbox of its own, through the exec server's persistent bash."""
-    async with claimed(provider) as (sandbox,):
+    async with claimed(provider) as sandbox:
         client = sandbox.client
 
         async def act(command: str) -> int:
@@ -192,22 +192,22 @@ async def _through_tmux(episode: Episode) -> Times:
 async def measure(settings: Settings) -> list[Measurement]:
     """Play every episode on both sides, in turns."""
     needed("tmux", "tmux")
-    found: Sequence[Episode] = await episodes()
+    played: Sequence[Episode] = await episodes()
     if settings.quick:
-        found = found[::3]
+        played = played[::3]
     rounds = 1 if settings.quick else ROUNDS
     ours, tmux = Times(), Times()
     async with bubblewrap() as provider:
         for number in range(rounds):
-            for place, episode in enumerate(found):
-                if (number + place) % 2:
+            for position, episode in enumerate(played):
+                if (number + position) % 2:
                     tmux.add(await _through_tmux(episode))
                     ours.add(await _ours(provider, episode))
                 else:
                     ours.add(await _ours(provider, episode))
                     tmux.add(await _through_tmux(episode))
     how = (
-        f"mean of {len(ours.tests + ours.others)} actions: {len(found)} repositories of examples/swe, "
+        f"mean of {len(ours.tests + ours.others)} actions: {len(played)} repositories of examples/swe, "
         f"{rounds} times, in which an agent lists files, searches, reads, runs the tests, changes the wrong "
         f"line and runs the tests again; ours in a bubblewrap sandbox, by the tool's bash: {ours.text()}; "
         f"tmux outside of a sandbox, send_keys, then capture_pane every {SLEEP} s until the marker shows: "

@@ -17,7 +17,6 @@ from rollyard_bench.stats import Sample as Times
 from rollyard_bench.vllm import POLICY
 
 HISTORIES = (2048, 8192, 32_768)  # tokens
-LAST = HISTORIES[-1]
 WORDS = ("wagon", "maple", "meadow", "bagel", "lantern", "cherry", "copper", "walrus", "hammer", "kettle")
 LINES = 40  # lines of one tool result, which are about 200 tokens
 VERSION = "1"
@@ -70,10 +69,8 @@ class Conversation:
         return f"{self.draw.choice(WORDS)}/{self.draw.choice(WORDS)}.txt"
 
 
-def _times(chat: ChatFormat, conversations: int, turns: int) -> tuple[dict[int, Times], dict[int, Times]]:
-    """Return the times by history, of the recorder's turn and of the whole rendering, over `turns` turns
-    each.
-    """
+def _times(chat: ChatFormat, conversations: int, turns: int) -> dict[int, tuple[Times, Times]]:
+    """Return the times of the recorder's turn and of the whole rendering, by history."""
     ours: dict[int, list[float]] = {history: [] for history in HISTORIES}
     whole: dict[int, list[float]] = {history: [] for history in HISTORIES}
     for number in range(conversations):
@@ -87,28 +84,22 @@ def _times(chat: ChatFormat, conversations: int, turns: int) -> tuple[dict[int, 
                 whole[history].append(conversation.render_all() * 1e3)
         if conversation.recorder.template_breaks or len(conversation.recorder.segments()) != 1:
             raise RuntimeError("the template broke the conversation into segments: nothing was measured")
-    return (
-        {history: Times(tuple(values)) for history, values in ours.items()},
-        {history: Times(tuple(values)) for history, values in whole.items()},
-    )
+    return {each: (Times(tuple(ours[each])), Times(tuple(whole[each]))) for each in HISTORIES}
 
 
 async def measure(settings: Settings) -> list[Measurement]:
     """Measure the recorder with the tiny policy's tokenizer and template."""
     tokenizer, source = load_folder(POLICY)
     chat = ChatFormat(tokenizer, ChatTemplate(source, tokenizer.variables()))
-    ours, whole = _times(chat, 2 if settings.quick else 5, 10 if settings.quick else 20)
+    times = _times(chat, 2 if settings.quick else 5, 10 if settings.quick else 20)
     shape = (
         f"TrajectoryRecorder.prompt() and record() of a turn, with {LINES} lines of tool output; a trainer "
         "without token-in/token-out renders the template over all messages and tokenizes the text"
     )
     each = "; ".join(
-        f"{history:,} tokens: ours {ours[history].text()}, rendering everything {whole[history].text()}"
-        for history in HISTORIES
+        f"{history:,} tokens: ours {ours.text()}, rendering everything {whole.text()}"
+        for history, (ours, whole) in times.items()
     )
-    how = f"{each}; {shape}"
-    return [
-        Measurement(
-            "delta_tokenize_32k", ours[LAST].p50, Baseline("rendering everything", whole[LAST].p50), how
-        ),
-    ]
+    ours, whole = times[HISTORIES[-1]]
+    baseline = Baseline("rendering everything", whole.p50)
+    return [Measurement("delta_tokenize_32k", ours.p50, baseline, f"{each}; {shape}")]

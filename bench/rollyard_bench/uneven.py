@@ -114,9 +114,9 @@ async def measure(settings: Settings) -> list[Measurement]:
     # The run whose ratio is the median stands for all: its seconds and its ideal belong together.
     middle = min(ours, key=lambda job: abs(job.seconds / job.ideal - median(ratios)))
     busy = os.getloadavg()[0]
-    found = ", ".join(f"{ratio:.2f}" for ratio in ratios)
+    each = ", ".join(f"{ratio:.2f}" for ratio in ratios)
     how = (
-        f"the median of {len(ours)} runs by their ratio ({found}), each of {ROLLOUTS} rollouts of one turn "
+        f"the median of {len(ours)} runs by their ratio ({each}), each of {ROLLOUTS} rollouts of one turn "
         f"through the real control plane and worker, in a pool that does not know yet how fast its servers "
         f"are; two servers that take {FAST * 1e3:g} and {SLOW * 1e3:g} ms a token and no core, answers of "
         f"{MEAN_TOKENS:g} tokens in the mean, p99 of their lateness {late * 1e3:.1f} ms; at most {LIMIT} "
@@ -124,6 +124,4 @@ async def measure(settings: Settings) -> list[Measurement]:
         f"token, nothing of Init, Eval and delivery; {middle.share:.0%} of the rollouts on the fast one; "
         f"load {busy:.1f} on {os.cpu_count()} cores"
     )
-    return [
-        Measurement("uneven_makespan", middle.seconds, Baseline("ideal split", middle.ideal), how),
-    ]
+    return [Measurement("uneven_makespan", middle.seconds, Baseline("ideal split", middle.ideal), how)]

@@ -18,7 +18,7 @@ POLICY = ROOT / "examples" / "tiny-policy" / "hf"
 LAST_WORDS_SECONDS = 10.0
 
 
-def model_folder(folder: Path, context: int) -> Path:
+def _model_folder(folder: Path, context: int) -> Path:
     """Make a copy of the tiny policy that takes `context` tokens.
 
     It was trained for 2,048. Beyond these its words mean nothing, but every token costs the same.
@@ -42,9 +42,9 @@ async def vllm_servers(folder: Path, count: int, context: int = 2048) -> AsyncIt
     try:
         python = await asyncio.to_thread(vllm_python)
     except EnvironmentMissing as error:
-        said = str(error).splitlines()[-1]
-        raise Missing(f"no vLLM: scripts/vllm-env makes it, or VLLM_PYTHON names it; {said}") from error
-    model = model_folder(folder, context)
+        reason = str(error).splitlines()[-1]
+        raise Missing(f"no vLLM: scripts/vllm-env makes it, or VLLM_PYTHON names it; {reason}") from error
+    model = _model_folder(folder, context)
     cores = sorted(os.sched_getaffinity(0))
     arguments = ("--max-model-len", str(context), "--max-num-batched-tokens", str(max(context, 4096)))
     servers = [

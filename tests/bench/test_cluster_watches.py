@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from rollyard_bench.kubernetes import Pods, ready, running
+from rollyard_bench.kubernetes import Pods, running
 from rollyard_bench.kubernetes_fleet import Watched
 from rollyard_bench.processes import ProgramFailed
 
@@ -21,8 +21,7 @@ def test_the_first_sight_of_a_pod_and_of_its_container_counts() -> None:
     pods.seen(2.0, "MODIFIED", works)
     pods.seen(3.0, "MODIFIED", works | {"metadata": {"name": "a", "labels": {JOB: "j"}}})
     assert (pods.first["job j", "created"], pods.first["a", "running"]) == (1.0, 2.0)
-    assert (running(pod("a")), running(works), ready(works)) == (False, True, False)
-    assert ready(pod("a", conditions=[{"type": "Ready", "status": "True"}]))
+    assert (running(pod("a")), running(works)) == (False, True)
     pods.seen(4.0, "DELETED", works)
     assert pods.of(JOB, "j") == []
 

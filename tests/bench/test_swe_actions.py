@@ -7,7 +7,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from rollyard_bench.echo import WrongOutput
+from rollyard_bench.sandboxes import WrongOutput
 from rollyard_bench.swe_action_time import Episode, _episode
 
 OLD = "\tif a[0] != '&' and b.c * 2 / 1 == r'\\n^$': # ~"

@@ -208,7 +208,8 @@ def end_left() -> None:
         sharedlab.end_left(IN_USE, lambda: _command(Path(shared) / "kit" / "kube-lab", "wipe"))
 
 
-def _lab(missing: Callable[[str], NoReturn]) -> Path:
+def lab_program(missing: Callable[[str], NoReturn]) -> Path:
+    """Return the path of kube-lab, or call `missing` with the reason why it cannot be used here."""
     shared = os.environ.get("ROLLYARD_SHARED")
     if not shared:
         missing("no cluster: set ROLLYARD_SHARED to the folder that holds kit/kube-lab")
@@ -223,7 +224,7 @@ def _lab(missing: Callable[[str], NoReturn]) -> Path:
 @pytest.fixture(scope="session")
 def cluster(missing: Callable[[str], NoReturn]) -> Iterator[Cluster]:
     """Yield kube-lab's cluster with the CRDs of this checkout."""
-    lab = _lab(missing)
+    lab = lab_program(missing)
     try:
         with sharedlab.shared_lab(
             IN_USE, lambda: _runs(lab), lambda: _start(lab), lambda: _command(lab, "wipe")

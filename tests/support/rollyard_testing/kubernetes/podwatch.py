@@ -21,13 +21,19 @@ INSTANCE = "rollyard.dev/instance"
 STAGE, JOB, CLAIM = "rollyard.dev/stage", "rollyard.dev/job", "rollyard.dev/claim"
 
 
-def api_server(kubeconfig: Path) -> httpx.Client:
-    """Return a client of the API server."""
+def access(kubeconfig: Path) -> tuple[str, ssl.SSLContext]:
+    """Return the address of the API server, and the certificates with which it is called."""
     known = yaml.safe_load(kubeconfig.read_text())
     server, user = known["clusters"][0]["cluster"], known["users"][0]["user"]
     tls = ssl.create_default_context(cafile=server["certificate-authority"])
     tls.load_cert_chain(user["client-certificate"], user["client-key"])
-    return httpx.Client(base_url=server["server"], verify=tls, timeout=patience(10), trust_env=False)
+    return str(server["server"]), tls
+
+
+def api_server(kubeconfig: Path) -> httpx.Client:
+    """Return a client of the API server."""
+    url, tls = access(kubeconfig)
+    return httpx.Client(base_url=url, verify=tls, timeout=patience(10), trust_env=False)
 
 
 class ClusterReader:

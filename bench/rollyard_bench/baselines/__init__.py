@@ -1,1 +1,0 @@
-"""What Rollyard is measured against, written from public interfaces only."""

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Final
 import click
 
 from rollyard import terminal
+from rollyard.commands import sandbox_option
 from rollyard.errors import InvalidInput, UsageProblem
 from rollyard.extras import require
 
@@ -60,14 +61,6 @@ def validate(
         raise InvalidInput(faults[-1])
 
 
-sandbox_option: Final = click.option(
-    "--sandbox",
-    type=click.Choice(["bubblewrap", "apptainer"]),
-    default="bubblewrap",
-    show_default=True,
-    help="The kind of the sandboxes here, for handlers that need some.",
-)
-"""The option of commands that evaluate on this machine."""
 WITHOUT_CHOICES: Final = ("math", "code", "swe")
 """The handlers that use neither choices nor a number of a task."""
 

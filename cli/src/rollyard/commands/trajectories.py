@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 
 from rollyard import terminal
-from rollyard.commands.tasks import sandbox_option
+from rollyard.commands import sandbox_option
 from rollyard.connection import Server, connect, connection, server_options
 from rollyard.errors import CliError, LookupFailed, UsageProblem
 from rollyard.extras import require

@@ -60,18 +60,18 @@ def run_group(group: str, settings: Settings) -> list[Entry]:
         # This is the loop that the stage workers run on.
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             measured = {item.figure: item for item in runner.run(_bounded(group, settings))}
+        return [
+            judge(figure, measured[figure.name])
+            if figure.name in measured
+            else failed(figure, "its group gave no number for it")
+            for figure in figures
+        ]
     except Missing as error:
         return [missing(figure, " ".join(str(error).split())) for figure in figures]
     except TimeoutError as error:
         return [failed(figure, str(error) or f"took longer than {GROUP_SECONDS:.0f} s") for figure in figures]
     except Exception as error:
         return [failed(figure, _cause(error)) for figure in figures]
-    return [
-        judge(figure, measured[figure.name])
-        if figure.name in measured
-        else failed(figure, "its group gave no number for it")
-        for figure in figures
-    ]
 
 
 def _merged(before: list[Entry], entries: list[Entry]) -> list[Entry]:

@@ -15,7 +15,7 @@ class Figure:
     name: str
     group: str
     unit: str
-    goal: Goal | None
+    goal: Goal
     ratio: Literal["times faster", "times the baseline"] = "times the baseline"
     """`times faster` is baseline / value, and `times the baseline` is value / baseline."""
 
@@ -94,22 +94,20 @@ def judge(figure: Figure, measured: Measurement) -> Entry:
         ratio = measured.value / measured.baseline.value
         if figure.ratio == "times faster":
             ratio = 1 / ratio
-    goal = figure.goal
     return Entry(
         name=figure.name,
         value=measured.value,
         unit=figure.unit,
         baseline=measured.baseline,
         ratio=ratio,
-        goal=goal.what if goal else None,
-        met=goal.met(measured.value, ratio) if goal else None,
+        goal=figure.goal.what,
+        met=figure.goal.met(measured.value, ratio),
         how=measured.how,
     )
 
 
 def _without_value(figure: Figure, met: bool | None, how: str) -> Entry:
-    goal = figure.goal.what if figure.goal else None
-    return Entry(figure.name, None, figure.unit, None, None, goal, met, how)
+    return Entry(figure.name, None, figure.unit, None, None, figure.goal.what, met, how)
 
 
 def missing(figure: Figure, reason: str) -> Entry:
@@ -118,5 +116,5 @@ def missing(figure: Figure, reason: str) -> Entry:
 
 
 def failed(figure: Figure, error: str) -> Entry:
-    """Return the result line of a figure whose measurement went wrong. It counts as missed, goal or not."""
+    """Return the result line of a figure whose measurement went wrong. It counts as missed."""
     return _without_value(figure, False, f"failed: {error}")

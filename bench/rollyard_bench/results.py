@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import os
 import textwrap
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
+import pydantic
 from pydantic import Field, StrictBool, TypeAdapter, ValidationError
 from rich.console import Console
 from rich.markup import escape
@@ -20,13 +20,6 @@ REASON_CHARACTERS = 130
 """How much of a reason the table shows. The file has all of it."""
 Text = Annotated[str, Field(pattern=r"\S")]
 Number = Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False)]
-FIELDS = ("name", "value", "unit", "baseline", "ratio", "goal", "met", "how", "seconds")
-
-
-class ResultError(ValueError):
-    """A result entry that says too little or contradicts itself; the text names entry and field."""
-
-    reason = "MalformedResult"
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +48,7 @@ class Settings:
     """If true, there are fewer samples and shorter runs, but the same figures and goals."""
 
 
-@dataclass(frozen=True, slots=True)
+@pydantic.dataclasses.dataclass(frozen=True, slots=True)
 class Baseline:
     """What the figure is compared with; `value` is in the figure's unit."""
 
@@ -75,9 +68,13 @@ class Measurement:
     """How it was measured, or what is missing."""
 
 
-@dataclass(frozen=True, slots=True)
+@pydantic.dataclasses.dataclass(frozen=True, slots=True)
 class Entry:
-    """One line of results.json."""
+    """One line of results.json.
+
+    Raises:
+        ValidationError: A text is empty, or a number is not a positive one.
+    """
 
     name: Text
     value: Number | None
@@ -85,12 +82,9 @@ class Entry:
     unit: Text
     baseline: Baseline | None
     ratio: Number | None
-    goal: str | None
-    """The goal is None for a figure that is only printed beside the others."""
+    goal: Text
     met: StrictBool | None
-    """With a value, this is None exactly where there is no goal. Without one, it is False for a failure, and
-    None where something is missing.
-    """
+    """Without a value, this is False for a failure, and None where something is missing."""
     how: Text
     seconds: float | None = None
     """How long the group of this figure took, in seconds, all of its figures together; None where it was not
@@ -98,55 +92,14 @@ class Entry:
     """
 
 
-_ENTRY, _ENTRIES = TypeAdapter(Entry), TypeAdapter(list[Entry])
+_ENTRIES = TypeAdapter(list[Entry])
 
 
-def check(entry: Entry) -> None:
-    """Refuse an entry that says too little or contradicts itself.
-
-    Raises:
-        ResultError: A text is empty, a number is none, a ratio lacks its baseline, a goal lacks its verdict,
-            or a goal is met without a value.
-    """
-    name = entry.name.strip() or "(unnamed)"
-    try:
-        _ENTRY.validate_python(asdict(entry))
-    except ValidationError as error:
-        first = error.errors()[0]
-        raise ResultError(f"{name}: {'.'.join(map(str, first['loc']))}: {first['msg']}") from error
-    if entry.ratio is not None and (entry.baseline is None or entry.value is None):
-        raise ResultError(f"{name}: ratio: needs both a value and a baseline")
-    if entry.value is not None and (entry.goal is None) != (entry.met is None):
-        raise ResultError(f"{name}: met: must be true or false exactly where there is a goal")
-    if entry.met and entry.value is None:
-        raise ResultError(f"{name}: met: cannot be true without a value")
-
-
-def to_json(entries: Sequence[Entry]) -> list[dict[str, Any]]:
-    """Return the entries as results.json holds them.
-
-    Raises:
-        ResultError: An entry is malformed, or two have one name.
-    """
-    seen: set[str] = set()
-    for entry in entries:
-        check(entry)
-        if entry.name in seen:
-            raise ResultError(f"{entry.name}: name: stands twice in the results")
-        seen.add(entry.name)
-    return [asdict(entry) for entry in entries]
-
-
-def write(entries: Sequence[Entry], path: Path) -> None:
-    """Write results.json in one step, so a reader never sees half of it.
-
-    Raises:
-        ResultError: An entry is malformed; nothing is written.
-    """
-    text = json.dumps(to_json(entries), indent=2, ensure_ascii=False) + "\n"
+def write(entries: list[Entry], path: Path) -> None:
+    """Write results.json in one step, so a reader never sees half of it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(path.name + ".partial")
-    partial.write_text(text, encoding="utf-8")
+    partial.write_bytes(_ENTRIES.dump_json(entries, indent=2) + b"\n")
     os.replace(partial, path)
 
 
@@ -154,16 +107,14 @@ def read(path: Path) -> list[Entry]:
     """Return the entries of a file that `write` wrote, or an empty list where there is no file.
 
     Raises:
-        ResultError: The file holds something else.
+        ValueError: The file holds something else.
     """
     try:
-        entries = _ENTRIES.validate_json(path.read_bytes())
+        return _ENTRIES.validate_json(path.read_bytes())
     except FileNotFoundError:
         return []
     except ValidationError as error:
-        raise ResultError(f"{path}: is no result file: {error}") from error
-    to_json(entries)
-    return entries
+        raise ValueError(f"{path}: is not a result file: {error}") from error
 
 
 def not_measured(entry: Entry) -> bool:
@@ -172,7 +123,7 @@ def not_measured(entry: Entry) -> bool:
 
 
 def summary(entries: Sequence[Entry]) -> str:
-    """Return how the figures came out; those that are only printed count in their number alone."""
+    """Return how the figures came out."""
     met, missed = (sum(entry.met is verdict for entry in entries) for verdict in (True, False))
     return (
         f"{len(entries)} figures: {met} goals met, {missed} missed, "
@@ -201,7 +152,7 @@ def table(entries: Sequence[Entry]) -> Table:
             beside = escape(textwrap.shorten(reason, REASON_CHARACTERS, placeholder=" …"))
         met = {None: "", True: "[green]yes[/]", False: "[red]no[/]"}[entry.met]
         ratio = "-" if entry.ratio is None else f"{entry.ratio:.3g}"
-        grid.add_row(entry.name, measured, beside, ratio, entry.goal or "printed beside", met)
+        grid.add_row(entry.name, measured, beside, ratio, entry.goal, met)
     return grid
 
 

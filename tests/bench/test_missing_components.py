@@ -35,7 +35,6 @@ def _not_measured(group: str, reason: str) -> None:
     entries = run_group(group, QUICK)
     assert entries
     for entry in entries:
-        results.check(entry)
         assert (entry.value, entry.baseline, entry.met) == (None, None, None)
         assert entry.how.startswith("not measured: ")
         assert reason in entry.how

@@ -1,4 +1,4 @@
-"""The result file refuses what says too little, and the README names exactly the registry's figures."""
+"""The result file keeps what is measured, and the README names exactly the registry's figures."""
 
 import asyncio
 import io
@@ -16,10 +16,11 @@ from rollyard_bench import results
 from rollyard_bench.main import main, run_group
 from rollyard_bench.pipeline import Slots, Workload, pipeline_bound
 from rollyard_bench.registry import FIGURES, GROUPS, failed, judge, missing, selected
-from rollyard_bench.results import Baseline, Entry, Measurement, ResultError, Settings
+from rollyard_bench.results import Baseline, Entry, Measurement, Settings
 
 BENCH = Path(__file__).parents[2] / "bench"
 
+FIELDS = ("name", "value", "unit", "baseline", "ratio", "goal", "met", "how", "seconds")
 GOOD = Entry(
     name="echo_p50",
     value=0.4,
@@ -31,41 +32,12 @@ GOOD = Entry(
     how="p50 of 900",
 )
 
-MALFORMED = {
-    "name": replace(GOOD, name=" "),
-    "unit": replace(GOOD, unit=""),
-    "how": replace(GOOD, how=""),
-    "value: Input should be a finite": replace(GOOD, value=float("nan")),
-    "value: Input should be greater": replace(GOOD, value=-1.0),
-    "baseline.name": replace(GOOD, baseline=Baseline("", 1.0)),
-    "baseline.value": replace(GOOD, baseline=Baseline("raw pty", float("inf"))),
-    "ratio: needs both": replace(GOOD, baseline=None),
-    "ratio: Input should be greater": replace(GOOD, ratio=0.0),
-    "met: must be true or false exactly": replace(GOOD, goal=None),
-    "echo_p50: met: must be true or false exactly": replace(GOOD, met=None),
-    "met: Input should be a valid boolean": replace(GOOD, met="yes"),  # type: ignore[arg-type]
-    "met: cannot be true without a value": replace(GOOD, value=None, ratio=None),
-}
-
-
-@pytest.mark.parametrize("problem", MALFORMED)
-def test_malformed_entry_is_refused_by_field_and_nothing_is_written(problem: str, tmp_path: Path) -> None:
-    out = tmp_path / "results.json"
-    with pytest.raises(ResultError, match=re.escape(problem)):
-        results.write([GOOD, replace(MALFORMED[problem])], out)
-    assert not out.exists()
-
-
-def test_two_entries_of_one_name_are_refused() -> None:
-    with pytest.raises(ResultError, match="stands twice"):
-        results.to_json([GOOD, GOOD])
-
 
 def test_written_entries_have_exactly_the_documented_fields(tmp_path: Path) -> None:
     out = tmp_path / "deep" / "results.json"
     results.write([GOOD, failed(FIGURES[1], "it broke"), missing(FIGURES[2], "no tmux")], out)
     first, second, third = json.loads(out.read_text())
-    assert tuple(first) == tuple(second) == tuple(third) == results.FIELDS
+    assert tuple(first) == tuple(second) == tuple(third) == FIELDS
     assert first["baseline"] == {"name": "raw pty", "value": 0.1}
     assert (second["value"], second["met"], second["how"]) == (None, False, "failed: it broke")
     assert (third["value"], third["met"], third["how"]) == (None, None, "not measured: no tmux")
@@ -145,17 +117,11 @@ def test_an_interrupted_run_keeps_what_it_measured_and_the_former_rest(
 @pytest.mark.parametrize("figure", FIGURES, ids=lambda figure: figure.name)
 def test_every_figure_judges_both_ways(figure) -> None:
     """Half and double the limit lie on either side; without a baseline no ratio is met."""
-    if figure.goal is None:
-        entry = judge(figure, Measurement(figure.name, 1.0, Baseline("b", 2.0), "how"))
-        assert (entry.goal, entry.met) == (None, None)
-        results.check(entry)
-        return
     verdicts = []
     for measured in (figure.goal.limit / 2, figure.goal.limit * 2):
         by_value = figure.goal.on == "value" or figure.ratio == "times the baseline"
         value = measured if by_value else 1 / measured
         entry = judge(figure, Measurement(figure.name, value, Baseline("b", 1.0), "how"))
-        results.check(entry)
         verdicts.append(entry.met)
         if figure.goal.on == "ratio":
             assert judge(figure, Measurement(figure.name, value, None, "how")).met is False
@@ -165,11 +131,6 @@ def test_every_figure_judges_both_ways(figure) -> None:
 def test_readme_names_exactly_the_figures_of_the_registry() -> None:
     rows = re.findall(r"^\| `([a-z0-9_]+)` \|", (BENCH / "README.md").read_text(), flags=re.MULTILINE)
     assert rows == [figure.name for figure in FIGURES]
-
-
-@pytest.mark.parametrize("group", GROUPS)
-def test_every_group_has_its_module(group: str) -> None:
-    assert (BENCH / "rollyard_bench" / f"{group}.py").is_file()
 
 
 def test_selection_takes_groups_and_figures_and_refuses_others() -> None:
@@ -187,7 +148,6 @@ def test_a_group_that_breaks_is_reported_and_not_raised(monkeypatch: pytest.Monk
     entries = run_group("echo", Settings(quick=True))
     assert [entry.name for entry in entries] == [figure.name for figure in FIGURES if figure.group == "echo"]
     for entry in entries:
-        results.check(entry)
         assert entry.value is None
         assert not entry.met
         assert "no such tool: tmux" in entry.how

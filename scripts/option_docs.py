@@ -52,7 +52,7 @@ def values() -> dict[str, str]:
     text = (CHART / "templates" / "api.yaml").read_text()
     lines = [line.strip() for line in text.splitlines()]
     begin, end = lines.index("args:") + 1, lines.index("env:")
-    found = dict(VALUES)
+    paths = dict(VALUES)
     for before, line in zip(lines[begin - 1 : end], lines[begin:end], strict=False):
         option = re.match(r'- (?:\{\{ printf ")?--([\w-]+)', line)
         # An option has its value from its own line, or from that of the condition or the loop around it.
@@ -61,8 +61,8 @@ def values() -> dict[str, str]:
             filter(None, (re.search(r"(\$api|\.Values)\.([\w.]+)", each) for each in (line, around))), None
         )
         if option is not None and value is not None:
-            found.setdefault(option[1], "api." * (value[1] == "$api") + value[2])
-    return found
+            paths.setdefault(option[1], "api." * (value[1] == "$api") + value[2])
+    return paths
 
 
 def table(model: type[DeclaredOptions], without: type[DeclaredOptions] | None = None) -> str:

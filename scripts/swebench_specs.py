@@ -49,10 +49,10 @@ def main() -> int:
     except ImportError as error:
         print(f'swebench 4 is not installed here ({error}): pip install "swebench<5"', file=sys.stderr)
         return 1
-    found = specs_of(versions, parsers)
+    specs = specs_of(versions, parsers)
     with open(options.file, "w", encoding="utf-8") as file:
-        json.dump(found, file, indent=1, sort_keys=True)
-    print(f"{options.file}: {sum(len(each['versions']) for each in found['repos'].values())} versions")
+        json.dump(specs, file, indent=1, sort_keys=True)
+    print(f"{options.file}: {sum(len(each['versions']) for each in specs['repos'].values())} versions")
     return 0
 
 

@@ -22,8 +22,8 @@ from rollyard_client.training.packed import ARRAYS, trajectories
 from rollyard_crds.token_arrays import PackedSegment
 
 from rollyard_bench.harness import manifest
-from rollyard_bench.leases import stage_result
-from rollyard_bench.processes import ControlPlane, control_plane
+from rollyard_bench.leases import NODE, stage_result
+from rollyard_bench.processes import ControlPlane, ProgramFailed, control_plane
 from rollyard_bench.results import Baseline, Measurement, Settings
 
 ROLLOUTS, PROMPT, RESPONSE = 2048, 1000, 7000
@@ -140,7 +140,7 @@ def _fill(http: httpx.Client, rollouts: int) -> None:
             packed = PackedSegment.of(**_segment(rng)).model_dump(mode="json")
         return stage_result(lease, packed, float(lease["sample_index"] % 2))
 
-    ask = {"worker": "w", "node": "n", "capacity": {"init": 16, "run": 16, "eval": 16}}
+    ask = {"worker": "w", "node": NODE, "capacity": {"init": 16, "run": 16, "eval": 16}}
     while leases := http.post("/v1/leases", json=ask).raise_for_status().json()["leases"]:
         body = orjson.dumps({"worker": "w", "results": [result(lease) for lease in leases]})
         headers = {"Content-Type": "application/json"}
@@ -152,7 +152,7 @@ def _fill(http: httpx.Client, rollouts: int) -> None:
         if float(waiting.split()[1]) == 0:
             return
         if time.monotonic() > end:
-            raise RuntimeError("the records did not reach the trajectory store within 600 s")
+            raise ProgramFailed("the records did not reach the trajectory store within 600 s")
         time.sleep(0.2)
 
 
@@ -168,7 +168,10 @@ def _read(http: httpx.Client, server: psutil.Process, accept: str, decode: Decod
     while got < rollouts:
         query: dict[str, str | int] = {"cursor": cursor, "limit": 1000}
         answer = http.get(PATH, params=query, headers={"Accept": accept}).raise_for_status()
-        got += decode(answer.content)
+        records = decode(answer.content)
+        if not records:
+            raise ProgramFailed(f"{got} of {rollouts} rollouts were delivered, and no more come")
+        got += records
         size += len(answer.content)
         cursor = answer.headers["rollyard-cursor"]
     return Rate(got, size / 1e6, sum(server.cpu_times()[:2]) - before[1], _own_seconds() - before[0])

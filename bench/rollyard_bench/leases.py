@@ -25,6 +25,8 @@ from rollyard_bench.processes import ControlPlane, control_plane
 from rollyard_bench.results import Baseline, Measurement, Settings
 
 CONNECTIONS = 8
+NODE = "bench"
+"""The node of the workers, and of their sandboxes, which do not exist."""
 BATCH = 8
 TOKENS = 512
 
@@ -70,7 +72,7 @@ def stage_result(lease: dict[str, Any], segment: dict[str, Any], reward: float) 
     result: dict[str, Any] = {key: lease[key] for key in ("rollout", "token", "stage")}
     if lease["stage"] == "init":
         sandbox = f"{lease['rollout']}-{lease['token']}"
-        result["sandbox"] = {"provider": "none", "id": sandbox, "node": "bench", "address": "unix:/none"}
+        result["sandbox"] = {"provider": "none", "id": sandbox, "node": NODE, "address": "unix:/none"}
     elif lease["stage"] == "run":
         run = {key: lease[key] for key in ("job", "group_id", "sample_index")}
         result["trajectory"] = {**run, "id": lease["rollout"], "task_id": lease["task"]["id"]}
@@ -83,7 +85,7 @@ def stage_result(lease: dict[str, Any], segment: dict[str, Any], reward: float) 
 async def _drive(plane: ControlPlane, latencies: list[float]) -> int:
     cycles = 0
     asks = [
-        orjson.dumps({"worker": "bench", "node": "bench", "capacity": {stage: BATCH}, "wait": 0})
+        orjson.dumps({"worker": "bench", "node": NODE, "capacity": {stage: BATCH}, "wait": 0})
         for stage in ("eval", "run", "init")
     ]
     async with Connection(plane) as connection:

@@ -132,7 +132,7 @@ def _play(jobs: int, ready_workers: int) -> list[float]:
 async def measure(settings: Settings) -> list[Measurement]:
     """Measure the same jobs with a ready worker and without."""
     needed("bwrap", "bubblewrap")
-    jobs = 3 if settings.quick else 7
+    jobs = 3 if settings.quick else 5
     ready = await asyncio.to_thread(_play, jobs, 1)
     without = await asyncio.to_thread(_play, jobs, 0)
 

@@ -209,7 +209,7 @@ async def fake_nodes(cluster: Cluster, count: int) -> AsyncIterator[None]:
 
 
 async def _measure(installed: Installation, settings: Settings) -> list[Measurement]:
-    jobs = 100 if settings.quick else 300
+    jobs = 50 if settings.quick else 150
     watched = Watched()
     lags: Lags = defaultdict(list)
     begin = time.perf_counter()

@@ -228,7 +228,7 @@ def _play(settings: Settings) -> list[Measurement]:
                 rollout=_long_rollout(served),
                 rounds=2 if settings.quick else 5,
             )
-            seconds, rounds = (10.0, 1) if settings.quick else (20.0, 3)
+            seconds, rounds = (10.0, 1) if settings.quick else (20.0, 2)
             return [
                 _first_view(stage),
                 _filters(stage),

@@ -119,7 +119,7 @@ def _sum(steps: list[Step], side: str) -> str:
 
 async def measure(settings: Settings) -> list[Measurement]:
     """Let both sides take the same steps in turns."""
-    pairs = 2 if settings.quick else 5
+    pairs = 2 if settings.quick else 3
     needed("bwrap", "bubblewrap")
     packages = await asyncio.to_thread(torch_folder)
     steps: dict[str, list[Step]] = {side: [] for side in SIDES}

@@ -99,7 +99,7 @@ def _push(client: Client, job: str, step: int) -> None:
 
 async def measure(settings: Settings) -> list[Measurement]:
     """Train with and without overlap in turns, and compare the medians of their steps."""
-    steps, rounds = (2, 1) if settings.quick else (5, 2)
+    steps, rounds = (2, 1) if settings.quick else (3, 2)
     runs: dict[int, list[Run]] = {0: [], 1: []}
     with tempfile.TemporaryDirectory(prefix="ryb-") as name:
         folder = Path(name)

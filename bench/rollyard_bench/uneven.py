@@ -25,7 +25,7 @@ control plane and the worker do between two rollouts is little beside it, on a s
 LIMIT = 4  # One backend takes this many rollouts at once.
 SAMPLES = 5
 ROLLOUTS = 120
-RUNS, QUICK_RUNS = 5, 3
+RUNS, QUICK_RUNS = 3, 1
 LONGEST_SECONDS = 240.0
 
 

@@ -75,7 +75,7 @@ def make_scheduler(model: FakeModel, eos: int = EOS, **limits: int) -> Scheduler
 def make_sequence(prompt: list[int], max_tokens: int = 5, **params: Any) -> Sequence:
     return Sequence(
         "id", np.array(prompt, dtype=np.int32), SamplingParams(max_tokens, temperature=0.0, **params),
-        max_model_len=4096, stream=False, on_progress=lambda: None,
+        max_model_len=4096, every=0, on_progress=lambda: None,
     )  # fmt: skip
 
 

@@ -9,7 +9,7 @@ import pytest
 from rollyard_inference.errors import BackendMismatch
 from rollyard_inference.replies import sampled
 from rollyard_inference.sampling.prorl import ProrlGenerate
-from rollyard_inference.sampling.request import Answer, Sampling
+from rollyard_inference.sampling.request import Answer, Sampling, parsed
 from rollyard_inference.sampling.sglang import SglangGenerate
 from rollyard_inference.sampling.vllm import VllmCompletions, VllmGenerate
 from rollyard_inference.transports.interface import Reply
@@ -57,7 +57,7 @@ def read(call: str, number: str) -> Answer:
     """Return what is read from a call's answer, with `number` as the text of the log-probability."""
     reader, answer = ANSWERS[call]
     text = orjson.dumps(answer).replace(orjson.dumps(HERE), number.encode())
-    answer_read: Answer = reader.parse(sampled("POST /x", Reply(200, {}, text)), PROMPT, SAMPLING)
+    answer_read: Answer = parsed(reader, sampled("POST /x", Reply(200, {}, text)), PROMPT, SAMPLING)
     return answer_read
 
 

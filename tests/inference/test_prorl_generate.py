@@ -11,7 +11,7 @@ from rollyard_inference.capabilities import probe
 from rollyard_inference.errors import BackendMismatch, BackendRefused, BackendUnavailable
 from rollyard_inference.health import check_alive, check_model, first_request
 from rollyard_inference.sampling.prorl import ProrlGenerate
-from rollyard_inference.sampling.request import Sampling, ServedModel
+from rollyard_inference.sampling.request import Sampling, ServedModel, parsed
 from rollyard_inference.transports.interface import Transport
 from rollyard_inference.transports.with_httpx import HttpxTransport
 from rollyard_testing.inference.scripted import ProrlShaped, SglangShaped, VllmShaped
@@ -62,10 +62,10 @@ def test_requests_and_answers() -> None:
     call = ProrlGenerate()
     sent = {"prompt_ids": [5, 6], "max_tokens": 3, "temperature": 0.5, "top_p": 0.9, "seed": 7}
     assert call.body(MODEL, (5, 6), SAMPLING) == sent
-    short = call.parse({"response_ids": [1, 2], "logprobs": [-0.5, 0.0]}, (5,), SAMPLING)
+    short = parsed(call, {"response_ids": [1, 2], "logprobs": [-0.5, 0.0]}, (5,), SAMPLING)
     assert (short.token_ids, short.logprobs, short.finish_reason) == ((1, 2), (-0.5, 0.0), "stop")
     assert short.versions is None
-    full = call.parse({"response_ids": [1, 2, 3], "logprobs": [-1, -1, -1]}, (5,), SAMPLING)
+    full = parsed(call, {"response_ids": [1, 2, 3], "logprobs": [-1, -1, -1]}, (5,), SAMPLING)
     assert full.finish_reason == "length"
     assert call.mode(call.mode_probes(MODEL, (1, 2)), (1, 2)) == "unknown"
     for wrong in (Sampling(1.0, 1.0, 5, 3, 0), Sampling(1.0, 1.0, -1, 3, 0, allowed=(4,))):
@@ -100,4 +100,4 @@ def test_requests_and_answers() -> None:
 )
 def test_impossible_answers_are_refused(answer: Any) -> None:
     with pytest.raises(BackendMismatch):
-        ProrlGenerate().parse(answer, (5,), SAMPLING)
+        parsed(ProrlGenerate(), answer, (5,), SAMPLING)

@@ -84,6 +84,8 @@ class ScriptedModel:
         self.card: dict[str, Any] = {"id": "scripted", "max_model_len": 100_000, **MODE}
         self.context = 100_000
         """The tokens of prompt and answer together; `card` may give another number."""
+        self.pause = 0.0
+        """The seconds before each token of an answer, which then comes as a stream."""
         self.running = asyncio.Event()
         """The event is cleared while the backend is paused."""
         self.running.set()
@@ -109,14 +111,25 @@ class ScriptedModel:
         self.seeds.append(body["sampling_params"]["seed"])
         ids = self.tokenizer.encode(self.answer(self.tokenizer.decode(body["token_ids"])))
         cut = ids[: body["sampling_params"]["max_tokens"]]
-        content = [{"token_id": token, "logprob": -0.125} for token in cut]
-        choice = {
-            "token_ids": cut,
+        whole = {
             "finish_reason": "stop" if len(cut) == len(ids) else "length",
-            "logprobs": {"content": content},
             "weight_versions": [{"version": "step-1", "start": 0, "end": len(cut)}],
         }
-        return web.json_response({"choices": [choice], "prompt_token_ids": body["token_ids"]})
+        if not self.pause:
+            return web.json_response(self._event(body, cut, **whole))
+        answer = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await answer.prepare(request)
+        for number, token in enumerate(cut, start=1):
+            await asyncio.sleep(self.pause)
+            event = self._event(body, [token], **(whole if number == len(cut) else {}))
+            await answer.write(f"data: {json.dumps(event)}\n\n".encode())
+        return answer
+
+    @staticmethod
+    def _event(body: dict[str, Any], ids: list[int], **fields: Any) -> dict[str, Any]:
+        content = [{"token_id": token, "logprob": -0.125} for token in ids]
+        choice = {"token_ids": ids, "logprobs": {"content": content}, **fields}
+        return {"choices": [choice], "prompt_token_ids": body["token_ids"]}
 
     @asynccontextmanager
     async def serving(self) -> AsyncIterator[ScriptedModel]:
@@ -242,6 +255,36 @@ class ScriptedBackend:
         }
         return {"choices": [choice | changes], "usage": {"prompt_tokens": len(body["prompt"])}}
 
+    async def stream(self, *events: object, end: str = "done", pause: float = 0.0) -> web.StreamResponse:
+        """Answer the request with server-sent events.
+
+        Args:
+            end: `done` ends the stream in order, `cut` breaks the connection, `freeze` sends nothing more.
+            pause: The seconds before each event but the first.
+        """
+        assert self.request is not None
+        request = self.request
+        answer = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
+        await answer.prepare(request)
+        for number, event in enumerate(events):
+            await asyncio.sleep(pause if number else 0.0)
+            data = event if isinstance(event, bytes) else f"data: {json.dumps(event)}\n\n".encode()
+            await answer.write(data)
+        if end == "freeze":
+            await asyncio.sleep(600)
+        if end == "cut" and request.transport is not None:
+            request.transport.close()
+        if end == "done":
+            await answer.write(b"data: [DONE]\n\n")
+        return answer
+
+    @staticmethod
+    def event(body: dict[str, Any], *ids: int, **changes: Any) -> dict[str, Any]:
+        """Return an event with these tokens, as a stream of `/inference/v1/generate` has them."""
+        content = [{"token_id": token, "logprob": -token / 8} for token in ids]
+        choice = {"token_ids": [*ids], "finish_reason": None, "logprobs": {"content": content}}
+        return {"choices": [choice | changes], "usage": {"prompt_tokens": len(body["token_ids"])}}
+
     def session(self, client: BackendClient, route: Route | None = None, **options: Any) -> BackendSession:
         """Return a rollout's session on this backend. Without `route`, it must not ask for another one."""
 
@@ -278,7 +321,7 @@ async def rollout(tmp_path_factory: pytest.TempPathFactory, extensions: Registry
     await provider.start()
     plane: Any = Plane()
     try:
-        async with BackendClient(request_timeout=20.0) as backends:
+        async with BackendClient(stall_timeout=20.0) as backends:
             egress = Egress()
             stages = Stages(plane, backends, provider, extensions, backend_budget=1.0, egress=egress)
             yield Rollout(provider, stages, plane, egress.infrastructure)

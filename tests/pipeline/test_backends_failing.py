@@ -152,14 +152,15 @@ async def test_overload_is_no_blame(backend: Any, status: int, headers: dict[str
 
 async def test_connections_that_break_and_trickle_are_left(backend: Any) -> None:
     closes = backend(generate=lambda body: _cut(closes, chunks=3, pause=0.0))
-    drips = backend(generate=lambda body: _cut(drips, chunks=200, pause=0.05))
+    still = {"/metrics": lambda: web.Response(text="vllm:generation_tokens_total 7\n")}
+    drips = backend(generate=lambda body: _cut(drips, chunks=400, pause=0.05), states=still)
     floods = backend(generate=lambda body: web.Response(body=b" " * 200_000))
     sound = backend(generate=backend.generated)
-    bounds: dict[str, Any] = {"request_timeout": 2.0, "max_answer_bytes": 100_000}
+    bounds: dict[str, Any] = {"stall_timeout": 2.0, "max_answer_bytes": 100_000}
     async with closes, drips, floods, sound, BackendClient(**bounds) as client:
         for server, says in (
             (closes, "ClientPayloadError"),
-            (drips, "no answer within 2 s"),
+            (drips, "no sign that the server computes"),
             (floods, "longer than 100000 bytes"),
         ):
             router = Router(sound.assignment)
@@ -279,6 +280,9 @@ class Scripted:
             raise answer
         assert answer is not None, "a request that the test does not expect"
         return answer
+
+    async def kept(self, request: Any) -> Sample | None:
+        return None
 
     async def weight_label(self, backend: BackendAssignment) -> str | None:
         label = self.labels.pop(0)

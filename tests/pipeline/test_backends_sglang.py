@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 from rollyard_inference.errors import BackendMismatch, BackendRefused, BackendUnavailable, ContextOverflow
-from rollyard_inference.sampling.request import ServedModel
+from rollyard_inference.sampling.request import ServedModel, parsed
 from rollyard_inference.sampling.sglang import SglangGenerate
 from rollyard_pipeline.backends import BackendClient, Sampling
 from rollyard_testing.pace import patience
@@ -63,6 +63,7 @@ PARAMETERS = {
     "top_k": int, "min_p": float, "frequency_penalty": float, "presence_penalty": float,
     "repetition_penalty": float, "min_new_tokens": int, "json_schema": str, "regex": str, "ebnf": str,
     "n": int, "ignore_eos": bool, "skip_special_tokens": bool, "no_stop_trim": bool, "sampling_seed": int,
+    "stream_interval": int,
 }  # fmt: skip
 
 
@@ -128,7 +129,7 @@ def served(backend: Any, sglang: Any, **states: Any) -> Any:
 
 
 def test_the_documented_answer_is_read() -> None:
-    answer = SglangGenerate().parse(ANSWER, PROMPT, SAMPLING)
+    answer = parsed(SglangGenerate(), ANSWER, PROMPT, SAMPLING)
     assert answer.token_ids == (12095, 13, 151645)
     assert answer.logprobs == (-0.5267709493637085, -1.1920928244535389e-07, -0.035150304436683655)
     assert (answer.finish_reason, answer.versions, answer.label) == ("stop", None, "default")
@@ -137,14 +138,18 @@ def test_the_documented_answer_is_read() -> None:
 def test_later_answers_name_the_version_of_every_token() -> None:
     spans = [{"version": "a", "start": 0, "end": 2}, {"version": "b", "start": 2, "end": 3}]
     meta = {**ANSWER["meta_info"], "weight_versions": spans, "weight_version": "b"}
-    assert SglangGenerate().parse({**ANSWER, "meta_info": meta}, PROMPT, SAMPLING).versions == ("a", "a", "b")
+    assert parsed(SglangGenerate(), {**ANSWER, "meta_info": meta}, PROMPT, SAMPLING).versions == (
+        "a",
+        "a",
+        "b",
+    )
 
 
 def test_the_end_of_turn_may_be_trimmed_from_output_ids_only() -> None:
     trimmed = {**ANSWER, "output_ids": [12095, 13]}
-    assert SglangGenerate().parse(trimmed, PROMPT, SAMPLING).token_ids == (12095, 13, 151645)
+    assert parsed(SglangGenerate(), trimmed, PROMPT, SAMPLING).token_ids == (12095, 13, 151645)
     with pytest.raises(BackendMismatch, match="output_ids"):
-        SglangGenerate().parse({**ANSWER, "output_ids": [12095, 151645]}, PROMPT, SAMPLING)
+        parsed(SglangGenerate(), {**ANSWER, "output_ids": [12095, 151645]}, PROMPT, SAMPLING)
 
 
 @pytest.mark.parametrize(
@@ -167,7 +172,7 @@ def test_the_end_of_turn_may_be_trimmed_from_output_ids_only() -> None:
 def test_answers_against_the_contract_are_refused(meta: dict[str, Any], says: str) -> None:
     answer = {**ANSWER, "meta_info": {**ANSWER["meta_info"], **meta}}
     with pytest.raises(BackendMismatch) as caught:
-        SglangGenerate().parse(answer, PROMPT, SAMPLING)
+        parsed(SglangGenerate(), answer, PROMPT, SAMPLING)
     assert says in str(caught.value)
 
 
@@ -176,7 +181,7 @@ def test_an_abort_for_an_error_is_that_error(status: int, error: type[Exception]
     finish = {"type": "abort", "message": "no room", "status_code": status, "err_type": "E"}
     answer = {**ANSWER, "meta_info": {**ANSWER["meta_info"], "finish_reason": finish}}
     with pytest.raises(error, match="no room"):
-        SglangGenerate().parse(answer, PROMPT, SAMPLING)
+        parsed(SglangGenerate(), answer, PROMPT, SAMPLING)
 
 
 def test_a_lora_adapter_is_named_by_its_path_field() -> None:
@@ -196,7 +201,7 @@ async def test_a_strict_server_takes_our_requests(backend: Any) -> None:
     assert body["input_ids"] == PROMPT
     assert body["sampling_params"] == {
         "temperature": 0.7, "top_p": 0.9, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0,
-        "max_new_tokens": 8, "sampling_seed": 7,
+        "max_new_tokens": 8, "sampling_seed": 7, "stream_interval": 16,
     }  # fmt: skip
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from aiohttp import web
+from rollyard_crds.lease import RouteResponse
 from rollyard_inference.errors import BackendUnavailable, WeightsChanged
 from rollyard_pipeline.backends import BackendClient, Sampling, client, session
 from rollyard_pipeline.chat.tokenizer import vocabulary_size
@@ -160,14 +161,22 @@ async def test_a_pause_counts_against_no_timeout(
         return backend.generated(body)
 
     server = backend(
-        generate=reply, states={"/is_paused": lambda: {"is_paused": paused and not resumed.is_set()}}
+        generate=reply,
+        states={
+            "/is_paused": lambda: {"is_paused": paused and not resumed.is_set()},
+            "/metrics": lambda: web.Response(text="vllm:generation_tokens_total 7\n"),
+        },
     )
     waited: list[float] = []
-    async with server, BackendClient(request_timeout=1.0) as backends:
-        talk = server.session(backends, budget=0.2)
+
+    async def stay(url: str, error: str, blame: bool) -> RouteResponse:
+        return RouteResponse(backend=server.assignment)
+
+    async with server, BackendClient(stall_timeout=1.0) as backends:
+        talk = server.session(backends, stay, budget=0.2)
         asyncio.get_running_loop().call_later(4.0, resumed.set)
         if not paused:
-            with pytest.raises(BackendUnavailable, match="no answer within 1 s"):
+            with pytest.raises(BackendUnavailable, match="no sign that the server computes"):
                 await talk.turn([1], 8, 0)
             assert talk.waited_seconds == 0.0
             return

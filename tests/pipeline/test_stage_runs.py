@@ -7,7 +7,6 @@ import shutil
 from collections.abc import AsyncIterator, Callable
 from contextlib import nullcontext
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -348,6 +347,20 @@ async def test_chat_template_kwargs_reach_the_template(
         await rollout.play()
 
 
+class Playing:
+    """What limits need of an agent's context: its episode, whose turn can be cut."""
+
+    def __init__(self, episode: Episode) -> None:
+        self.episode = episode
+        self.cut = 0
+
+    async def cut_turn(self) -> None:
+        self.cut += 1
+
+    def truncate(self, reason: str) -> None:
+        self.episode.truncate(reason)
+
+
 class Session:
     """A session with a backend, whose waits the test makes."""
 
@@ -363,7 +376,8 @@ class Session:
 async def test_a_wait_for_a_backend_extends_each_limit_that_is_in_force() -> None:
     session: Any = Session()
     episode = Episode(messages=[])
-    limits = RunLimits(session, episode)
+    playing: Any = Playing(episode)
+    limits = RunLimits(session, playing)
     loop = asyncio.get_running_loop()
     async with limits.within(1000.0):
         async with limits.within(100.0):
@@ -387,13 +401,15 @@ async def test_a_wait_for_a_backend_extends_each_limit_that_is_in_force() -> Non
 async def test_time_that_a_silent_backend_used_up_truncates_nothing(silence: str | None) -> None:
     session: Any = Session(silence)
     episode = Episode(messages=[])
-    limits = RunLimits(session, episode)
+    playing: Any = Playing(episode)
+    limits = RunLimits(session, playing)
     words = "no backend answered until Run's limit of 0.01 s; last: refused"
     blamed = nullcontext() if silence is None else pytest.raises(BackendUnavailable, match=words)
     with blamed:
         async with limits.within(0.01):
             await asyncio.Event().wait()
     assert episode.truncated_reason == ("RunTimeout" if silence is None else "")
+    assert playing.cut == (silence is None), "a turn that is sampled keeps its tokens"
     assert limits._limits == []
     # A TimeoutError of something else is an error as any other.
     with pytest.raises(TimeoutError, match="another"):
@@ -411,8 +427,8 @@ async def test_only_a_step_whose_limit_has_ended_is_the_last_one() -> None:
                 await asyncio.Event().wait()
 
     episode = Episode(messages=[])
-    context: Any = SimpleNamespace(episode=episode, task=None)
-    agent, limits = Waiting(), RunLimits(None, episode)
+    context: Any = Playing(episode)
+    agent, limits = Waiting(), RunLimits(None, context)
     in_force: list[int] = []
     runs = AgentRuns(agent, context, limits)
     first, second = Task(id="a", prompt="q"), Task(id="b", prompt="q")

@@ -23,8 +23,18 @@ class BackendUnavailable(BackendError):
 
     reason = "BackendUnavailable"
 
-    def __init__(self, message: str, *, overloaded: bool = False, retry_after: float | None = None) -> None:
+    def __init__(
+        self,
+        message: str,
+        *,
+        overloaded: bool = False,
+        hung: bool = False,
+        retry_after: float | None = None,
+    ) -> None:
         super().__init__(message)
+        self.hung = hung
+        """Whether the server took the request and then showed no sign of life, so that waiting for it again
+        would take as long."""
         self.overloaded = overloaded
         """Whether the server answered that it has too much to do. This does not indicate that the server is
         broken."""

@@ -18,7 +18,7 @@ from rollyard_inference.capabilities import (
 )
 from rollyard_inference.errors import BackendMismatch, ModelNotServed
 from rollyard_inference.replies import NO_SUCH_CALL, require_ok, sampled
-from rollyard_inference.sampling.request import Sampling, ServedModel
+from rollyard_inference.sampling.request import Sampling, ServedModel, parsed
 from rollyard_inference.transports.interface import Transport, base_url
 
 _PROMPT: Final = (1,)
@@ -101,7 +101,7 @@ async def first_request(transport: Transport, url: str, model: str, seconds: flo
     reply = await transport.request("POST", address, body, seconds=seconds, limit=_MAX_BYTES)
     document = sampled(f"POST {address}", reply)
     try:
-        answer = capabilities.call.parse(document, _PROMPT, _FIRST)
+        answer = parsed(capabilities.call, document, _PROMPT, _FIRST)
     except BackendMismatch as error:
         raise BackendMismatch(f"POST {address}: {error}") from error
     if len(answer.token_ids) != 1:

@@ -21,6 +21,10 @@ _NAMES: Final[Mapping[bytes, str]] = {
     b"sglang:num_queue_reqs": "waiting",
     b"sglang:prompt_tokens_total": "prefix_queries",
     b"sglang:cached_tokens_total": "prefix_hits",
+    # vLLM counts the tokens of each step, also those of a prompt that takes several steps.
+    b"vllm:iteration_tokens_total_sum": "computed",
+    b"vllm:generation_tokens_total": "computed",
+    b"sglang:generation_tokens_total": "computed",
 }
 _SAMPLE: Final = re.compile(rb"^(%s)(?:\{[^\n]*\})?[ \t]+([^\s]+)" % b"|".join(_NAMES), re.MULTILINE)
 
@@ -41,6 +45,8 @@ class ServerMetrics:
     """The number of prompt tokens that were looked up in the prefix cache since the server started."""
     prefix_hits: float | None = None
     """The number of those tokens that were found in the prefix cache."""
+    computed: float | None = None
+    """A number that grows while the server computes tokens."""
 
 
 def parse(text: bytes) -> ServerMetrics:

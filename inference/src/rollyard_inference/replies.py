@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 import orjson
 
@@ -108,18 +108,43 @@ def sampled(call: str, reply: Reply) -> object:
             limit = _LIMIT.search(text)
             raise ContextOverflow(message, int(limit[1][:12]) if limit else None)
     require_ok(call, reply)
+    return document(call, reply.content)
+
+
+def document(call: str, content: bytes | bytearray) -> object:
+    """Return the JSON of an answer or of an event of it, in which numbers may be `NaN` and `Infinity`.
+
+    Raises:
+        BackendMismatch: It is not JSON.
+    """
     try:
-        body: object = orjson.loads(reply.content)
+        body: object = orjson.loads(content)
     except orjson.JSONDecodeError as error:
         try:
             # Some servers write NaN, which JSON does not have. The check of its field says where it stands.
-            body = json.loads(reply.content)
-            orjson.dumps(
-                body
-            )  # Nothing else that JSON does not have is let through, such as half a character.
+            body = json.loads(content)
+            # Nothing else that JSON does not have is let through, such as half a character.
+            orjson.dumps(body)
         except (TypeError, ValueError, RecursionError):
             raise BackendMismatch(f"{call}: the answer is not JSON: {error}") from error
     return body
+
+
+def raise_error(call: str, body: dict[str, Any]) -> NoReturn:
+    """Raise the error that an event of a stream reports, in the form of OpenAI.
+
+    Args:
+        call: The request in words, for messages.
+        body: The event, which has a field `error`.
+
+    Raises:
+        BackendError: What `sampled` raises for an answer with this error. Without a status, it is a 500.
+    """
+    error = body["error"]
+    code = error.get("code") if isinstance(error, dict) else None
+    status = code if type(code) is int and 400 <= code < 600 else 500
+    sampled(call, Reply(status, {}, orjson.dumps(body)))
+    raise AssertionError(f"status {status} raised nothing")
 
 
 def json_or_none(reply: Reply) -> Any:

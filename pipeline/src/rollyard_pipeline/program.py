@@ -166,7 +166,7 @@ async def _work(
         await asyncio.gather(provider.start(), asyncio.to_thread(control.prepare))
         try:
             places = await _places(options, control, stages, concurrency)
-            async with BackendClient(request_timeout=options.request_timeout) as backends:
+            async with BackendClient(stall_timeout=options.stall_timeout) as backends:
                 await signals.run(
                     Worker(control, backends, provider, _worker_options(options, places, ready, traces))
                 )
@@ -645,7 +645,10 @@ def _parser(*, ready: bool = False, exit_on_error: bool = True) -> argparse.Argu
     parser.add_argument("--name", default=f"{host}-{os.getpid()}-{secrets.token_hex(3)}")
     parser.add_argument("--drain-seconds", type=float, default=30.0)
     parser.add_argument(
-        "--request-timeout", type=float, default=300.0, help="seconds for one backend request"
+        "--stall-timeout",
+        type=float,
+        default=20.0,
+        help="seconds without a sign of life of a backend, after which its requests are given up",
     )
     parser.add_argument("--backend-budget", type=float, default=60.0, help="seconds without any backend")
     parser.add_argument("--log-level", choices=("debug", "info", "warning", "error"), default="info")

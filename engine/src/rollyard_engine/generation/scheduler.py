@@ -279,7 +279,7 @@ class Scheduler:
             self.stats.generation_tokens += 1
             if sequence.finish_reason is not None:
                 self._finish(sequence, sequence.finish_reason)
-            elif sequence.stream:
+            elif sequence.reports:
                 self._progressed.append(sequence)
         return len(pending) if len(pending) > 1 else 0
 

@@ -48,6 +48,7 @@ class Sequence:
         "cached_tokens",
         "capacity",
         "error",
+        "every",
         "finish_reason",
         "kv",
         "on_progress",
@@ -58,7 +59,6 @@ class Sequence:
         "request_id",
         "sampler",
         "stop_reason",
-        "stream",
     )
 
     def __init__(
@@ -68,13 +68,13 @@ class Sequence:
         params: SamplingParams,
         *,
         max_model_len: int,
-        stream: bool,
+        every: int,
         on_progress: Callable[[], None],
     ) -> None:
         self.request_id = request_id
         self.prompt = prompt
         self.params = params
-        self.stream = stream
+        self.every = every
         self.on_progress = on_progress
         self.sampler = Sampler(params)
         self.output: list[SampledToken] = []
@@ -98,6 +98,14 @@ class Sequence:
     def finished(self) -> bool:
         """Whether the sequence has ended."""
         return self.finish_reason is not None or self.error is not None
+
+    @property
+    def reports(self) -> bool:
+        """Whether the token that was sampled last is to be reported before the sequence ends.
+
+        The first token and every ``every``-th after it are reported, and none if ``every`` is 0.
+        """
+        return self.every > 0 and (len(self.output) - 1) % self.every == 0
 
     @property
     def scoring(self) -> bool:

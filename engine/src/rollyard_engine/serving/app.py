@@ -152,10 +152,8 @@ async def generate(service: EngineService, request: Request) -> Response:
     )
     return_prompt = bool(body.return_token_ids)
     if body.stream:
-        with_usage = body.stream_options is not None and bool(body.stream_options.include_usage)
-        return _sse_response(
-            _generation_chunks(submission, return_prompt=return_prompt, with_usage=with_usage)
-        )
+        options = body.stream_options or protocol.StreamOptions(include_usage=False)
+        return _sse_response(_generation_chunks(submission, options, return_prompt=return_prompt))
     sequence = await _unless_disconnected(request, submission.finished())
     if sequence is None:
         return Response(status_code=499)
@@ -167,13 +165,15 @@ async def generate(service: EngineService, request: Request) -> Response:
 
 
 async def _generation_chunks(
-    submission: QueuedRequest, *, return_prompt: bool, with_usage: bool
+    submission: QueuedRequest, options: protocol.StreamOptions, *, return_prompt: bool
 ) -> AsyncIterator[object]:
     sequence = submission.sequence
+    every_chunk = bool(options.include_usage and options.continuous_usage_stats)
     async with aclosing(submission.progress()) as progress:
         async for start, end in progress:
-            yield responses.generation_chunk(sequence, start, end, return_prompt=return_prompt)
-    if with_usage:
+            chunk = responses.generation_chunk(sequence, start, end, return_prompt=return_prompt)
+            yield chunk | {"usage": responses.usage(sequence)} if every_chunk else chunk
+    if options.include_usage:
         yield {"request_id": sequence.request_id, "choices": [], "usage": responses.usage(sequence)}
 
 

@@ -56,7 +56,7 @@ NEUTRAL: Final[Mapping[str, tuple[object, ...]]] = {
     "output_kind": (2,),
 }
 # These fields concern only vLLM's logging or scheduling. Ignoring them changes no token.
-IGNORED: Final = frozenset({"user", "session_id", "detokenize", "flat_logprobs", "stream_interval"})
+IGNORED: Final = frozenset({"user", "session_id", "detokenize", "flat_logprobs"})
 ADVICE: Final = {
     "stop": "; end generation by stop_token_ids",
     "n": "; send one request a sample, each with its own seed",
@@ -102,6 +102,7 @@ class SamplingFields(RequestBody):
     ignore_eos: bool = False
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    stream_interval: Annotated[int, Field(ge=1)] = 1
 
     def to_params(self, *, default_max_tokens: int, prompt_tokens: int, room: int) -> SamplingParams:
         """Return the checked parameters.

@@ -99,7 +99,7 @@ class EngineService:
             np.asarray(prompt, dtype=np.int32),
             params,
             max_model_len=self.served.max_model_len,
-            stream=stream,
+            every=fields.stream_interval if stream else 0,
             on_progress=news.set,
         )
         self.engine.submit(sequence)

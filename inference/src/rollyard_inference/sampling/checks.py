@@ -1,4 +1,4 @@
-"""The checks of an answer.
+"""The reading and the checks of an answer, which comes in one piece or as events while it is sampled.
 
 Anything that an answer lacks or contradicts raises `BackendMismatch`, whose message names the place.
 """
@@ -6,6 +6,7 @@ Anything that an answer lacks or contradicts raises `BackendMismatch`, whose mes
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final
 
@@ -23,34 +24,78 @@ LOGPROB_TOLERANCE: Final = 1e-3  # This many nats above 0 can be explained by ro
 _FINISH: Final[dict[str, FinishReason]] = {"stop": "stop", "length": "length", "abort": "abort"}
 
 
-def checked_answer(
-    ids: list[int],
-    values: Sequence[object],
-    finish: object,
-    versions: tuple[str | None, ...] | None,
-    sampling: Sampling,
-    label: str | None = None,
-) -> Answer:
-    """Return an answer that was built from its parts and checked.
+class AnswerReader(ABC):
+    """Reads the events of one answer, and checks each of them as it comes.
 
-    Raises:
-        BackendMismatch: The lengths differ, a log-probability is impossible, or there are too many tokens or
-            none.
+    An answer that comes in one piece is a single event.
     """
-    if len(values) != len(ids):
-        raise BackendMismatch(f"{len(ids)} token_ids but {len(values)} logprobs")
-    if len(ids) > sampling.max_tokens:
-        raise BackendMismatch(f"{len(ids)} tokens sampled, max_tokens was {sampling.max_tokens}")
-    logprobs = _logprobs(ids, values)
-    reason = _FINISH.get(finish) if isinstance(finish, str) else None
-    if reason is None:
-        raise BackendMismatch(f"finish_reason is {finish!r}, expected one of {', '.join(_FINISH)}")
-    if not ids and reason != "abort":
-        raise BackendMismatch(f"no token sampled, finish_reason '{reason}'")
-    return Answer(tuple(ids), logprobs, reason, versions, label)
+
+    def __init__(self, prompt: Sequence[int], sampling: Sampling) -> None:
+        self._prompt = prompt
+        self._sampling = sampling
+        self.token_ids: list[int] = []
+        """The ids that were sampled so far."""
+        self.logprobs: list[float] = []
+        """Their log-probabilities in nats, of the same length."""
+        self.finish_reason: FinishReason | None = None
+        """Why the answer ended, or None if it has not."""
+        self.label: str | None = None
+        """The weight version that the last event named, if events name it."""
+        self.labelled = 0
+        """The number of first tokens that came with events which all named the same version."""
+        self._relabelled = False
+        self._versions: tuple[str | None, ...] | None = None
+
+    @abstractmethod
+    def feed(self, event: object) -> None:
+        """Read one event, which is decoded JSON.
+
+        Raises:
+            BackendMismatch: Something is missing, has another length, or is impossible.
+            BackendRefused, BackendUnavailable: The event reports an error.
+        """
+
+    def answer(self) -> Answer:
+        """Return the answer, all of which was read.
+
+        Raises:
+            BackendMismatch: It did not end, or lacks something that one of its events should have.
+        """
+        if self.finish_reason is None:
+            raise BackendMismatch(f"finish_reason is missing, expected one of {', '.join(_FINISH)}")
+        return Answer(
+            tuple(self.token_ids), tuple(self.logprobs), self.finish_reason, self._versions, self.label
+        )
+
+    def _add(self, ids: list[int], values: Sequence[object]) -> None:
+        if len(values) != len(ids):
+            raise BackendMismatch(f"{len(ids)} token_ids but {len(values)} logprobs")
+        count = len(self.token_ids) + len(ids)
+        if count > self._sampling.max_tokens:
+            raise BackendMismatch(f"{count} tokens sampled, max_tokens was {self._sampling.max_tokens}")
+        self.logprobs += _logprobs(ids, values, len(self.token_ids))
+        self.token_ids += ids
+
+    def _add_label(self, label: object) -> None:
+        """Note the weight version that an event names, after its tokens were added."""
+        if not isinstance(label, str):
+            return
+        self._relabelled |= self.label not in (None, label)
+        self.label = label
+        if not self._relabelled:
+            self.labelled = len(self.token_ids)
+
+    def _end(self, finish: object, versions: tuple[str | None, ...] | None) -> None:
+        reason = _FINISH.get(finish) if isinstance(finish, str) else None
+        if reason is None:
+            raise BackendMismatch(f"finish_reason is {finish!r}, expected one of {', '.join(_FINISH)}")
+        if not self.token_ids and reason != "abort":
+            raise BackendMismatch(f"no token sampled, finish_reason '{reason}'")
+        self.finish_reason = reason
+        self._versions = versions
 
 
-def _logprobs(ids: Sequence[int], values: Sequence[object]) -> tuple[float, ...]:
+def _logprobs(ids: Sequence[int], values: Sequence[object], first: int) -> tuple[float, ...]:
     floats = tuple(value for value in values if type(value) is float)
     # Nearly all answers are valid, and it is faster to check all values together. A NaN shows in the sum.
     if (
@@ -61,7 +106,8 @@ def _logprobs(ids: Sequence[int], values: Sequence[object]) -> tuple[float, ...]
     ):
         return floats
     return tuple(
-        _logprob(index, token, value) for index, (token, value) in enumerate(zip(ids, values, strict=True))
+        _logprob(index, token, value)
+        for index, (token, value) in enumerate(zip(ids, values, strict=True), start=first)
     )
 
 

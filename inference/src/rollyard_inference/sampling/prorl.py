@@ -12,17 +12,20 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 from rollyard_inference.errors import BackendMismatch, BackendRefused
-from rollyard_inference.sampling.checks import checked_answer, kind, mapping, token_ids
-from rollyard_inference.sampling.request import Answer, Sampling, ServedModel
+from rollyard_inference.sampling.checks import AnswerReader, kind, mapping, token_ids
+from rollyard_inference.sampling.request import Sampling, ServedModel
 
 
 class ProrlGenerate:
     """The call `POST /generate` of ProRL Agent's inference servers."""
 
     path: Final = "/generate"
+    streams: Final = False
 
-    def body(self, model: ServedModel, prompt: Sequence[int], sampling: Sampling) -> dict[str, Any]:
-        """Return the body of a request for tokens.
+    def body(
+        self, model: ServedModel, prompt: Sequence[int], sampling: Sampling, *, stream: bool = False
+    ) -> dict[str, Any]:
+        """Return the body of a request for tokens. The call has no streams.
 
         Raises:
             BackendRefused: The protocol cannot restrict the tokens as it is asked to.
@@ -40,15 +43,9 @@ class ProrlGenerate:
             "seed": sampling.seed,
         }
 
-    def parse(self, answer: object, prompt: Sequence[int], sampling: Sampling) -> Answer:
-        """Return the checked answer to a request, or raise BackendMismatch."""
-        body = mapping(answer, "the answer")
-        ids = token_ids(body.get("response_ids"), "response_ids")
-        values = body.get("logprobs")
-        if not isinstance(values, list):
-            raise BackendMismatch(f"logprobs is {kind(values)}, expected a list of {len(ids)} numbers")
-        finish = "length" if len(ids) >= sampling.max_tokens else "stop"
-        return checked_answer(ids, values, finish, None, sampling)
+    def reader(self, prompt: Sequence[int], sampling: Sampling) -> AnswerReader:
+        """Return what reads the answer."""
+        return _Reader(prompt, sampling)
 
     def mode_probes(self, model: ServedModel, ids: tuple[int, int]) -> list[dict[str, Any]]:
         """Return no request, because none can show the kind of log-probabilities."""
@@ -57,3 +54,14 @@ class ProrlGenerate:
     def mode(self, answers: Sequence[object], ids: tuple[int, int]) -> str:
         """Return `unknown`."""
         return "unknown"
+
+
+class _Reader(AnswerReader):
+    def feed(self, event: object) -> None:
+        body = mapping(event, "the answer")
+        ids = token_ids(body.get("response_ids"), "response_ids")
+        values = body.get("logprobs")
+        if not isinstance(values, list):
+            raise BackendMismatch(f"logprobs is {kind(values)}, expected a list of {len(ids)} numbers")
+        self._add(ids, values)
+        self._end("length" if len(ids) >= self._sampling.max_tokens else "stop", None)

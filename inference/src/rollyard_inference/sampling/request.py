@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 if TYPE_CHECKING:
     from rollyard_crds.trajectory import FinishReason
 
+    from rollyard_inference.sampling.checks import AnswerReader
+
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
@@ -59,16 +61,21 @@ class SamplingCall(Protocol):
     def path(self) -> str:
         """The path of the call, after the base URL."""
 
-    def body(self, model: ServedModel, prompt: Sequence[int], sampling: Sampling) -> dict[str, Any]:
-        """Return the body of the request."""
+    @property
+    def streams(self) -> bool:
+        """Whether the answer can come as events while it is sampled."""
 
-    def parse(self, answer: object, prompt: Sequence[int], sampling: Sampling) -> Answer:
-        """Return the checked answer.
+    def body(
+        self, model: ServedModel, prompt: Sequence[int], sampling: Sampling, *, stream: bool = False
+    ) -> dict[str, Any]:
+        """Return the body of the request.
 
-        Raises:
-            BackendMismatch: Something is missing, has another length, or is impossible.
-            BackendRefused, BackendUnavailable: The answer has the form of an answer but reports an error.
+        Args:
+            stream: Whether the answer is to come as events while it is sampled, where the call can do that.
         """
+
+    def reader(self, prompt: Sequence[int], sampling: Sampling) -> AnswerReader:
+        """Return what reads the answer, whether it comes in one piece or as events."""
 
     def mode_probes(self, model: ServedModel, ids: tuple[int, int]) -> list[dict[str, Any]]:
         """Return requests of one token each, whose answers show the kind of log-probabilities.
@@ -83,3 +90,14 @@ class SamplingCall(Protocol):
 
         It is `raw_logprobs`, `processed_logprobs`, `temperature_logprobs` or `unknown`.
         """
+
+
+def parsed(call: SamplingCall, document: object, prompt: Sequence[int], sampling: Sampling) -> Answer:
+    """Return the checked answer of a request whose answer came in one piece.
+
+    Raises:
+        BackendMismatch, BackendRefused, BackendUnavailable: See `AnswerReader.feed`.
+    """
+    reader = call.reader(prompt, sampling)
+    reader.feed(document)
+    return reader.answer()

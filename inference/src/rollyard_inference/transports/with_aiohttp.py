@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from types import TracebackType
 from typing import TYPE_CHECKING, Final
 
@@ -72,6 +74,55 @@ class AiohttpTransport:
         traceparent: str | None = None,
     ) -> Reply:
         """Send one request and read the whole answer. See `Transport.request`."""
+        async with self._answered(method, url, body, seconds, traceparent) as answer:
+            return _reply(answer, await _read(answer, url, limit))
+
+    async def stream(
+        self,
+        url: str,
+        body: object,
+        feed: Callable[[bytes | bytearray], None],
+        *,
+        limit: int = MAX_ANSWER_BYTES,
+        traceparent: str | None = None,
+    ) -> Reply:
+        """POST a request whose answer may be a stream of events, and read all of it.
+
+        Args:
+            url: The address of the call.
+            body: The object to send as JSON.
+            feed: Called with the data of each server-sent event, as soon as it has arrived. The event
+                `[DONE]` is left out.
+            limit: The maximum size in bytes of one event, or of an answer that is no stream.
+            traceparent: See `Transport.request`.
+
+        Returns:
+            The answer. Its content is empty if it was a stream of events.
+
+        Raises:
+            NotListening, BackendUnavailable, BackendMismatch: See `Transport.request`.
+        """
+        async with self._answered("POST", url, body, None, traceparent) as answer:
+            if answer.status != 200 or answer.content_type != "text/event-stream":
+                return _reply(answer, await _read(answer, url, limit))
+            rest = bytearray()
+            async for chunk in answer.content.iter_any():
+                rest += chunk
+                if b"\n" in chunk:
+                    *lines, last = rest.split(b"\n")
+                    rest = last
+                    for line in lines:
+                        data = line[5:].strip() if line.startswith(b"data:") else b""
+                        if data and data != b"[DONE]":
+                            feed(data)
+                if len(rest) > limit:
+                    raise too_long(url, limit)
+            return _reply(answer, b"")
+
+    @asynccontextmanager
+    async def _answered(
+        self, method: str, url: str, body: object, seconds: float | None, traceparent: str | None
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
         import aiohttp
 
         session = self._opened()
@@ -85,9 +136,7 @@ class AiohttpTransport:
                 session.request(method, url, data=data, headers=headers, allow_redirects=False) as answer,
             ):
                 check_plain(url, answer.headers.get("Content-Encoding"))
-                content = await _read(answer, url, limit)
-                named = {name.lower(): value for name, value in answer.headers.items()}
-                return Reply(answer.status, named, content)
+                yield answer
         except aiohttp.ClientConnectorError as error:
             raise NotListening(f"{url} cannot be reached: {type(error).__name__}: {error}") from error
         except (aiohttp.ClientError, OSError) as error:
@@ -95,6 +144,10 @@ class AiohttpTransport:
             if seconds is not None and type(error) is TimeoutError:
                 raise BackendUnavailable(f"{method} {url}: no answer within {seconds:g} s") from error
             raise BackendUnavailable(f"{url} cannot be reached: {type(error).__name__}: {error}") from error
+
+
+def _reply(answer: aiohttp.ClientResponse, content: bytes) -> Reply:
+    return Reply(answer.status, {name.lower(): value for name, value in answer.headers.items()}, content)
 
 
 async def _read(answer: aiohttp.ClientResponse, url: str, limit: int) -> bytes:

@@ -98,6 +98,8 @@ class AgentContext:
         self._tool_context = tool_context
         self._parser = parser
         self._session = session
+        self._open: tuple[Prompt, float] | None = None
+        """The prompt of the turn that is being sampled, and the model's seconds before it."""
 
     @property
     def finished(self) -> bool:
@@ -130,6 +132,7 @@ class AgentContext:
             return None
         before = session.model_seconds
         max_tokens = min(self._sampling.max_tokens, room)
+        self._open = prompt, before
         try:
             sample = await session.turn(prompt.ids, max_tokens, len(self.episode.turns))
         except ContextOverflow as error:
@@ -138,6 +141,7 @@ class AgentContext:
             limit = f"the server's context is {error.limit}" if known else f"the server refused it ({error})"
             self._out_of_context(len(prompt.ids), limit)
             return None
+        self._open = None
         text = recorder.record(prompt, sample)
         parsed = await self._parsed(text, prompt, sample)
         self.episode.add_assistant(text, parsed, sample.finish_reason, session.model_seconds - before)
@@ -145,6 +149,18 @@ class AgentContext:
             full = len(sample.token_ids) >= self._sampling.max_tokens
             self.episode.truncate("MaxTokens" if full else "MaxContext")
         return AgentTurn(parsed.text, parsed.calls, sample.finish_reason)
+
+    async def cut_turn(self) -> None:
+        """Record what a turn has sampled that was cancelled in the middle, which ends it as `length`."""
+        open_turn, self._open = self._open, None
+        if open_turn is None or self._session is None or self.episode.recorder is None:
+            return
+        prompt, before = open_turn
+        sample = await self._session.cut()
+        if sample is not None:
+            text = self.episode.recorder.record(prompt, sample)
+            seconds = self._session.model_seconds - before
+            self.episode.add_assistant(text, ParsedTurn(text.strip()), sample.finish_reason, seconds)
 
     def _out_of_context(self, tokens: int, limit: str) -> None:
         """Truncate the episode, because its next prompt leaves no room for a sampled token.

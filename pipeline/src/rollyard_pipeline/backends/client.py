@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -19,7 +20,9 @@ from rollyard_inference.errors import (
     ModelNotServed,
     WeightsChanged,
 )
-from rollyard_inference.replies import NO_SUCH_CALL, sampled
+from rollyard_inference.metrics import parse
+from rollyard_inference.replies import NO_SUCH_CALL, document, sampled
+from rollyard_inference.sampling.checks import AnswerReader
 from rollyard_inference.sampling.request import Answer, Sampling
 from rollyard_inference.transports.interface import MAX_ANSWER_BYTES, Reply, base_url
 from rollyard_inference.transports.with_aiohttp import AiohttpTransport
@@ -31,7 +34,16 @@ UNKNOWN_MODE: Final = "unknown"
 _FACTS_SECONDS: Final = 300.0  # A restart of the backend may go unnoticed for this time, in seconds.
 _MODE_SECONDS: Final = 10.0  # The limit of requests that determine the kind of log-probabilities.
 _MODE_TRIES: Final = 3
+_METRICS_BYTES: Final = 4 << 20
+_MOST_LABELS: Final = 4  # Weight versions whose times are kept, of each backend.
 _PAUSE_POLL: Final = 1.0  # The time between two checks of whether a backend is paused, in seconds.
+_LABEL_POLL: Final = 2.0  # The time between two checks of a backend's weight version, in seconds.
+_PULSE_POLL: Final = 5.0  # The time between two checks of whether a silent backend computes, in seconds.
+_LOOK_SECONDS: Final = 5.0  # The limit of each of these checks, in seconds.
+_KEEP_SECONDS: Final = 3.0  # The limit of the check after a request that was cut, in seconds.
+# The longest silence, in seconds, of a stream that has begun, on a server that samples for others: it may
+# have lost the request. It is also the longest of any stream on a server that does not say if it samples.
+_LONGEST_SILENCE: Final = 300.0
 
 
 @dataclass(slots=True)
@@ -46,6 +58,16 @@ class _Backend:
     mode_tries: int = 0
     paused: bool = False
     paused_at: float = -_PAUSE_POLL
+    named: dict[str | None, float] = field(default_factory=dict)
+    """When the backend was last asked and named a weight version, by the monotonic clock."""
+    asked_at: float = -_LABEL_POLL
+    """When it was last asked for it because of a stream."""
+    looked_at: float = -_PULSE_POLL
+    """When it was last asked whether it computes."""
+    computed: float | None = None
+    """The number of tokens that it had computed then."""
+    alive_at: float = 0.0
+    """When it last sent a token or was seen to compute."""
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     def forget(self) -> None:
@@ -54,12 +76,42 @@ class _Backend:
         self.modes.clear()
 
 
+@dataclass(slots=True)
+class SampleRequest:
+    """One request for tokens, and what has come of it while it runs.
+
+    A request that ends with an error or is cancelled leaves its tokens here; see `BackendClient.kept`.
+    """
+
+    backend: BackendAssignment
+    reader: AnswerReader | None = None
+    """What reads the answer, or None before the request was sent."""
+    label: str | None = None
+    """The weight version that the backend named before the request."""
+    arrivals: list[tuple[float, int]] = field(default_factory=list)
+    """When tokens came, by the monotonic clock, and the number of all that had come then."""
+    progress_at: float = field(default_factory=time.monotonic)
+    """When the last token came, or else when the request began, by the monotonic clock."""
+
+    @property
+    def token_ids(self) -> Sequence[int]:
+        """The ids that have been sampled so far."""
+        return () if self.reader is None else self.reader.token_ids
+
+    def recent(self, seconds: float) -> bool:
+        """Return whether its last token came within the last `seconds`."""
+        return bool(self.token_ids) and time.monotonic() - self.progress_at < seconds
+
+
 class BackendClient:
     """Requests samples from backends. It is used as an async context manager.
 
+    A request may take as long as its backend samples. It counts as hung if nothing comes of it and nothing
+    shows that the backend computes at all.
+
     Args:
-        request_timeout: The time in seconds after which one request counts as hung. Time in which its backend
-            is paused does not count.
+        stall_timeout: The time in seconds without a sign of life of a backend, after which its requests count
+            as hung. Time in which it is paused does not count.
         connect_timeout: The time to wait for a connection, in seconds.
         pause_limit: The time that one request waits for a paused backend, in seconds.
         max_answer_bytes: The largest size of the response to one request for samples, in bytes.
@@ -68,13 +120,13 @@ class BackendClient:
     def __init__(
         self,
         *,
-        request_timeout: float = 300.0,
+        stall_timeout: float = 20.0,
         connect_timeout: float = 5.0,
         pause_limit: float = 3600.0,
         max_answer_bytes: int = MAX_ANSWER_BYTES,
     ) -> None:
         self._transport = AiohttpTransport(connect_timeout)
-        self._timeout = request_timeout
+        self._stall = stall_timeout
         self._pause_limit = pause_limit
         self._max_answer_bytes = max_answer_bytes
         self._known: dict[str, _Backend] = {}
@@ -95,37 +147,57 @@ class BackendClient:
         sampling: Sampling,
         paused: Callable[[float], None] | None = None,
         traceparent: str | None = None,
+        request: SampleRequest | None = None,
     ) -> Sample:
         """Send one request and return its sample.
 
         Args:
             paused: Called with every further second in which the backend is paused, as it passes.
             traceparent: The span that the request belongs to, as the header of W3C Trace Context names it.
+            request: Holds what has come of the request so far.
 
         Raises:
-            BackendUnavailable: There is no connection, no answer in time, or a 5xx. Another try may help.
+            BackendUnavailable: There is no connection, it broke, the backend hangs, or it answered 5xx.
+                Another try may help.
             BackendMismatch: The answer fails a check, or the backend serves another model.
             BackendRefused: The request itself is refused. ContextOverflow is raised if it is too long.
             WeightsChanged: The answer does not state which weights sampled which tokens.
         """
         known = self._known.setdefault(backend.url, _Backend())
+        request = request or SampleRequest(backend)
         facts = await self._facts(known, backend)
-        before = known.label
+        request.label = known.label
+        request.reader = reader = facts.call.reader(prompt, sampling)
         url = base_url(backend.url) + facts.call.path
+
+        def feed(data: bytes | bytearray) -> None:
+            count = len(reader.token_ids)
+            reader.feed(document(f"POST {url}", data))
+            if len(reader.token_ids) > count:
+                request.progress_at = known.alive_at = time.monotonic()
+                request.arrivals.append((request.progress_at, len(reader.token_ids)))
+
         try:
-            async with _Watch(self, known, backend.url, paused):
-                body = facts.call.body(facts.model(backend.model), prompt, sampling)
-                reply = await self._transport.request(
-                    "POST", url, body, limit=self._max_answer_bytes, traceparent=traceparent
+            async with _Watch(self, known, request, paused):
+                body = facts.call.body(facts.model(backend.model), prompt, sampling, stream=True)
+                reply = await self._transport.stream(
+                    url, body, feed, limit=self._max_answer_bytes, traceparent=traceparent
                 )
             if reply.status in NO_SUCH_CALL and not _about_model(url, reply):
                 raise BackendUnavailable(f"{url} is gone (HTTP {reply.status})")
-            answer = facts.call.parse(sampled(url, reply), prompt, sampling)
+            if reply.content or reply.status != 200:
+                reader.feed(sampled(url, reply))
+            elif reader.finish_reason is None:
+                raise BackendUnavailable(
+                    f"{url}: the answer ended in the middle, after {len(reader.token_ids)} tokens"
+                )
+            answer = reader.answer()
         except ModelNotServed as error:
             known.forget()
             raise ModelNotServed(f"{error}; it serves {_names(facts)}") from error
         except BackendMismatch as error:
             known.forget()
+            request.reader = None
             raise BackendMismatch(f"{backend.url}: {error}") from error
         except BackendUnavailable as error:
             if not error.overloaded:
@@ -135,12 +207,42 @@ class BackendClient:
             known.until = 0.0  # The known context length may be outdated.
             raise
         if answer.versions is None:
-            version = await self._one_version(known, facts, backend, before, answer)
+            version = await self._one_version(known, facts, backend, request.label, answer)
             versions = (version,) * len(answer.token_ids)
         else:
             versions = tuple(version or backend.policy_version for version in answer.versions)
             known.label = versions[-1] if versions else known.label
         return Sample(answer.token_ids, answer.logprobs, versions, answer.finish_reason)
+
+    async def kept(self, request: SampleRequest) -> Sample | None:
+        """Return what a request that was cut has sampled, or None if there is nothing that can be kept.
+
+        Tokens are kept if it is certain which weights sampled them. Servers name these at the end of an
+        answer. Without it, that is certain if the backend names the same version now as before the request,
+        and else for the tokens that came until it did so last.
+        """
+        reader = request.reader
+        if reader is None or not reader.token_ids:
+            return None
+        known = self._known[request.backend.url]
+        count, version = len(reader.token_ids), request.label
+        if known.facts is not None and known.facts.weights.path is None:
+            version = request.backend.policy_version
+        elif reader.label is not None:
+            count = reader.labelled if reader.label == version else 0
+        else:
+            try:
+                async with asyncio.timeout(_KEEP_SECONDS):
+                    same = await self.weight_label(request.backend) == version
+            except (TimeoutError, BackendError):
+                same = False
+            if not same:
+                at = known.named.get(version, -1.0)
+                count = max((total for came, total in request.arrivals if came <= at), default=0)
+        if not count:
+            return None
+        versions = (version or request.backend.policy_version,) * count
+        return Sample(tuple(reader.token_ids[:count]), tuple(reader.logprobs[:count]), versions, "abort")
 
     async def max_model_len(self, backend: BackendAssignment) -> int | None:
         """Return the context length of the backend's model in tokens, or None if it is not reported."""
@@ -160,10 +262,15 @@ class BackendClient:
         path = (await self._facts(known, backend)).weights.path
         if path is None:
             return None
+        began = time.monotonic()
         status, body = await get(self._transport, base_url(backend.url) + path)
         if status >= 500:
             raise BackendUnavailable(f"{backend.url}{path} answered {status}")
         known.label = label_in(body)
+        known.named.pop(known.label, None)
+        known.named[known.label] = began
+        if len(known.named) > _MOST_LABELS:
+            del known.named[next(iter(known.named))]
         return known.label
 
     async def logprobs_mode(self, backend: BackendAssignment, ids: Sequence[int]) -> str:
@@ -197,12 +304,49 @@ class BackendClient:
         if time.monotonic() - known.paused_at >= _PAUSE_POLL:
             known.paused_at = time.monotonic()
             try:
-                status, body = await get(self._transport, base_url(url) + "/is_paused")
+                status, body = await get(self._transport, base_url(url) + "/is_paused", _LOOK_SECONDS)
             except BackendError:
                 return known.paused  # A backend that loads weights may not answer at all.
             known.paused = status == 200 and isinstance(body, dict) and body.get("is_paused") is True
             known.paused_at = time.monotonic()
         return known.paused
+
+    async def _look(self, known: _Backend, request: SampleRequest) -> None:
+        """Note the weight version of a backend that samples, and whether a silent one computes.
+
+        Each backend is asked at most once in a while, whatever the number of its requests.
+        """
+        now = time.monotonic()
+        if request.token_ids and now - known.asked_at >= _LABEL_POLL:
+            known.asked_at = now
+            with contextlib.suppress(BackendError, TimeoutError):
+                async with asyncio.timeout(_LOOK_SECONDS):
+                    await self.weight_label(request.backend)
+        if now - request.progress_at >= _PULSE_POLL and now - known.looked_at >= _PULSE_POLL:
+            known.looked_at = now
+            with contextlib.suppress(BackendError):
+                if await self._computes(known, base_url(request.backend.url)):
+                    known.alive_at = time.monotonic()
+
+    async def _computes(self, known: _Backend, url: str) -> bool:
+        """Return whether a backend has computed tokens since this was last asked.
+
+        A backend that does not report how many it has computed counts as computing while it answers.
+
+        Raises:
+            BackendUnavailable: It does not answer.
+        """
+        reply = await self._transport.request(
+            "GET", f"{url}/metrics", seconds=_LOOK_SECONDS, limit=_METRICS_BYTES
+        )
+        computed = parse(reply.content).computed if reply.status == 200 else None
+        if computed is not None:
+            before, known.computed = known.computed, computed
+            return computed != before
+        sglang = known.facts is not None and known.facts.weights.shape == "sglang"
+        path = "/health_generate" if sglang else "/health"
+        reply = await self._transport.request("GET", url + path, seconds=_LOOK_SECONDS, limit=_METRICS_BYTES)
+        return reply.status < 500
 
     async def _facts(self, known: _Backend, backend: BackendAssignment) -> Capabilities:
         if known.facts is None or time.monotonic() >= known.until:
@@ -259,24 +403,29 @@ class BackendClient:
 
 
 class _Watch:
-    """Ends a request after the client's timeout, not counting time in which the backend is paused.
+    """Ends a request of which nothing comes, on a backend that shows no sign of life.
 
     Only requests that take longer than a second have a cost, because the backend is asked only then.
     """
 
     def __init__(
-        self, client: BackendClient, known: _Backend, url: str, paused: Callable[[float], None] | None
+        self,
+        client: BackendClient,
+        known: _Backend,
+        request: SampleRequest,
+        paused: Callable[[float], None] | None,
     ) -> None:
         self._client = client
         self._known = known
-        self._url = url
+        self._request = request
         self._on_pause = paused
-        self._limit = asyncio.timeout(client._timeout)
+        self._limit = asyncio.timeout(client._stall)
         self._timer: asyncio.TimerHandle | None = None
         self._task: asyncio.Task[None] | None = None
         self._pause = 0.0
 
     async def __aenter__(self) -> None:
+        self._request.progress_at = time.monotonic()
         await self._limit.__aenter__()
         self._timer = asyncio.get_running_loop().call_later(_PAUSE_POLL, self._begin)
 
@@ -290,9 +439,12 @@ class _Watch:
         try:
             await self._limit.__aexit__(kind, error, trace)
         except TimeoutError as late:
+            silent = time.monotonic() - self._request.progress_at
             more = f" beside {self._pause:.0f} s of pause" if self._pause else ""
             raise BackendUnavailable(
-                f"{self._url}: no answer within {self._client._timeout:g} s{more}"
+                f"{self._request.backend.url}: no token for {silent:.0f} s{more}, after "
+                f"{len(self._request.token_ids)} of them, and no sign that the server computes",
+                hung=True,
             ) from late
 
     def _begin(self) -> None:
@@ -300,16 +452,33 @@ class _Watch:
 
     async def _follow(self) -> None:
         then = time.monotonic() - _PAUSE_POLL
-        while self._pause < self._client._pause_limit:
-            is_paused = await self._client.is_paused(self._url)
+        request, loop = self._request, asyncio.get_running_loop()
+        while not self._limit.expired():
+            is_paused = self._pause < self._client._pause_limit and await self._client.is_paused(
+                request.backend.url
+            )
             now = time.monotonic()
-            if is_paused and not self._limit.expired():
+            if is_paused:
                 self._pause += now - then
-                self._limit.reschedule((self._limit.when() or 0.0) + now - then)
                 if self._on_pause is not None:
                     self._on_pause(now - then)
+                request.progress_at = self._known.alive_at = now
+            else:
+                await self._client._look(self._known, request)
             then = now
+            alive = max(request.progress_at, self._known.alive_at)
+            if self._may_be_lost():
+                alive = min(alive, request.progress_at + _LONGEST_SILENCE)
+            if not self._limit.expired():
+                self._limit.reschedule(loop.time() + alive + self._client._stall - time.monotonic())
             await asyncio.sleep(_PAUSE_POLL)
+
+    def _may_be_lost(self) -> bool:
+        """Return whether a silence of the request says something that its backend's life does not."""
+        facts = self._known.facts
+        if facts is None or not facts.call.streams:
+            return False
+        return bool(self._request.token_ids) or self._known.computed is None
 
 
 def _names(facts: Capabilities) -> str:

@@ -31,7 +31,7 @@ from rollyard_process.telemetry import conventions as names
 from rollyard_process.telemetry.scope import RolloutScope, current
 from rollyard_process.telemetry.spans import Value
 
-from rollyard_pipeline.backends.client import UNKNOWN_MODE, BackendClient
+from rollyard_pipeline.backends.client import UNKNOWN_MODE, BackendClient, SampleRequest
 from rollyard_pipeline.errors import PipelineError
 from rollyard_pipeline.trajectories.recorder import Sample
 
@@ -232,6 +232,8 @@ class BackendSession:
         self._last_error = ""
         self._waiting = False
         self._prompt: Sequence[int] = ()
+        self._tokens: _TurnTokens | None = None
+        self._request: SampleRequest | None = None
         self._modes: dict[str, str] = {}
         self._span: TurnSpan | None = None
         self.backend = backend
@@ -265,11 +267,14 @@ class BackendSession:
     async def silence(self) -> str | None:
         """Return why an interrupted turn is the backend's fault, or None if the time was the policy's own.
 
-        A turn that merely takes long to sample is the policy's own. If a request was cut off without an
-        answer, the backend is therefore asked for one token. A backend that does not give it in time hangs.
+        A turn that merely takes long to sample is the policy's own. If a request was cut off whose last token
+        is not recent, the backend is therefore asked for one token. A backend that does not give it in time
+        hangs.
         """
         if self.failing is not None or not self._waiting:
             return self.failing
+        if self._request is not None and self._request.recent(self._probe_seconds):
+            return None
         if await self._client.is_paused(self.backend.url):
             return f"{self.backend.url} is paused"
         probe = Sampling(temperature=0.0, top_p=1.0, top_k=-1, max_tokens=1, seed=0)
@@ -301,12 +306,13 @@ class BackendSession:
         started, waited = time.monotonic(), self.waited_seconds
         self._span, before = TurnSpan(turn), self.stats.requests
         sample, failure = None, "Interrupted"
+        self._tokens = _TurnTokens()
         try:
-            sample = await self._turn(prompt, max_tokens, turn)
-            failure = ""
+            sample = await self._turn(prompt, max_tokens, turn, self._tokens)
+            failure, self._tokens = "", None
             return sample
         except Exception as error:
-            failure = type(error).__name__
+            failure, self._tokens = type(error).__name__, None
             raise
         finally:
             self.model_seconds += time.monotonic() - started - (self.waited_seconds - waited)
@@ -320,15 +326,38 @@ class BackendSession:
                 error=failure,
             )
 
-    async def _turn(self, prompt: Sequence[int], max_tokens: int, turn: int) -> Sample:
-        ids: list[int] = []
-        logprobs: list[float] = []
-        versions: list[str] = []
+    def sampled_now(self) -> tuple[int, ...] | None:
+        """Return the ids of the turn that is being sampled, or None if no turn is."""
+        if self._tokens is None:
+            return None
+        running = self._request.token_ids if self._waiting and self._request is not None else ()
+        return (*self._tokens.ids, *running)
+
+    async def cut(self) -> Sample | None:
+        """Return what the turn that was cancelled in the middle has sampled, or None if that is nothing.
+
+        It ends as `length`, as a turn without room for a further token does.
+        """
+        tokens, self._tokens = self._tokens, None
+        if tokens is None:
+            return None
+        if self._waiting:
+            self.stats.requests += 1
+            kept = await self._kept()
+            if kept is not None:
+                tokens.add(kept, _verified(kept))
+        if not tokens.ids:
+            return None
+        self.stats.sampled_tokens += len(tokens.ids)
+        return tokens.sample("length")
+
+    async def _turn(self, prompt: Sequence[int], max_tokens: int, turn: int, tokens: _TurnTokens) -> Sample:
+        ids = tokens.ids
         part, shrinks, room, unverified = 0, 0, max_tokens, 0.0
 
         def done(reason: FinishReason) -> Sample:
             self.stats.sampled_tokens += len(ids)
-            return Sample(tuple(ids), tuple(logprobs), tuple(versions), reason)
+            return tokens.sample(reason)
 
         for _ in range(_MAX_PARTS):
             # A request without any token to keep is repeated with the same seed.
@@ -357,9 +386,7 @@ class BackendSession:
                 raise
             self.stats.requests += 1
             verified = _verified(sample)
-            ids += sample.token_ids[:verified]
-            logprobs += sample.logprobs[:verified]
-            versions += sample.policy_versions[:verified]
+            tokens.add(sample, verified)
             part += verified > 0
             if verified < len(sample.token_ids):
                 self.stats.discarded_tokens += len(sample.token_ids) - verified
@@ -373,7 +400,7 @@ class BackendSession:
                 await self._wait(_FIRST_WAIT, "weights")  # The backend is still being updated.
         raise BackendUnavailable(
             f"{self.backend.url}: a turn was not done after {_MAX_PARTS} requests, which updates of its "
-            "weights cut short"
+            "weights or failures cut short"
         )
 
     async def _answered(self, prompt: Sequence[int], sampling: Sampling) -> Sample:
@@ -392,8 +419,11 @@ class BackendSession:
             except BackendUnavailable as error:
                 self._waiting = False
                 tries, failures = tries + 1, failures + 1
+                kept = await self._kept()
+                if kept is not None:
+                    self._failing_since = self._busy_since = None
                 left = self._left(error)
-                if tries % _TRIES_BEFORE_ROUTE == 0 or self._outage.lasts:
+                if error.hung or tries % _TRIES_BEFORE_ROUTE == 0 or self._outage.lasts:
                     wait = await self._move(str(error), blame=not error.overloaded)
                     failures = failures if wait else 0
                 else:
@@ -402,6 +432,8 @@ class BackendSession:
                     await self._wait(min(wait, left), "backend")
                 else:
                     await asyncio.sleep(min(wait, left))
+                if kept is not None:
+                    return kept
             else:
                 self._failing_since = self._busy_since = None
                 self._outage.end()
@@ -410,13 +442,29 @@ class BackendSession:
 
     async def _checked(self, prompt: Sequence[int], sampling: Sampling) -> Sample:
         parent = None if self._span is None else self._span.traceparent
-        sample = await self._client.sample(self.backend, prompt, sampling, self._paused, parent)
-        if self.vocabulary is not None and sample.token_ids and max(sample.token_ids) >= self.vocabulary:
+        self._request = SampleRequest(self.backend)
+        sample = await self._client.sample(
+            self.backend, prompt, sampling, self._paused, parent, self._request
+        )
+        if self._outside_vocabulary(sample):
             raise BackendMismatch(
                 f"{self.backend.url} sampled token {max(sample.token_ids)}, the vocabulary has "
                 f"{self.vocabulary} tokens"
             )
         return sample
+
+    async def _kept(self) -> Sample | None:
+        """Return what the last request has sampled before it was cut, as far as that can be used."""
+        request = self._request
+        sample = await self._client.kept(request) if request is not None else None
+        if sample is not None and self._outside_vocabulary(sample):
+            sample = None
+        if request is not None:
+            self.stats.discarded_tokens += len(request.token_ids) - (len(sample.token_ids) if sample else 0)
+        return sample
+
+    def _outside_vocabulary(self, sample: Sample) -> bool:
+        return self.vocabulary is not None and max(sample.token_ids, default=-1) >= self.vocabulary
 
     def _left(self, error: BackendUnavailable) -> float:
         """Return the number of seconds until the rollout gives up.
@@ -503,6 +551,25 @@ class BackendSession:
         if mode == "temperature_logprobs" and self._sampling.top_p == 1.0 and self._sampling.top_k <= 0:
             return "processed_logprobs"
         return mode
+
+
+@dataclass(slots=True)
+class _TurnTokens:
+    """What the requests of one turn have sampled together, in three lists of the same length."""
+
+    ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[str] = field(default_factory=list)
+
+    def add(self, sample: Sample, count: int) -> None:
+        """Append the first `count` tokens of a sample."""
+        self.ids += sample.token_ids[:count]
+        self.logprobs += sample.logprobs[:count]
+        self.versions += sample.policy_versions[:count]
+
+    def sample(self, reason: FinishReason) -> Sample:
+        """Return the turn as one sample."""
+        return Sample(tuple(self.ids), tuple(self.logprobs), tuple(self.versions), reason)
 
 
 def _verified(sample: Sample) -> int:

@@ -70,9 +70,9 @@ _LONGEST_WAITED: Final = 14_400.0  # The longest wait for backends, in seconds, 
 class RunLimits:
     """The limits that are in force, all of which wait while a backend is paused, updated or too busy."""
 
-    def __init__(self, session: BackendSession | None, episode: Episode) -> None:
+    def __init__(self, session: BackendSession | None, agent: AgentContext) -> None:
         self._session = session
-        self._episode = episode
+        self._agent = agent
         self._limits: list[asyncio.Timeout] = []
         if session is not None:
             session.on_wait = self._extend
@@ -80,6 +80,8 @@ class RunLimits:
     @asynccontextmanager
     async def within(self, seconds: float) -> AsyncIterator[None]:
         """Let the body take `seconds`, then end it and truncate the episode as `RunTimeout`.
+
+        A turn that is being sampled then keeps its tokens.
 
         Raises:
             PipelineError: The time was spent in the code of the handler.
@@ -103,7 +105,8 @@ class RunLimits:
                 raise BackendUnavailable(
                     f"no backend answered until Run's limit of {seconds:g} s; last: {silence}"
                 ) from None
-            self._episode.truncate("RunTimeout")
+            await self._agent.cut_turn()
+            self._agent.truncate("RunTimeout")
         finally:
             self._limits.remove(limit)
 
@@ -299,7 +302,7 @@ class Stages:
                     parser=parser,
                     session=session,
                 )
-                limits = RunLimits(session, episode)
+                limits = RunLimits(session, agent_context)
                 context.agent_steps = runs = AgentRuns(agent, agent_context, limits)
                 context.run_agent = runs.play
                 try:

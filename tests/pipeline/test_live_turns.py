@@ -79,6 +79,31 @@ def test_only_watched_rollouts_send_and_only_what_is_new() -> None:
     assert [turn.no for turn in sending.take([item])[0].turns] == [0, 1, 2, 3, 4, 5]
 
 
+def test_a_turn_that_is_being_sampled_is_sent_as_it_grows() -> None:
+    talk, sending = episode(), LiveTurnsToSend()
+    said = ["I th"]
+
+    def turns(first: int) -> list[LiveTurn]:
+        running = LiveTurn(no=4, role="assistant", text=said[-1], tokens=len(said[-1]), running=True)
+        return [*turns_from(talk, first), *([running] if said[-1] else [])]
+
+    item = held(1, turns)
+    sending.answered([], ["r1"])
+    (sent,) = sending.take([item])
+    assert [(turn.no, turn.running) for turn in sent.turns] == [*((no, False) for no in range(4)), (4, True)]
+    sending.answered([sent], ["r1"])
+    said.append("I think")
+    (more,) = sending.take([item])
+    assert [(turn.no, turn.text) for turn in more.turns] == [(4, "I think")]
+    sending.answered([more], ["r1"])
+    said.append("")
+    talk.add_assistant("I think so", ParsedTurn("I think so", ()), "stop", 2.0)
+    (whole,) = sending.take([item])
+    assert [(turn.no, turn.text, turn.running) for turn in whole.turns] == [(4, "I think so", False)]
+    sending.answered([whole], ["r1"])
+    assert sending.take([item]) == []
+
+
 def test_another_attempt_is_sent_from_its_beginning() -> None:
     sending = LiveTurnsToSend()
     sending.answered([], ["r1"])

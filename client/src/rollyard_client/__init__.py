@@ -38,7 +38,7 @@ if TYPE_CHECKING:
         WaitTimeout,
     )
     from rollyard_client.requests.cursors import Acknowledged
-    from rollyard_client.requests.results import Group, RolloutSummary
+    from rollyard_client.requests.results import Group, RolloutSummary, RunningRollout
     from rollyard_client.requests.sign_in import SignInCode
     from rollyard_client.requests.views import RolloutQuery, RolloutRow
     from rollyard_client.sse import JobEvent
@@ -72,6 +72,7 @@ __all__ = [
     "RolloutRow",
     "RolloutSummary",
     "RollyardError",
+    "RunningRollout",
     "SegmentArrays",
     "ServerUnavailable",
     "SignInCode",
@@ -97,7 +98,7 @@ __getattr__ = lazily(
         "errors": "AnswerInvalid Conflict ContextError Invalid JobReplaced NotFound RollyardError "
         "ServerUnavailable StorageFull TokenizerDiffers TooMany Unauthorized WaitTimeout",
         "requests.cursors": "Acknowledged",
-        "requests.results": "Group RolloutSummary",
+        "requests.results": "Group RolloutSummary RunningRollout",
         "requests.sign_in": "SignInCode",
         "requests.views": "RolloutQuery RolloutRow",
         "sse": "JobEvent",

@@ -133,6 +133,8 @@ class LiveTurn(Record):
     """The tokens that were sampled for it."""
     seconds: float = 0.0
     """The seconds that the model took for it."""
+    running: bool = False
+    """Whether it is being sampled. The text is then the end of what has come so far."""
 
 
 class LiveTurns(Record):

@@ -368,6 +368,8 @@ export interface LiveTurn {
   tokens: number | null;
   seconds: number | null;
   tool_calls: { name: string; arguments?: string }[];
+  /** Whether it is being sampled. The text is then the end of what has come so far. */
+  running?: boolean;
 }
 
 export interface Live {

@@ -232,12 +232,16 @@ def scale(kind: str, name: str | None, replicas: int, server: Server) -> None:
 
 @click.command()
 @click.argument("name")
+@click.option("--rollout", help="Follow this rollout instead, with the turn that is being sampled.")
 @server_options
-def watch(name: str, server: Server) -> None:
+def watch(name: str, rollout: str | None, server: Server) -> None:
     """Follow a job's progress until it ends: bars on a terminal, lines elsewhere."""
-    from rollyard.jobs.running import follow, leaving, require_success
+    from rollyard.jobs.running import follow, follow_rollout, leaving, require_success
 
     with connect(*server) as client, leaving(name):
+        if rollout is not None:
+            follow_rollout(client, name, rollout, server.namespace)
+            return
         job = follow(client, name, server.namespace)
     terminal.echo_line(f"{job.status.phase}: {job.status.message}")
     require_success(job, hint=True)

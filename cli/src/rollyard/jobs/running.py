@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 POLL_SECONDS: Final = 0.5
 UNREACHABLE_SECONDS: Final = 30.0
+ROLLOUT_SECONDS: Final = 1.0
+"""The seconds between two readings of a rollout, whose worker sends what is new once a second."""
 
 
 def phase_of(client: Client, job: RolloutJob) -> str | None:
@@ -138,6 +140,39 @@ def follow(
             if finished(job):
                 return job
             time.sleep(POLL_SECONDS)
+
+
+def follow_rollout(
+    client: Client, name: str, rollout: str, namespace: str, console: Console | None = None
+) -> None:
+    """Print the conversation of a rollout that runs until it has ended, and show its running turn.
+
+    On a terminal, the running turn is shown as it grows. Elsewhere a line says from time to time how long it
+    is.
+
+    Raises:
+        NotFound: There is no such job or rollout.
+        CliError: The rollout had ended before.
+    """
+    from rollyard_client import Conflict
+
+    from rollyard.render.progress import conversation_view
+
+    with conversation_view(console or terminal.console()) as show:
+        seen = False
+        while True:
+            try:
+                running = client.running_rollout(name, rollout, namespace)
+            except Conflict as error:
+                if not seen:
+                    raise CliError(f"{error}: `rollyard view {name} {rollout}`") from error
+                break
+            seen = True
+            show(running)
+            time.sleep(ROLLOUT_SECONDS)
+    terminal.echo_line(
+        f"rollout {rollout} has left its workers; its record: `rollyard view {name} {rollout}`"
+    )
 
 
 @contextlib.contextmanager

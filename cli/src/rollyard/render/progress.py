@@ -1,4 +1,4 @@
-"""The progress of a job, as a bar for each stage on a terminal and as plain lines elsewhere."""
+"""The progress of a job or a rollout, which moves on a terminal and comes as plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -8,16 +8,22 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Final
 
-from rich.console import Console
+from rich.console import Console, Group
+from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Column
 from rich.text import Text
+from rollyard_client import RunningRollout
 from rollyard_crds import STAGES, RolloutCounts, RolloutJob, StageName
+from rollyard_crds.lease import LiveTurn
+from rollyard_process.log_text import one_line
 
 LINE_SECONDS: Final = 2.0
 WAITING_SECONDS: Final = 3.0
 MIN_BAR: Final = 4
 MAX_BAR: Final = 36
+RUNNING_LINES: Final = 12
+"""The lines of a running turn that a terminal shows."""
 TEXT_WIDTH: Final = 72
 """The width of a bar's line without the bar itself, in characters."""
 
@@ -143,3 +149,73 @@ def progress_view(console: Console) -> Iterator[Callable[[RolloutJob], None]]:
         console=console,
     ) as progress:
         yield Bars(progress).update
+
+
+class ConversationView:
+    """Prints the messages of a rollout, each of them once, and shows the turn that is being sampled.
+
+    Args:
+        console: Where they are printed.
+        live: The part of a terminal that shows the running turn, or None if there is none.
+    """
+
+    def __init__(self, console: Console, live: Live | None) -> None:
+        self._console = console
+        self._live = live
+        self._next = 0
+        self._waits = ""
+        self._at = float("-inf")
+
+    def update(self, rollout: RunningRollout) -> None:
+        """Print what is new in the rollout."""
+        for turn in rollout.turns:
+            if turn.no >= self._next and not turn.running:
+                self._next = turn.no + 1
+                self._print(turn)
+        running = rollout.turns[-1] if rollout.turns and rollout.turns[-1].running else None
+        if running is not None:
+            self._show(running)
+        else:
+            self._say_where(f"{rollout.stage or 'no stage'}: {rollout.status}")
+
+    def _print(self, turn: LiveTurn) -> None:
+        self._console.print(Text(_turn_header(turn), "bold"), soft_wrap=True)
+        self._console.print(Text(turn.text), soft_wrap=True)
+        for call in turn.tool_calls:
+            self._console.print(Text(f"{one_line(call.name)}({one_line(call.arguments)})"), soft_wrap=True)
+        if len(turn.text) < turn.characters:
+            self._console.print(Text(f"({turn.characters - len(turn.text)} more characters)"))
+
+    def _show(self, turn: LiveTurn) -> None:
+        if self._live is not None:
+            end = turn.text.splitlines()[-RUNNING_LINES:]
+            text = Text("\n".join(end), no_wrap=True, overflow="ellipsis")
+            self._live.update(Group(text, Text(_turn_header(turn), "bold")))
+        elif time.monotonic() - self._at >= LINE_SECONDS:
+            self._at = time.monotonic()
+            self._console.print(_turn_header(turn), soft_wrap=True)
+
+    def _say_where(self, words: str) -> None:
+        if self._live is not None:
+            self._live.update(Text(words))
+        elif words != self._waits:
+            self._console.print(words, soft_wrap=True)
+        self._waits = words
+
+
+def _turn_header(turn: LiveTurn) -> str:
+    """Return a line such as `assistant, 812 tokens in 16 s, being sampled`."""
+    parts = [one_line(turn.role)]
+    parts += [f"{turn.tokens:,} tokens in {turn.seconds:.0f} s"] if turn.tokens else []
+    parts += ["being sampled"] if turn.running else []
+    return ", ".join(parts)
+
+
+@contextmanager
+def conversation_view(console: Console) -> Iterator[Callable[[RunningRollout], None]]:
+    """Provide a function that shows each state of a rollout that runs."""
+    if not console.is_terminal:
+        yield ConversationView(console, None).update
+        return
+    with Live(console=console, transient=True, refresh_per_second=4) as live:
+        yield ConversationView(console, live).update

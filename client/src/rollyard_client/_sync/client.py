@@ -39,7 +39,7 @@ from rollyard_client.paging import (
 )
 from rollyard_client.requests import cursors, jobs, pools, results, sign_in, views
 from rollyard_client.requests.cursors import Acknowledged
-from rollyard_client.requests.results import Group, RolloutSummary
+from rollyard_client.requests.results import Group, RolloutSummary, RunningRollout
 from rollyard_client.requests.sign_in import PageRole, SignInCode
 from rollyard_client.requests.views import EVERY_ROLLOUT, RolloutQuery, RolloutRow
 from rollyard_client.sse import JobEvent, Parser
@@ -295,6 +295,14 @@ class Client:
     def trajectory(self, name: str, rollout: str, namespace: str | None = None) -> Trajectory:
         """Return the trajectory of one ended rollout."""
         return self._transport.send(results.rollout(name, namespace or self.namespace, rollout))
+
+    def running_rollout(self, name: str, rollout: str, namespace: str | None = None) -> RunningRollout:
+        """Return a rollout that has not ended, as far as it has come, with the turn that is being sampled.
+
+        Raises:
+            Conflict: It has ended; `trajectory` returns its record.
+        """
+        return self._transport.send(results.running_rollout(name, namespace or self.namespace, rollout))
 
     def rollouts(
         self,

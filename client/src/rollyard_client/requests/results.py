@@ -18,6 +18,7 @@ from rollyard_client.requests.jobs import JOBS, NDJSON
 
 if TYPE_CHECKING:
     import httpx
+    from rollyard_crds.lease import LiveTurn
     from rollyard_crds.task import Task
     from rollyard_crds.trajectory import Attempt, Trajectory
 
@@ -78,6 +79,19 @@ class RolloutSummary:
         """Return the summary that a server sent. Unknown fields are left out."""
         attempts = [crds.Attempt.model_validate(entry) for entry in item.get("attempts", [])]
         return known(cls, {**item, "attempts": attempts})
+
+
+@dataclass(frozen=True, slots=True)
+class RunningRollout:
+    """A rollout that has not ended, as far as it has come."""
+
+    stage: str | None
+    status: str
+    turns: list[LiveTurn]
+    """The messages of its conversation that its worker has sent. The last one may be in the middle of being
+    sampled (`running`). A worker sends them only while somebody reads them, so the first answer has none."""
+    dropped: int
+    """The number of earlier messages that were dropped."""
 
 
 def tasks(name: str, namespace: str, ids: Sequence[str]) -> Call[list[Task]]:
@@ -188,6 +202,20 @@ def rollout(name: str, namespace: str, rollout_id: str) -> Call[Trajectory]:
     """Return the call that reads the trajectory of one ended rollout."""
     path = f"{JOBS}/{segment(name)}/rollouts/{segment(rollout_id)}"
     return Call("GET", path, lambda answer: trajectory(answer.content), query={"namespace": namespace})
+
+
+def running_rollout(name: str, namespace: str, rollout_id: str) -> Call[RunningRollout]:
+    """Return the call that reads a rollout that has not ended."""
+
+    def parse(answer: httpx.Response) -> RunningRollout:
+        from rollyard_crds.lease import LiveTurn
+
+        body = orjson.loads(answer.content)
+        turns = [LiveTurn.model_validate(turn) for turn in body["turns"]]
+        return known(RunningRollout, {**body, "turns": turns})
+
+    path = f"{JOBS}/{segment(name)}/rollouts/{segment(rollout_id)}/live"
+    return Call("GET", path, parse, query={"namespace": namespace})
 
 
 def events(name: str, namespace: str) -> tuple[str, dict[str, str]]:

@@ -326,12 +326,12 @@ class BackendSession:
                 error=failure,
             )
 
-    def sampled_now(self) -> tuple[int, ...] | None:
-        """Return the ids of the turn that is being sampled, or None if no turn is."""
+    def sampled_now(self) -> tuple[tuple[int, ...], float] | None:
+        """Return the ids of the turn that is being sampled, and its seconds so far, or None if no turn is."""
         if self._tokens is None:
             return None
         running = self._request.token_ids if self._waiting and self._request is not None else ()
-        return (*self._tokens.ids, *running)
+        return (*self._tokens.ids, *running), time.monotonic() - self._tokens.began
 
     async def cut(self) -> Sample | None:
         """Return what the turn that was cancelled in the middle has sampled, or None if that is nothing.
@@ -557,6 +557,7 @@ class BackendSession:
 class _TurnTokens:
     """What the requests of one turn have sampled together, in three lists of the same length."""
 
+    began: float = field(default_factory=time.monotonic)
     ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[str] = field(default_factory=list)

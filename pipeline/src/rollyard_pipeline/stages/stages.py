@@ -10,7 +10,16 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from typing import Final
 
-from rollyard_crds.lease import Lease, RouteRequest, RouteResponse, RunStats, StageResult, StageTimes
+from rollyard_crds.lease import (
+    MAX_LIVE_TURNS,
+    Lease,
+    LiveTurn,
+    RouteRequest,
+    RouteResponse,
+    RunStats,
+    StageResult,
+    StageTimes,
+)
 from rollyard_crds.names import PROVIDER
 from rollyard_crds.rolloutjob import RolloutJobSpec
 from rollyard_crds.task import Task
@@ -60,7 +69,7 @@ from rollyard_pipeline.tool_parsers.base import ChatModel, TokenParser, ToolCall
 from rollyard_pipeline.tool_parsers.detect import configured
 from rollyard_pipeline.tool_parsers.renderers import Readers
 from rollyard_pipeline.tools.base import Tool, ToolContext
-from rollyard_pipeline.trajectories.episode import Episode, turns_from
+from rollyard_pipeline.trajectories.episode import Episode, running_turn, turns_from
 from rollyard_pipeline.trajectories.recorder import TrajectoryRecorder
 from rollyard_pipeline.trajectories.sanitize import clean_text
 
@@ -278,7 +287,7 @@ class Stages:
         handler, (agent, tools) = self._handler(spec).for_task(lease.task), agent_of(self._extensions, spec)
         session = self._session(lease, spec) if agent.uses_model else None
         episode = Episode(messages=lease.task.chat())
-        holding.live = functools.partial(turns_from, episode)
+        holding.live = functools.partial(_live_turns, episode, session)
         parser: ToolCallParser | TokenParser | None = None
         if session is not None:
             schemas, arguments = [tool.schema() for tool in tools.values()], spec.agent.chat_template_kwargs
@@ -568,6 +577,16 @@ class Stages:
             if provider is not None and sandbox is not None
             else None,
         )
+
+
+def _live_turns(episode: Episode, session: BackendSession | None, first: int) -> list[LiveTurn]:
+    """Return the messages of a rollout from the number `first` on, and the turn that is being sampled."""
+    turns = turns_from(episode, first)
+    sampled = session.sampled_now() if session is not None else None
+    if sampled is not None and first + len(turns) == len(episode.messages) and len(turns) < MAX_LIVE_TURNS:
+        running = running_turn(episode, *sampled)
+        turns += [running] if running is not None else []
+    return turns
 
 
 def _end_in_run(lease: Lease) -> str:

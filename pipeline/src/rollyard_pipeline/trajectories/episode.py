@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -192,6 +193,28 @@ def turns_from(episode: Episode, first: int) -> list[LiveTurn]:
         return []
     turn_of = turns_said([message.role for message in episode.messages], len(episode.turns))
     return [_turn(episode, first + index, message, turn_of) for index, message in enumerate(messages)]
+
+
+def running_turn(episode: Episode, ids: Sequence[int], seconds: float) -> LiveTurn | None:
+    """Return the turn that is being sampled, whose text ends with the last of its ids, for viewers.
+
+    Args:
+        ids: The ids that have been sampled so far.
+        seconds: The seconds for which the turn has been sampled.
+    """
+    if episode.recorder is None:
+        return None
+    # A token has at least one character, but for bytes of one that is not complete.
+    text = clean_text(episode.recorder.text_of(ids[-MAX_LIVE_TEXT:]))
+    return LiveTurn(
+        no=len(episode.messages),
+        role="assistant",
+        text=text[-MAX_LIVE_TEXT:],
+        characters=len(text),
+        tokens=len(ids),
+        seconds=seconds,
+        running=True,
+    )
 
 
 def _turn(episode: Episode, number: int, message: Message, turn_of: dict[int, int]) -> LiveTurn:

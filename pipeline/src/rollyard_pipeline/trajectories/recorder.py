@@ -185,6 +185,10 @@ class TrajectoryRecorder:
         self._conversation.said(prompt.rendering, text, end or "")
         return text.replace(MARK, "")
 
+    def text_of(self, ids: Sequence[int]) -> str:
+        """Return the text of sampled ids that are not recorded yet."""
+        return self._tokenizer.decode_sampled(ids).replace(MARK, "")
+
     def segments(self) -> list[PackedSegment]:
         """Return the record so far."""
         return [

@@ -199,7 +199,10 @@ class LiveTurnsToSend:
 
     def answered(self, sent: Sequence[LiveTurns], watched: Iterable[str]) -> None:
         """Note that a heartbeat with these turns arrived, and which rollouts are watched now."""
-        after = {live.rollout: (live.token, live.turns[-1].no + 1) for live in sent}
+        # A turn that is being sampled is sent again, as it grows.
+        after = {
+            live.rollout: (live.token, live.turns[-1].no + (not live.turns[-1].running)) for live in sent
+        }
         # A rollout that is watched for the first time, or again, is sent from its beginning.
         self._sent = {rollout: after.get(rollout) or self._sent.get(rollout) or (0, 0) for rollout in watched}
 

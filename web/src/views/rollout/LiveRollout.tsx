@@ -67,6 +67,7 @@ export function LiveRollout({ namespace, name, id, onEnded }: LiveRolloutProps):
               <span class="role">{visibleLine(shortened(turn.role, 40))}</span>
               <span class="muted">
                 {turn.tokens === null ? "" : `${count(turn.tokens)} tokens`} {turn.seconds === null ? "" : duration(turn.seconds)}
+                {turn.running ? ", being sampled" : ""}
               </span>
             </header>
             <div class="text">{visible(turn.text)}</div>

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,12 +14,20 @@ from rollyard_crds.lease import BackendAssignment, RouteResponse
 from rollyard_crds.rolloutjob import SamplingSpec
 from rollyard_inference.errors import BackendRefused, ContextOverflow, ModelNotServed
 from rollyard_pipeline.backends import BackendClient, BackendSession, Sampling
+from rollyard_pipeline.backends import client as clients
+from rollyard_pipeline.backends.client import SampleRequest
 from rollyard_pipeline.trajectories.recorder import Sample
 from rollyard_testing.pace import patience
+from rollyard_testing.vllm import servers
 from rollyard_testing.vllm.servers import MAX_MODEL_LEN, VllmServer
+
+StartVllm = Callable[..., VllmServer]
 
 PROMPT = (5, 6, 7, 8)
 LONG = 600
+SLOW = 900
+"""The tokens of a turn that takes 45 seconds at twenty tokens a second."""
+SLOW_STEPS = Path(servers.__file__).parent / "slow_steps"
 ENDLESS = 3000
 SHARE = 0.1
 """The share of the time for which a server computes where a test acts in the middle of a turn.
@@ -45,18 +55,25 @@ class EndlessClient(BackendClient):
         sampling: Sampling,
         paused: Callable[[float], None] | None = None,
         traceparent: str | None = None,
+        request: SampleRequest | None = None,
     ) -> Sample:
         narrow = replace(sampling, allowed=(5, 9))
-        return await super().sample(backend, prompt, narrow, paused, traceparent)
+        return await super().sample(backend, prompt, narrow, paused, traceparent, request)
 
 
 def assigned(server: VllmServer, model: str = "tiny") -> BackendAssignment:
     return BackendAssignment(pool="p", url=server.url, model=model, tokenizer="t", policy_version="assigned")
 
 
-def talk_to(client: BackendClient, server: VllmServer, **sampling: Any) -> BackendSession:
+def talk_to(
+    client: BackendClient, server: VllmServer, to: VllmServer | None = None, **sampling: Any
+) -> BackendSession:
+    """Return a rollout's session on a server, which moves to another one if it may."""
+
     async def route(url: str, error: str, blame: bool) -> RouteResponse:
-        raise AssertionError(f"asked for a route away from {url}: {error}")
+        assert to is not None, f"asked for a route away from {url}: {error}"
+        assert blame
+        return RouteResponse(backend=assigned(to))
 
     spec = SamplingSpec(seed=11, **sampling)
     return BackendSession(client, assigned(server), route, spec, task_id="t", sample_index=0)
@@ -220,7 +237,7 @@ async def test_an_update_in_the_middle_of_a_turn(server: VllmServer, mode: str) 
     async def call(path: str, **body: Any) -> None:
         await asyncio.to_thread(server.call, path, body)
 
-    async with EndlessClient(request_timeout=120.0) as client:
+    async with EndlessClient() as client:
         talk = talk_to(client, server)
         await talk.turn(PROMPT, 2, 0)
         before = await tokens()
@@ -249,7 +266,7 @@ async def test_an_update_in_the_middle_of_a_turn(server: VllmServer, mode: str) 
 
 
 async def test_a_paused_server_is_waited_for(server: VllmServer) -> None:
-    async with BackendClient(request_timeout=4.0) as client:
+    async with BackendClient(stall_timeout=4.0) as client:
         talk = talk_to(client, server)
         await talk.turn(PROMPT, 2, 0)
         await asyncio.to_thread(server.call, "/pause?mode=abort")
@@ -269,3 +286,64 @@ async def test_a_paused_server_is_waited_for(server: VllmServer) -> None:
     assert talk.stats.requests == 2
     assert talk.waited_seconds >= 8.0
     assert talk.failing is None
+
+
+@pytest.fixture
+def scaled(monkeypatch: pytest.MonkeyPatch) -> float:
+    """Scale the times of a client down, and return by how much."""
+    scale = 20.0
+    for name in ("_PAUSE_POLL", "_LABEL_POLL", "_PULSE_POLL", "_LONGEST_SILENCE"):
+        monkeypatch.setattr(clients, name, getattr(clients, name) / scale)
+    return scale
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("call", ["generate", "completions"])
+async def test_a_turn_of_fifteen_minutes_at_twenty_tokens_a_second(
+    start_vllm: StartVllm, vllm_model: Path, call: str, scaled: float
+) -> None:
+    """No token is thrown away and nothing is blamed, however long the turn is."""
+    arguments = ["--logits-processors", "rollyard_slow_steps:SlowSteps"]
+    arguments += ["--no-enable-scale-out"] if call == "completions" else []
+    server = start_vllm(vllm_model, 0, arguments=arguments, environment={"PYTHONPATH": str(SLOW_STEPS)})
+    try:
+        async with EndlessClient(stall_timeout=20.0 / scaled) as client:
+            talk = talk_to(client, server)
+            before = time.monotonic()
+            sample = await talk.turn(PROMPT, SLOW, 0)
+            took = time.monotonic() - before
+    finally:
+        server.stop()
+    assert took > 300.0 / scaled, "a turn that is over soon shows nothing"
+    assert len(sample.token_ids) == SLOW
+    assert sample.finish_reason == "length"
+    assert (talk.stats.sampled_tokens, talk.stats.discarded_tokens, talk.stats.requests) == (SLOW, 0, 1)
+
+
+@pytest.mark.parametrize("what", ["engine", "server"])
+async def test_a_server_that_freezes_in_the_middle_of_a_stream(
+    vllm_servers: list[VllmServer], what: str, scaled: float
+) -> None:
+    """It is left with what it gave, in less than the thirty seconds that this stands for."""
+    frozen, sound = vllm_servers
+    async with EndlessClient(stall_timeout=20.0 / scaled) as client:
+        talk = talk_to(client, frozen, sound)
+        with frozen.slowed(SHARE):
+            turn = asyncio.ensure_future(talk.turn(PROMPT, LONG, 0))
+
+            async def sampled() -> float:
+                return len((talk.sampled_now() or ((), 0.0))[0])
+
+            await until(sampled, lambda number: number >= 64.0)
+        with frozen.frozen(engine_only=what == "engine"):
+            held = len((talk.sampled_now() or ((), 0.0))[0])
+            async with asyncio.timeout(patience(30.0)):
+                sample = await turn
+            assert talk.backend.url == sound.url
+    assert len(sample.token_ids) == LONG
+    assert talk.stats.sampled_tokens == LONG
+    assert 48 <= LONG - talk.stats.discarded_tokens <= LONG
+    assert talk.stats.discarded_tokens < held
+    assert set(sample.policy_versions) <= {"default", sound.version()}
+    # The log-probabilities are those of two ids alone, so what follows is compared in ids only.
+    assert set(sample.token_ids) <= {5, 9}

@@ -317,16 +317,16 @@ class BackendClient:
         Each backend is asked at most once in a while, whatever the number of its requests.
         """
         now = time.monotonic()
-        if request.token_ids and now - known.asked_at >= _LABEL_POLL:
-            known.asked_at = now
-            with contextlib.suppress(BackendError, TimeoutError):
-                async with asyncio.timeout(_LOOK_SECONDS):
-                    await self.weight_label(request.backend)
         if now - request.progress_at >= _PULSE_POLL and now - known.looked_at >= _PULSE_POLL:
             known.looked_at = now
             with contextlib.suppress(BackendError):
                 if await self._computes(known, base_url(request.backend.url)):
                     known.alive_at = time.monotonic()
+        if request.token_ids and now - known.asked_at >= _LABEL_POLL:
+            known.asked_at = now
+            with contextlib.suppress(BackendError, TimeoutError):
+                async with asyncio.timeout(_LOOK_SECONDS):
+                    await self.weight_label(request.backend)
 
     async def _computes(self, known: _Backend, url: str) -> bool:
         """Return whether a backend has computed tokens since this was last asked.
@@ -419,7 +419,7 @@ class _Watch:
         self._known = known
         self._request = request
         self._on_pause = paused
-        self._limit = asyncio.timeout(client._stall)
+        self._limit = asyncio.timeout(None)
         self._timer: asyncio.TimerHandle | None = None
         self._task: asyncio.Task[None] | None = None
         self._pause = 0.0
@@ -427,7 +427,7 @@ class _Watch:
     async def __aenter__(self) -> None:
         self._request.progress_at = time.monotonic()
         await self._limit.__aenter__()
-        self._timer = asyncio.get_running_loop().call_later(_PAUSE_POLL, self._begin)
+        self._timer = asyncio.get_running_loop().call_later(_PAUSE_POLL, self._check)
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -447,13 +447,24 @@ class _Watch:
                 hung=True,
             ) from late
 
-    def _begin(self) -> None:
-        self._task = asyncio.ensure_future(self._follow())
+    def _check(self) -> None:
+        """End the request if its backend has been silent for too long, and look at the backend otherwise."""
+        loop = asyncio.get_running_loop()
+        alive = max(self._request.progress_at, self._known.alive_at)
+        if self._may_be_lost():
+            alive = min(alive, self._request.progress_at + _LONGEST_SILENCE)
+        if time.monotonic() - alive >= self._client._stall:
+            self._limit.reschedule(loop.time())
+            return
+        self._timer = loop.call_later(_PAUSE_POLL, self._check)
+        if self._task is None:
+            # Its calls may take long on a server that is busy, so the check does not wait for them.
+            self._task = asyncio.ensure_future(self._follow())
 
     async def _follow(self) -> None:
         then = time.monotonic() - _PAUSE_POLL
-        request, loop = self._request, asyncio.get_running_loop()
-        while not self._limit.expired():
+        request = self._request
+        while True:
             is_paused = self._pause < self._client._pause_limit and await self._client.is_paused(
                 request.backend.url
             )
@@ -466,11 +477,6 @@ class _Watch:
             else:
                 await self._client._look(self._known, request)
             then = now
-            alive = max(request.progress_at, self._known.alive_at)
-            if self._may_be_lost():
-                alive = min(alive, request.progress_at + _LONGEST_SILENCE)
-            if not self._limit.expired():
-                self._limit.reschedule(loop.time() + alive + self._client._stall - time.monotonic())
             await asyncio.sleep(_PAUSE_POLL)
 
     def _may_be_lost(self) -> bool:

@@ -13,8 +13,9 @@ proxy between it and the servers recorded. Each finding names the check that fai
                 restart explains this
     forward     a fresh forward pass gives other log-probabilities
 
-A turn may be made of several answers: an `abort` cuts one, and the next request holds its ids. Of an answer
-only the tokens before the first with an `unverified:` label count. Every answer is used once.
+A turn may be made of several answers: an `abort` cuts one, or the stream breaks, and the next request holds
+its ids. Of an answer only the tokens before the first with an `unverified:` label count, and of a stream that
+broke those that the next request holds. Every answer is used once.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ from typing import Any
 from rollyard_testing.vllm.proxy import Exchange
 
 UNVERIFIED = "unverified:"
+CUT = "cut"
+"""The `finish` of a stream that broke, or whose client left, before its end."""
 BF16_ROUNDING = 2.0**-7
 """bfloat16 keeps 8 significant bits: two roundings of half a unit each, and two of the same size beside."""
 
@@ -59,6 +62,8 @@ class Answer:
     ended: float
     delivered: bool
     """Whether the client was there until the end."""
+    kept: int | None = None
+    """How many of its tokens the client has kept, where it was cut."""
 
     @property
     def key(self) -> tuple[str, int]:
@@ -73,6 +78,8 @@ class Answer:
     @property
     def counted(self) -> int:
         """Return how many of its tokens count: those before the first with an unverified label."""
+        if self.kept is not None:
+            return self.kept
         for place, version in enumerate(self.versions):
             if version.startswith(UNVERIFIED):
                 return place
@@ -92,10 +99,10 @@ def answers(server: str, exchanges: Iterable[Exchange]) -> list[Answer]:
         if exchange.status != 200:
             continue
         try:
-            request, body = json.loads(exchange.request), json.loads(exchange.response)
+            request, events = json.loads(exchange.request), _events(exchange.response)
         except ValueError:
             continue  # It was cut off in the middle, so it cannot have been read.
-        prompt, parameters, ids, logprobs, versions, finish = read(request, body)
+        prompt, parameters, ids, logprobs, versions, finish = read(request, events)
         found.append(
             Answer(
                 exchange.number, server, tuple(prompt), parameters, ids, logprobs, versions, finish,
@@ -108,24 +115,51 @@ def answers(server: str, exchanges: Iterable[Exchange]) -> list[Answer]:
 _Read = tuple[list[int], dict[str, Any], list[int], list[float], list[str], str]
 
 
-def _generate(request: dict[str, Any], body: dict[str, Any]) -> _Read:
-    (choice,) = body["choices"]
-    ids = choice["token_ids"]
-    content = choice["logprobs"]["content"] if choice.get("logprobs") else []
+def _events(response: str) -> list[dict[str, Any]]:
+    """Return the choices of an answer, of which a stream has one in each of its whole events."""
+    if not response.startswith("data:"):
+        return list(json.loads(response)["choices"])
+    *lines, _rest = response.split("\n")
+    data = [line.removeprefix("data:").strip() for line in lines if line.startswith("data:")]
+    bodies = [json.loads(text) for text in data if text != "[DONE]"]
+    return [choice for body in bodies for choice in body.get("choices", ())]
+
+
+def _finish(choices: Sequence[dict[str, Any]]) -> str:
+    return str(choices[-1].get("finish_reason") or CUT) if choices else CUT
+
+
+def _generate(request: dict[str, Any], choices: Sequence[dict[str, Any]]) -> _Read:
+    ids = [token for choice in choices for token in choice["token_ids"]]
+    content = [one for choice in choices for one in (choice.get("logprobs") or {}).get("content", ())]
     versions = [""] * len(ids)
-    for part in choice.get("weight_versions") or []:
+    for part in (choices[-1].get("weight_versions") or []) if choices else []:
         versions[part["start"] : part["end"]] = [str(part["version"])] * (part["end"] - part["start"])
     return (
         request["token_ids"], request["sampling_params"], ids, [one["logprob"] for one in content], versions,
-        choice["finish_reason"],
+        _finish(choices),
     )  # fmt: skip
 
 
-def _completions(request: dict[str, Any], body: dict[str, Any]) -> _Read:
-    (choice,) = body["choices"]
-    ids = choice.get("token_ids") or []
-    logprobs = choice["logprobs"]["token_logprobs"] if choice.get("logprobs") else []
-    return request["prompt"], request, ids, logprobs, [""] * len(ids), choice["finish_reason"]
+def _completions(request: dict[str, Any], choices: Sequence[dict[str, Any]]) -> _Read:
+    ids = [token for choice in choices for token in choice.get("token_ids") or ()]
+    logprobs = [
+        value for choice in choices for value in (choice.get("logprobs") or {}).get("token_logprobs", ())
+    ]
+    return request["prompt"], request, ids, logprobs, [""] * len(ids), _finish(choices)
+
+
+def _kept(
+    answer: Answer, prompt: tuple[int, ...], ids: Sequence[int], by_prompt: Mapping[tuple[int, ...], Any]
+) -> int:
+    """Return how many tokens of a stream that was cut are in a turn that has `ids` after its prompt."""
+    common = 0
+    for sampled, held in zip(answer.ids, ids, strict=False):
+        if sampled != held:
+            break
+        common += 1
+    ends = range(common, 0, -1)
+    return next((n for n in ends if n == len(ids) or prompt + tuple(ids[:n]) in by_prompt), 0)
 
 
 def _bits(values: Sequence[float]) -> bytes:
@@ -247,6 +281,9 @@ def _judge_one(
                 segment["policy_versions"][start:end],
             )
             there = [one for one in by_prompt.get(prompt, ()) if one.key not in used]
+            for one in there:
+                if one.finish == CUT:
+                    one.kept = _kept(one, prompt, wanted.ids, by_prompt)
             answer = wanted.choose(there, where, verdict)
             if answer is None:
                 break
@@ -287,7 +324,7 @@ class _Wanted:
             for one in there
             if one.counted
             and one.ids[: one.counted] == self.ids[: one.counted]
-            and (one.counted == len(self.ids) or one.finish == "abort" or one.counted < len(one.ids))
+            and (one.counted == len(self.ids) or one.finish in ("abort", CUT) or one.counted < len(one.ids))
         ]
         if not same:
             verdict.add("ids", where, f"its ids are in none of the {len(there)} answers to its prompt")

@@ -248,6 +248,16 @@ class VllmServer:
             done.set()
             thread.join()
 
+    @contextlib.contextmanager
+    def frozen(self, *, engine_only: bool) -> Iterator[None]:
+        """Stop the processes that compute, or all of them, which leaves its connections open."""
+        stopped = self._computing() + ([] if engine_only else [psutil.Process(self.pid)])
+        _send(stopped, signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            _send(stopped, signal.SIGCONT)
+
     def _computing(self) -> list[psutil.Process]:
         """Return the processes that hold the model: workers, or the engine where it has none."""
         below = psutil.Process(self.pid).children(recursive=True)

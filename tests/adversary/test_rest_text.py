@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gzip
 import io
 import re
 import tracemalloc
 from collections.abc import AsyncIterator, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -290,3 +291,39 @@ async def test_a_packed_answer_of_a_backend_is_not_unpacked(client: str) -> None
         tracemalloc.stop()
         listening.close()
     assert peak < 16 << 20, "bytes; the answer would have 256 MiB"
+
+
+@pytest.mark.attack(
+    "an event that never ends, or comments without end, fill a worker's memory",
+    surface="answers of backends",
+    stopped_by="an event has at most 64 MiB, and nothing is kept of a line that is no event; a stream "
+    "without tokens ends as a hang",
+)
+@pytest.mark.parametrize("piece", [b"data: " + b"x" * 65_530, b": " + b"x" * 65_533 + b"\n"])
+async def test_a_stream_of_a_backend_fills_no_memory(piece: bytes) -> None:
+    """An author names the servers of a pool."""
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n\r\n")
+        with contextlib.suppress(ConnectionError):
+            for _ in range(1024):
+                writer.write(piece)
+                await writer.drain()
+        writer.close()
+
+    listening = await asyncio.start_server(serve, "127.0.0.1", 0)
+    url = f"http://127.0.0.1:{listening.sockets[0].getsockname()[1]}/generate"
+    events: list[bytes | bytearray] = []
+    refused = pytest.raises(BackendMismatch, match="longer than") if b"\n" not in piece else nullcontext()
+    tracemalloc.start()
+    try:
+        async with AiohttpTransport(5.0) as transport, asyncio.timeout(patience(60)):
+            with refused:
+                await transport.stream(url, {}, events.append, limit=1 << 20)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+        listening.close()
+    assert events == []
+    assert peak < 16 << 20, "bytes; 64 MiB were sent"

@@ -248,6 +248,20 @@ async def test_what_is_no_failure(pooled: Pool) -> None:
     assert (await pooled.route(lease, "http://elsewhere"))["backend"] is not None
 
 
+async def test_silence_while_weights_are_loaded_is_no_failure(pooled: Pool) -> None:
+    """SGLang answers nothing while it loads, for longer than a request may be silent."""
+    a, _ = pooled.servers
+    leases = await pooled.on(a, THRESHOLD)
+
+    def op(tx: Transaction) -> None:
+        tx.conn.execute(sa.update(backends).where(backends.c.url == a.url).values(weights="Updating"))
+
+    await pooled.served.plane.database.write(op)
+    for lease in leases:
+        await pooled.route(lease, a.url, error="no token for 20 s, and no sign that the server computes")
+    assert await pooled.circuits() == ["Closed", "Closed"]
+
+
 async def test_garbage_in_rollouts_opens_a_circuit(pooled: Pool) -> None:
     for _ in range(THRESHOLD):
         leases = await pooled.lease(4)

@@ -9,11 +9,23 @@ from typing import cast
 import httpx
 import pytest
 from rich.console import Console
+from rollyard import terminal
 from rollyard.errors import CliError
 from rollyard.jobs import running
-from rollyard_client import AsyncClient, Client, JobReplaced, NotFound, ServerUnavailable, finish
+from rollyard.render import progress
+from rollyard_client import (
+    AsyncClient,
+    Client,
+    Conflict,
+    JobReplaced,
+    NotFound,
+    RunningRollout,
+    ServerUnavailable,
+    finish,
+)
 from rollyard_crds import RolloutJob
 from rollyard_crds.base import Condition
+from rollyard_crds.lease import LiveTurn
 from rollyard_testing.pace import patience
 
 
@@ -131,3 +143,47 @@ def test_a_job_that_did_not_succeed_is_an_error_that_says_where_to_look(phase: s
         running.require_success(ended("a", phase, failed=3))
     with pytest.raises(CliError, match="rollyard view job --failed"):
         running.require_success(ended("a", phase, failed=3), hint=True)
+
+
+class Rollouts:
+    """A client that returns the states of a rollout in turn, and then that it has ended."""
+
+    def __init__(self, *states: list[LiveTurn]) -> None:
+        self._states = list(states)
+
+    def running_rollout(self, _name: str, _rollout: str, _namespace: str) -> RunningRollout:
+        if not self._states:
+            raise Conflict("rollout 'r' has ended; its record is there", reason="RolloutEnded")
+        return RunningRollout("run", "running", self._states.pop(0), 0)
+
+
+def says(no: int, text: str, tokens: int = 0, *, running: bool = False) -> LiveTurn:
+    role = "assistant" if tokens else "user"
+    return LiveTurn(
+        no=no, role=role, text=text, characters=len(text), tokens=tokens, seconds=2.0, running=running
+    )
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_a_rollout_is_followed_with_its_running_turn(
+    is_terminal: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(running, "ROLLOUT_SECONDS", 0.0)
+    monkeypatch.setattr(progress, "LINE_SECONDS", 0.0)
+    states = (
+        [],
+        [says(0, "2 + 2?"), says(1, "I th", 3, running=True)],
+        [says(0, "2 + 2?"), says(1, "I think \x1b[2J", 1812, running=True)],
+        [says(0, "2 + 2?"), says(1, "It is 4", 1900)],
+    )
+    out = io.StringIO()
+    console = terminal.console(file=out, width=100, force_terminal=is_terminal, color_system=None)
+    running.follow_rollout(cast(Client, Rollouts(*states)), "job", "r", "default", console)
+    text = out.getvalue()
+    assert text.count("2 + 2?") == text.count("It is 4") == 1
+    assert "assistant, 1,812 tokens in 2 s, being sampled" in text
+    assert "assistant, 1,900 tokens in 2 s\n" in text
+    assert "\x1b[2J" not in text
+    assert "`rollyard view job r`" in capsys.readouterr().out
+    with pytest.raises(CliError, match="has ended; its record is there: `rollyard view job r`"):
+        running.follow_rollout(cast(Client, Rollouts()), "job", "r", "default", console)

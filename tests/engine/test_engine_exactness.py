@@ -200,6 +200,20 @@ def test_a_stream_adds_up_to_the_whole_answer(server: Any) -> None:
     assert choices[-1]["finish_reason"] == expected["finish_reason"]
 
 
+def test_a_stream_may_have_many_tokens_in_an_event(server: Any) -> None:
+    params = {"max_tokens": 40, "seed": 9, "logprobs": 0, "ignore_eos": True, "stream_interval": 16}
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    body = {"token_ids": PROMPT, "sampling_params": params, "stream": True, "stream_options": options}
+    lines = server.post("/inference/v1/generate", body).text.splitlines()
+    chunks = [json.loads(line.removeprefix("data: ")) for line in lines if line and "[DONE]" not in line]
+    assert {chunk["usage"]["prompt_tokens"] for chunk in chunks} == {len(PROMPT)}
+    sizes = [len(chunk["choices"][0]["token_ids"]) for chunk in chunks if chunk["choices"]]
+    # The first token is sent at once. What the engine has sampled when an event is written is part of it.
+    assert sum(sizes) == 40
+    assert len(sizes) <= 4
+    assert all(size >= 16 for size in sizes[1:-1])
+
+
 def test_reloaded_weights_sample_and_the_old_ones_come_back(
     own_server: Any, model_dir: Path, other_weights: Path
 ) -> None:

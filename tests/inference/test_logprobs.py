@@ -8,8 +8,9 @@ import orjson
 import pytest
 from rollyard_inference.errors import BackendMismatch
 from rollyard_inference.replies import sampled
+from rollyard_inference.sampling.call import parsed
 from rollyard_inference.sampling.prorl import ProrlGenerate
-from rollyard_inference.sampling.request import Answer, Sampling, parsed
+from rollyard_inference.sampling.request import Answer, Sampling
 from rollyard_inference.sampling.sglang import SglangGenerate
 from rollyard_inference.sampling.vllm import VllmCompletions, VllmGenerate
 from rollyard_inference.transports.interface import Reply

@@ -10,8 +10,9 @@ import pytest
 from rollyard_inference.capabilities import probe
 from rollyard_inference.errors import BackendMismatch, BackendRefused, BackendUnavailable
 from rollyard_inference.health import check_alive, check_model, first_request
+from rollyard_inference.sampling.call import parsed
 from rollyard_inference.sampling.prorl import ProrlGenerate
-from rollyard_inference.sampling.request import Sampling, ServedModel, parsed
+from rollyard_inference.sampling.request import Sampling, ServedModel
 from rollyard_inference.transports.interface import Transport
 from rollyard_inference.transports.with_httpx import HttpxTransport
 from rollyard_testing.inference.scripted import ProrlShaped, SglangShaped, VllmShaped

@@ -105,3 +105,38 @@ async def test_what_cannot_be_reached(
 def test_a_base_url_however_it_is_written() -> None:
     for url in ("http://a", "http://a/", "http://a/v1", "http://a/v1/"):
         assert base_url(url) == "http://a"
+
+
+EVENTS = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream; charset=utf-8\r\n\r\n"
+
+
+async def test_events_are_given_on_as_they_come() -> None:
+    """They may be cut anywhere between two reads, and lines may end in either way."""
+    seen: list[bytes] = []
+    chunks = (
+        EVENTS,
+        b'data: {"a',
+        b'": 1}\n\nda',
+        b"ta:2\r\n\r\n: ping\n\nevent: x\ndata: 3\n\n",
+        b"data: [DONE]\n\n",
+    )
+    async with serving(*chunks, pause=0.02) as url, AiohttpTransport(5.0) as transport:
+        reply = await transport.stream(url, {}, lambda data: seen.append(bytes(data)))
+    assert seen == [b'{"a": 1}', b"2", b"3"]
+    assert (reply.status, reply.content) == (200, b"")
+
+
+async def test_what_is_no_stream_is_read_whole() -> None:
+    seen: list[bytes] = []
+    async with serving(HEAD % 6, b"abc", b"def") as url, AiohttpTransport(5.0) as transport:
+        reply = await transport.stream(url, {}, lambda data: seen.append(bytes(data)))
+    assert (reply.content, seen) == (b"abcdef", [])
+
+
+async def test_a_stream_that_breaks_has_given_what_came() -> None:
+    seen: list[bytes] = []
+    head = EVENTS.replace(b"\r\n\r\n", b"\r\nContent-Length: 1000\r\n\r\n")
+    async with serving(head, b"data: 1\n\n") as url, AiohttpTransport(5.0) as transport:
+        with pytest.raises(BackendUnavailable, match="ClientPayloadError"):
+            await transport.stream(url, {}, lambda data: seen.append(bytes(data)))
+    assert seen == [b"1"]

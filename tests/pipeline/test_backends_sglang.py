@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 from aiohttp import web
 from rollyard_inference.errors import BackendMismatch, BackendRefused, BackendUnavailable, ContextOverflow
-from rollyard_inference.sampling.request import ServedModel, parsed
+from rollyard_inference.sampling.call import parsed
+from rollyard_inference.sampling.request import ServedModel
 from rollyard_inference.sampling.sglang import SglangGenerate
 from rollyard_pipeline.backends import BackendClient, Sampling
 from rollyard_testing.pace import patience

@@ -11,11 +11,13 @@ from typing import Any
 import orjson
 import pytest
 from aiohttp import web
-from rollyard_crds.lease import BackendAssignment, RouteResponse
+from rollyard_crds.lease import BackendAssignment, LiveTurn, RouteResponse, StageTimes
 from rollyard_inference.errors import BackendMismatch, BackendRefused, BackendUnavailable
 from rollyard_pipeline.backends import BackendClient, Sampling, client
+from rollyard_pipeline.control_plane.leases import HeldLease
 from rollyard_testing.pace import patience
 from rollyard_testing.pipeline.single_rollouts import Rollout, UseModel
+from rollyard_testing.waiting import eventually
 
 SAMPLING = Sampling(temperature=1.0, top_p=1.0, top_k=-1, max_tokens=8, seed=7)
 SPANS = [{"version": "w1", "start": 0, "end": 2}, {"version": "w2", "start": 2, "end": 3}]
@@ -295,3 +297,28 @@ async def test_a_turn_that_progresses_at_the_end_of_run_is_truncated_with_its_to
     assert rollout.ran is not None
     assert rollout.ran.stats.sampled_tokens == sum(segment.loss_mask)
     assert rollout.plane.routed == [], "a server that answers was blamed"
+
+
+async def test_viewers_see_a_turn_grow(rollout: Rollout, model: UseModel) -> None:
+    words = "I think and think " * 40
+    model(lambda prompt: words, sampling={"maxTokens": 2000})
+    rollout.model.pause = 0.02
+    init = await rollout.stage("init")
+    holding = HeldLease(rollout.lease("run", sandbox=init.sandbox, carry=init.carry))
+    running = asyncio.ensure_future(rollout.stages.work(holding, StageTimes()))
+    seen: list[LiveTurn] = []
+
+    def grown() -> bool:
+        turns = holding.live(0) if holding.live is not None else []
+        if turns and turns[-1].running:
+            seen.append(turns[-1])
+        return len({turn.tokens for turn in seen if turn.text}) >= 3
+
+    try:
+        await eventually(grown)
+    finally:
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+    assert {turn.no for turn in seen} == {1}, "the prompt is number 0"
+    assert all(words.startswith(turn.text) for turn in seen)
+    assert [turn.tokens for turn in seen] == sorted(turn.tokens for turn in seen)

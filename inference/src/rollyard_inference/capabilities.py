@@ -8,8 +8,9 @@ from typing import Any, Final, Literal
 
 from rollyard_inference.errors import BackendMismatch, BackendUnavailable
 from rollyard_inference.replies import NO_SUCH_CALL, json_or_none
+from rollyard_inference.sampling.call import SamplingCall
 from rollyard_inference.sampling.prorl import ProrlGenerate
-from rollyard_inference.sampling.request import SamplingCall, ServedModel
+from rollyard_inference.sampling.request import ServedModel
 from rollyard_inference.sampling.sglang import SglangGenerate
 from rollyard_inference.sampling.vllm import VllmCompletions, VllmGenerate
 from rollyard_inference.transports.interface import Transport, base_url

@@ -18,7 +18,8 @@ from rollyard_inference.capabilities import (
 )
 from rollyard_inference.errors import BackendMismatch, ModelNotServed
 from rollyard_inference.replies import NO_SUCH_CALL, require_ok, sampled
-from rollyard_inference.sampling.request import Sampling, ServedModel, parsed
+from rollyard_inference.sampling.call import parsed
+from rollyard_inference.sampling.request import Sampling, ServedModel
 from rollyard_inference.transports.interface import Transport, base_url
 
 _PROMPT: Final = (1,)

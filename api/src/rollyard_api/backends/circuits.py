@@ -113,9 +113,14 @@ def values(breaker: Breaker) -> dict[str, Any]:
 
 
 def failed(tx: Transaction, job_id: int, url: str) -> bool:
-    """Count a failed request to this backend of the job's pool, and return whether its circuit opened."""
+    """Count a failed request to this backend of the job's pool, and return whether its circuit opened.
+
+    A backend that takes new weights may answer nothing for a minute, which is no failure.
+    """
     opened = False
     for row, namespace, name in pool_rows.backends_of_job(tx, job_id, url):
+        if row.weights == "Updating":
+            continue
         before = of(row)
         after = before.failed(tx.now)
         if after != before:

@@ -190,14 +190,14 @@ class ConversationView:
         if self._live is not None:
             end = turn.text.splitlines()[-RUNNING_LINES:]
             text = Text("\n".join(end), no_wrap=True, overflow="ellipsis")
-            self._live.update(Group(text, Text(_turn_header(turn), "bold")))
+            self._live.update(Group(text, Text(_turn_header(turn), "bold")), refresh=True)
         elif time.monotonic() - self._at >= LINE_SECONDS:
             self._at = time.monotonic()
             self._console.print(_turn_header(turn), soft_wrap=True)
 
     def _say_where(self, words: str) -> None:
         if self._live is not None:
-            self._live.update(Text(words))
+            self._live.update(Text(words), refresh=True)
         elif words != self._waits:
             self._console.print(words, soft_wrap=True)
         self._waits = words

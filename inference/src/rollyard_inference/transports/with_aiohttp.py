@@ -86,7 +86,7 @@ class AiohttpTransport:
         limit: int = MAX_ANSWER_BYTES,
         traceparent: str | None = None,
     ) -> Reply:
-        """POST a request whose answer may be a stream of events, and read all of it.
+        """Send a POST request whose answer may be a stream of events, and read all of it.
 
         Args:
             url: The address of the call.

@@ -9,12 +9,12 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from vllm.v1.sample.logits_processor import LogitsProcessor
+from vllm.v1.sample.logits_processor import LogitsProcessor  # type: ignore[import-not-found]
 
 SECONDS = 0.05
 
 
-class SlowSteps(LogitsProcessor):
+class SlowSteps(LogitsProcessor):  # type: ignore[misc]
     """A processor that leaves all logits as they are."""
 
     def __init__(self, vllm_config: Any, device: Any, is_pin_memory: bool) -> None:

@@ -123,10 +123,10 @@ async def measure(settings: Settings) -> list[Measurement]:
     how = (
         f"median of {len(seeds)} seeds; {SAMPLES} rollouts a group, Run takes lognormal seconds (median "
         f"{MEDIAN_SECONDS:g} s, sigma {SIGMA:g}), {UNINFORMATIVE:.0%} of the groups have no signal; {SLOTS} "
-        f"places of Run, {IN_FLIGHT} groups in flight; a real control plane and worker, no sandboxes; the last "
-        f"of {TARGET} informative groups delivered after {seconds['ours']:.1f} s ({groups['ours']:.0f} groups "
-        f"ended); whole batches of {IN_FLIGHT} groups, one after the other, {seconds['batches']:.1f} s "
-        f"({groups['batches']:.0f})"
+        f"places of Run, {IN_FLIGHT} groups in flight; a real control plane and worker, no sandboxes; the "
+        f"last of {TARGET} informative groups delivered after {seconds['ours']:.1f} s "
+        f"({groups['ours']:.0f} groups ended); whole batches of {IN_FLIGHT} groups, one after the other, "
+        f"{seconds['batches']:.1f} s ({groups['batches']:.0f})"
     )
     baseline = Baseline("batch-by-batch resampling", seconds["batches"])
     return [Measurement("dapo_to_target", seconds["ours"], baseline, how)]

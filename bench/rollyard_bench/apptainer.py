@@ -48,7 +48,7 @@ async def _measured(settings: Settings) -> list[Measurement]:
     with _bare(program, image) as bare, tempfile.TemporaryDirectory(prefix="ryb-") as folder:
         async with started("apptainer", Path(folder), apptainer=options) as provider:
             name = "bare `apptainer instance start` of the same SIF"
-            return [await cold_start("apptainer_cold", provider, bare, name, 10 if settings.quick else 30)]
+            return [await cold_start("apptainer_cold", provider, bare, name, 10 if settings.quick else 15)]
 
 
 async def measure(settings: Settings) -> list[Measurement]:

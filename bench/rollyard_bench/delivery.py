@@ -6,7 +6,6 @@ import asyncio
 import io
 import resource
 import tempfile
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +19,7 @@ import psutil
 import pyarrow.parquet as pq
 from rollyard_client.training.packed import ARRAYS, trajectories
 from rollyard_crds.token_arrays import PackedSegment
+from rollyard_testing.waiting import until
 
 from rollyard_bench.harness import manifest
 from rollyard_bench.leases import NODE, stage_result
@@ -29,6 +29,7 @@ from rollyard_bench.results import Baseline, Measurement, Settings
 ROLLOUTS, PROMPT, RESPONSE = 2048, 1000, 7000
 PATH = "/v1/rolloutjobs/delivery/trajectories"
 SAMPLES = 16
+STORED_SECONDS = 600.0
 WARM_UP = 64
 """Rollouts that are read before the clock runs."""
 NDJSON, PARQUET, MSGPACK = "application/x-ndjson", "application/vnd.apache.parquet", "application/msgpack"
@@ -135,25 +136,21 @@ def _fill(http: httpx.Client, rollouts: int) -> None:
     rng = np.random.default_rng(7)
 
     def result(lease: dict[str, Any]) -> dict[str, Any]:
-        packed = {}
-        if lease["stage"] == "run":
-            packed = PackedSegment.of(**_segment(rng)).model_dump(mode="json")
-        return stage_result(lease, packed, float(lease["sample_index"] % 2))
+        packed = PackedSegment.of(**_segment(rng)).model_dump(mode="json") if lease["stage"] == "run" else {}
+        return stage_result(lease, packed)
 
     ask = {"worker": "w", "node": NODE, "capacity": {"init": 16, "run": 16, "eval": 16}}
     while leases := http.post("/v1/leases", json=ask).raise_for_status().json()["leases"]:
         body = orjson.dumps({"worker": "w", "results": [result(lease) for lease in leases]})
         headers = {"Content-Type": "application/json"}
         http.post("/v1/leases/complete", content=body, headers=headers).raise_for_status()
-    end = time.monotonic() + 600
-    while True:
+
+    def stored() -> bool:
         lines = http.get("/metrics").raise_for_status().text.splitlines()
         (waiting,) = [line for line in lines if line.startswith("rollyard_trajectories_unstored ")]
-        if float(waiting.split()[1]) == 0:
-            return
-        if time.monotonic() > end:
-            raise ProgramFailed("the records did not reach the trajectory store within 600 s")
-        time.sleep(0.2)
+        return float(waiting.split()[1]) == 0
+
+    until(stored, STORED_SECONDS, "the last record in the trajectory store", 0.2)
 
 
 def _own_seconds() -> float:

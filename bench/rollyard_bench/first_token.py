@@ -6,7 +6,6 @@ import asyncio
 import json
 import re
 import time
-from collections.abc import Callable
 from statistics import median
 from typing import Any, Final
 
@@ -14,14 +13,16 @@ import httpx
 import psutil
 import yaml
 from rollyard_testing.faults.yard import ROOT, Yard, a_yard
+from rollyard_testing.waiting import until
 
-from rollyard_bench.processes import ProgramFailed, needed
+from rollyard_bench.processes import needed
 from rollyard_bench.results import Baseline, Measurement, Settings
 
 LOOK_SECONDS: Final = 0.005
 REST_SECONDS: Final = 1.0
 """A yard is at rest when its processes have hardly used the processor for this long."""
 WAIT_SECONDS: Final = 60.0
+JOBS: Final = 3
 BUSY: Final = 0.25
 """The share of a core that an idle yard may use: its loops look at the control plane twice a second."""
 _TOKENS: Final = re.compile(r"^vllm:generation_tokens_total\S* ([\d.e+]+)", re.MULTILINE)
@@ -43,30 +44,15 @@ def _job(name: str) -> dict[str, Any]:
     return job
 
 
-def until(condition: Callable[[], bool], otherwise: str, pause: float = 0.1) -> None:
-    """Wait until a condition holds.
-
-    Raises:
-        ProgramFailed: It did not hold in time; the text begins with `otherwise`.
-    """
-    deadline = time.monotonic() + WAIT_SECONDS
-    while not condition():
-        if time.monotonic() > deadline:
-            raise ProgramFailed(f"{otherwise} within {WAIT_SECONDS:.0f} s")
-        time.sleep(pause)
-
-
 def wait_for_backend(http: httpx.Client) -> dict[str, Any]:
     """Return the first backend of the yard's pool that is ready, once there is one."""
-    backends: list[dict[str, Any]] = []
 
-    def ready() -> bool:
+    def ready() -> list[dict[str, Any]]:
         pool = http.get("/v1/backendpools/default").raise_for_status().json()
-        backends[:] = [one for one in pool["status"].get("backends", ()) if one["ready"]]
-        return bool(backends)
+        return [one for one in pool["status"].get("backends", ()) if one["ready"]]
 
-    until(ready, "the backend was not ready")
-    return backends[0]
+    backend: dict[str, Any] = until(ready, WAIT_SECONDS, "a ready backend")[0]
+    return backend
 
 
 def _seconds_used(yard: Yard) -> dict[int, float]:
@@ -103,7 +89,7 @@ def _finished(http: httpx.Client, name: str) -> bool:
     return any(one["type"] == "Succeeded" and one["status"] == "True" for one in conditions)
 
 
-def _play(jobs: int, ready_workers: int) -> list[float]:
+def _play(ready_workers: int) -> list[float]:
     """Return the seconds from each submission to the first token that the engine samples for it."""
     seconds = []
     with a_yard("--ready-workers", str(ready_workers)) as yard:
@@ -112,19 +98,17 @@ def _play(jobs: int, ready_workers: int) -> list[float]:
             yard.http() as http,
             httpx.Client(base_url=wait_for_backend(http)["url"], trust_env=False) as engine,
         ):
-            for number in range(jobs):
+            for number in range(JOBS):
                 # A ready control plane and a ready engine stand beside the ready workers.
-                until(
-                    lambda: _at_rest(yard, ready_workers + 2 if ready_workers else 0),
-                    "the yard did not come to rest",
-                )
+                processes = ready_workers + 2 if ready_workers else 0
+                until(lambda count=processes: _at_rest(yard, count), WAIT_SECONDS, "the yard's rest")
                 name, before = f"first-{number}", _tokens(engine)
                 job = _job(name)
                 begin = time.perf_counter()
                 http.post("/v1/rolloutjobs", json=job).raise_for_status()
-                until(lambda sampled=before: _tokens(engine) > sampled, "no token came", LOOK_SECONDS)
+                until(lambda sampled=before: _tokens(engine) > sampled, WAIT_SECONDS, "a token", LOOK_SECONDS)
                 seconds.append(time.perf_counter() - begin)
-                until(lambda name=name: _finished(http, name), f"job {name} did not succeed")
+                until(lambda name=name: _finished(http, name), WAIT_SECONDS, f"the success of {name}")
         yard.stop()
     return seconds
 
@@ -132,9 +116,8 @@ def _play(jobs: int, ready_workers: int) -> list[float]:
 async def measure(settings: Settings) -> list[Measurement]:
     """Measure the same jobs with a ready worker and without."""
     needed("bwrap", "bubblewrap")
-    jobs = 3 if settings.quick else 5
-    ready = await asyncio.to_thread(_play, jobs, 1)
-    without = await asyncio.to_thread(_play, jobs, 0)
+    ready = await asyncio.to_thread(_play, 1)
+    without = await asyncio.to_thread(_play, 0)
 
     def text(times: list[float]) -> str:
         return ", ".join(f"{seconds * 1e3:.0f}" for seconds in times)

@@ -16,6 +16,7 @@ from rollyard_bench.start import BWRAP_TRUE
 
 CONCURRENCY = 8
 WARM_UP = 8
+ROUNDS = 3
 JOB_SECONDS = 180.0
 POLL_SECONDS = 0.05
 
@@ -69,7 +70,7 @@ async def _bare(count: int) -> float:
 
 async def measure(settings: Settings) -> list[Measurement]:
     """Measure both ways of starting in turns, with bare bwrap beside them."""
-    rollouts, rounds = (96, 3) if settings.quick else (160, 5)
+    rollouts = 96 if settings.quick else 160
     rates: dict[str, list[float]] = {"forked": [], "alone": [], "bare": []}
     places, limit = {"init": CONCURRENCY}, ("--max-sandboxes", "512")
     with tempfile.TemporaryDirectory(prefix="ryb-") as folder:
@@ -80,14 +81,14 @@ async def measure(settings: Settings) -> list[Measurement]:
             ways = {"forked": forked, "alone": alone}
             for kind, deployed in ways.items():
                 await _rate(deployed, f"{kind}-warm", WARM_UP)
-            for turn in range(rounds):
+            for turn in range(ROUNDS):
                 for kind in sorted(ways, reverse=turn % 2 == 1):
                     rates[kind].append(await _rate(ways[kind], f"{kind}-{turn}", rollouts))
                 rates["bare"].append(await _bare(rollouts))
     ours, before, bare = (median(rates[kind]) for kind in ("forked", "alone", "bare"))
     spread = ", ".join(f"{value:.0f}" for value in rates["forked"])
     how = (
-        f"{rounds} jobs of {rollouts} oracle rollouts each way, in turns, {CONCURRENCY} places of Init, "
+        f"{ROUNDS} jobs of {rollouts} oracle rollouts each way, in turns, {CONCURRENCY} places of Init, "
         f"no warm pool; submitted until all wait for Run; forked from a template {ours:.1f}/s ({spread}), "
         f"each started alone (`--no-sandbox-templates`) {before:.1f}/s; bare `bwrap --unshare-all … true`, "
         f"two at a time, {bare:.0f}/s"

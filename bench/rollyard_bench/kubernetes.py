@@ -240,7 +240,7 @@ class Bench:
 
 
 async def _measure(installed: Installation, settings: Settings) -> list[Measurement]:
-    jobs, cold = (8, 4) if settings.quick else (20, 10)
+    jobs, cold = (8, 4) if settings.quick else (12, 10)
     pods = Pods()
     async with installed.cluster.watching(installed.pods, pods.seen), installed.worker() as worker:
         bench = Bench(installed, pods, worker)

@@ -1,4 +1,4 @@
-"""1,000 RolloutJobs and 10,000 stage pods over time on fake nodes: the operator's lag, CPU time and memory.
+"""150 RolloutJobs and 1,500 stage pods over time on fake nodes: the operator's lag.
 
 The pods are real objects that are really scheduled, and kwok reports them as running. The benchmark leases
 and completes the rollouts of Init, Run and Eval through the control plane, as workers do.
@@ -168,7 +168,7 @@ class Workers:
 
 def _result(lease: Lease) -> StageResult:
     segment = PackedSegment.of([1], [2], [1], [-0.1], ["v1"]).model_dump(mode="json")
-    return StageResult.model_validate(stage_result(lease.model_dump(mode="json"), segment, 1.0))
+    return StageResult.model_validate(stage_result(lease.model_dump(mode="json"), segment))
 
 
 async def _play(name: str, installed: Installation, watched: Watched, workers: Workers, lags: Lags) -> None:

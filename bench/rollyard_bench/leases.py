@@ -67,8 +67,11 @@ _SEGMENT = PackedSegment.of(
 ).model_dump(mode="json")
 
 
-def stage_result(lease: dict[str, Any], segment: dict[str, Any], reward: float) -> dict[str, Any]:
-    """Return what a worker reports that has completed the stage of a lease, which is JSON."""
+def stage_result(lease: dict[str, Any], segment: dict[str, Any]) -> dict[str, Any]:
+    """Return what a worker reports that has completed the stage of a lease, which is JSON.
+
+    Every second sample has the reward 1.
+    """
     result: dict[str, Any] = {key: lease[key] for key in ("rollout", "token", "stage")}
     if lease["stage"] == "init":
         sandbox = f"{lease['rollout']}-{lease['token']}"
@@ -78,7 +81,7 @@ def stage_result(lease: dict[str, Any], segment: dict[str, Any], reward: float) 
         result["trajectory"] = {**run, "id": lease["rollout"], "task_id": lease["task"]["id"]}
         result["segments"] = [segment]
     else:
-        result["reward"] = reward
+        result["reward"] = float(lease["sample_index"] % 2)
     return result
 
 
@@ -98,7 +101,7 @@ async def _drive(plane: ControlPlane, latencies: list[float]) -> int:
                 continue
             idle = 0
             body = orjson.dumps(
-                {"worker": "bench", "results": [stage_result(lease, _SEGMENT, 1.0) for lease in leases]}
+                {"worker": "bench", "results": [stage_result(lease, _SEGMENT) for lease in leases]}
             )
             began = time.perf_counter()
             answer = await connection.call("POST", "/v1/leases/complete", body)

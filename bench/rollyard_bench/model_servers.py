@@ -14,6 +14,7 @@ import asyncio
 import json
 import random
 import socket
+import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
 from contextlib import asynccontextmanager
@@ -23,11 +24,12 @@ from typing import Any
 
 import orjson
 import uvicorn
+from rollyard_api.core.sockets import write_port
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from rollyard_bench.processes import served, write_port
+from rollyard_bench.processes import BENCH, port_of, program
 
 MODEL = "fixed-latency"
 MAX_MODEL_LEN = 32_768
@@ -293,9 +295,11 @@ async def model_server(kind: str, folder: Path, name: str, *numbers: float) -> A
     Raises:
         ProgramFailed: It opens no port.
     """
-    arguments = (kind, str(folder / name), *map(str, numbers))
-    async with served("model_servers", folder, name, *arguments) as url:
-        yield url
+    port_file = folder / f"{name}.port"
+    command = [sys.executable, "-m", "rollyard_bench.model_servers", "--port-file", str(port_file)]
+    command += [kind, str(folder / name), *map(str, numbers)]
+    async with program(command, folder / f"{name}.log", {"PYTHONPATH": str(BENCH)}) as running:
+        yield f"http://127.0.0.1:{await port_of(running, 'rollyard_bench.model_servers', port_file)}"
 
 
 def main() -> None:
@@ -308,7 +312,7 @@ def main() -> None:
     options = parse.parse_args()
     write_folder(options.folder)
     listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
-    write_port(options.port_file, listener.getsockname()[1])
+    write_port(options.port_file, listener)
     config = uvicorn.Config(
         MODELS[options.kind](*options.numbers),
         loop="uvloop",

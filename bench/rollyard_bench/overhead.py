@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import tempfile
 import time
 from collections.abc import Mapping
@@ -13,10 +14,11 @@ from typing import Any
 import aiohttp
 from rollyard_crds import Trajectory
 from rollyard_pipeline.backends.session import request_seed
+from rollyard_testing.vllm.proxy import recording
 from rollyard_testing.vllm.servers import SERVED, VllmServer
 
 from rollyard_bench.harness import deployment, manifest
-from rollyard_bench.processes import ROOT, ProgramFailed, served
+from rollyard_bench.processes import ROOT, ProgramFailed
 from rollyard_bench.results import Baseline, Measurement, Settings
 from rollyard_bench.stats import Sample
 from rollyard_bench.vllm import vllm_servers
@@ -29,6 +31,7 @@ BARE = 80
 """The number of bare round trips beside each run. Half of them come before it, the others after it."""
 BARE_PROMPT, BARE_TOKENS = 400, 20
 """The tokens of a bare request and of its answer, which are about as many as those of a turn."""
+_SEED = re.compile(r'"seed":\s*(\d+)')
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,23 +66,20 @@ def _job(name: str, tasks: int) -> dict[str, Any]:
 
 async def _run(folder: Path, server: VllmServer, tasks: int) -> Run:
     """Run one job, one rollout at a time, on a control plane and a worker of its own."""
-    log, name = folder / "exchanges.jsonl", "overhead"
-    async with (
-        served("relay", folder, "relay", "--target", server.url, "--log", str(log)) as url,
-        deployment(folder, {"init": 2, "run": 1, "eval": 2}) as deployed,
-    ):
-        await deployed.external_pool("vllm", SERVED, server.model, [url])
-        bare = await _round_trips(url, BARE // 2, 1)
-        await deployed.client.submit(_job(name, tasks))
-        delivered = await deployed.deliver(name, tasks * SAMPLES, JOB_SECONDS)
-        bare |= await _round_trips(url, BARE // 2, 1 + BARE // 2)
-    # The worker has closed its connections: every exchange is in the log.
-    exchanges = [json.loads(line) for line in log.read_text().splitlines()]
-    return _turns(delivered, {e["seed"]: e["seconds"] for e in exchanges if e["seed"] is not None}, bare)
+    name = "overhead"
+    with recording(server.url, folder, "proxy") as proxy:
+        async with deployment(folder, {"init": 2, "run": 1, "eval": 2}) as deployed:
+            await deployed.external_pool("vllm", SERVED, server.model, [proxy.url])
+            bare = await _round_trips(proxy.url, BARE // 2, 1)
+            await deployed.client.submit(_job(name, tasks))
+            delivered = await deployed.deliver(name, tasks * SAMPLES, JOB_SECONDS)
+            bare |= await _round_trips(proxy.url, BARE // 2, 1 + BARE // 2)
+        exchanges = [(_SEED.search(one.request), one.ended - one.began) for one in proxy.exchanges()]
+    return _turns(delivered, {int(seed[1]): seconds for seed, seconds in exchanges if seed}, bare)
 
 
 async def _round_trips(url: str, count: int, first: int) -> dict[int, float]:
-    """Return the seconds of bare requests to the backend through the relay, one at a time, by their seeds.
+    """Return the seconds of bare requests to the backend through the proxy, one at a time, by their seeds.
 
     They have a turn's size, and are sent by the HTTP client library that the worker uses, with nothing around
     it. Their seeds begin with `first`. They are so small that no turn has one of them.
@@ -104,7 +104,7 @@ async def _round_trips(url: str, count: int, first: int) -> dict[int, float]:
 
 
 def _turns(delivered: list[Trajectory], own: Mapping[int, float], bare: Mapping[int, float]) -> Run:
-    """Join the product's records with the relay's. Each request carries a seed of its own."""
+    """Join the product's records with the proxy's. Each request carries a seed of its own."""
     ours: list[float] = []
     backend: list[float] = []
     outside: list[float] = []
@@ -115,12 +115,12 @@ def _turns(delivered: list[Trajectory], own: Mapping[int, float], bare: Mapping[
         for number, turn in enumerate(one.turns):
             seed = request_seed(SEED, one.task_id, one.sample_index, number)
             if seed not in own:
-                raise ProgramFailed(f"{one.id}: turn {number} is not in the relay's log")
+                raise ProgramFailed(f"{one.id}: turn {number} was not recorded by the proxy")
             backend.append(own[seed] * 1e3)
             outside.append(rest * 1e3)
             ours.append((turn.model_seconds - own[seed] + rest) * 1e3)
     if missing := bare.keys() - own.keys():
-        raise ProgramFailed(f"{len(missing)} bare round trips are not in the relay's log")
+        raise ProgramFailed(f"{len(missing)} bare round trips were not recorded by the proxy")
     trips = tuple((seconds - own[seed]) * 1e3 for seed, seconds in bare.items())
     return Run(Sample(tuple(ours)), Sample(tuple(backend)), Sample(tuple(outside)), Sample(trips))
 
@@ -134,11 +134,11 @@ async def measure(settings: Settings) -> list[Measurement]:
     how = (
         "wall time of a turn in the worker (rendering, tokenizing, the request through the session, parsing, "
         "recording, and its share of what else Run does, such as attaching the sandbox), less the tools and "
-        "less the backend's own time, from the request's last byte to the answer's last byte, as a relay in "
-        "front of the server sees it; the relay's own hop counts as ours; one rollout at a time: "
+        "less the backend's own time, from a request's arrival at a recording proxy in front of the server "
+        "to the end of its answer; one rollout at a time: "
         f"{alone.ours.text()}, {alone.outside.p50:.3g} ms of it outside of the model call; backend's own "
         f"time {alone.backend.text()}; the baseline is a bare HTTP request of a turn's size through the same "
-        f"relay to the same server, less the server's own time: {alone.bare.text()}"
+        f"proxy to the same server, less the backend's own time: {alone.bare.text()}"
     )
     baseline = Baseline("bare round trip", alone.bare.p50)
     return [Measurement("turn_overhead", alone.ours.p50, baseline, how)]

@@ -21,6 +21,7 @@ from rollyard_testing.browser.signin import Served, a_context, cookies_of
 from rollyard_testing.page.conversations import TINY_POLICY
 from rollyard_testing.page.ordinary import LONG_GROUP, LONG_TOKENS, VERSIONS, Ordinary, ordinary_job
 from rollyard_testing.page.store import opened
+from rollyard_testing.waiting import until
 
 from rollyard_bench import page_cost
 from rollyard_bench.processes import Missing, ProgramFailed
@@ -203,15 +204,14 @@ async def _fill(state: Path) -> Ordinary:
 
 def _wait_until_kept(served: Served, rollouts: int) -> None:
     """Wait until the control plane has counted all rollouts into the job's statistics."""
-    deadline = time.monotonic() + KEPT_SECONDS
+    path = f"/v1/rolloutjobs/{NAME}/statistics"
     with served.http() as http:
-        while True:
-            kept = http.get(f"/v1/rolloutjobs/{NAME}/statistics").raise_for_status().json()["upto"]
-            if kept == rollouts:
-                return
-            if time.monotonic() > deadline:
-                raise ProgramFailed(f"the statistics hold {kept} of {rollouts} rollouts")
-            time.sleep(0.5)
+        until(
+            lambda: http.get(path).raise_for_status().json()["upto"] == rollouts,
+            KEPT_SECONDS,
+            f"{rollouts} rollouts in the statistics",
+            0.5,
+        )
 
 
 def _play(settings: Settings) -> list[Measurement]:
@@ -228,7 +228,7 @@ def _play(settings: Settings) -> list[Measurement]:
                 rollout=_long_rollout(served),
                 rounds=2 if settings.quick else 5,
             )
-            seconds, rounds = (10.0, 1) if settings.quick else (20.0, 2)
+            seconds, rounds = (10.0, 1) if settings.quick else (12.0, 3)
             return [
                 _first_view(stage),
                 _filters(stage),

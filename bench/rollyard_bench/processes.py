@@ -146,13 +146,6 @@ async def program(
                 await process.wait()
 
 
-def write_port(port_file: Path, port: int) -> None:
-    """Write a port file in one step, so a reader never sees half of it."""
-    partial = port_file.with_suffix(".partial")
-    partial.write_text(str(port))
-    os.replace(partial, port_file)
-
-
 async def port_of(running: Program, name: str, port_file: Path) -> int:
     """Return the port that the program wrote to its port file.
 
@@ -189,23 +182,6 @@ async def answers(running: Program, name: str, url: str) -> None:
                 await asyncio.sleep(0.05)
     except TimeoutError as error:
         raise ProgramFailed(f"{name} did not answer at {url}: {running.tail()}") from error
-
-
-@asynccontextmanager
-async def served(module: str, folder: Path, name: str, *arguments: str) -> AsyncIterator[str]:
-    """Run a module of the benchmark that serves on a port of its choice, and yield its URL.
-
-    Args:
-        folder: The folder for its log and its port file.
-        name: The name of these files.
-
-    Raises:
-        ProgramFailed: It opens no port.
-    """
-    port_file = folder / f"{name}.port"
-    command = [sys.executable, "-m", f"rollyard_bench.{module}", "--port-file", str(port_file), *arguments]
-    async with program(command, folder / f"{name}.log", {"PYTHONPATH": str(BENCH)}) as running:
-        yield f"http://127.0.0.1:{await port_of(running, f'rollyard_bench.{module}', port_file)}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -66,9 +66,9 @@ async def bubblewrap() -> AsyncIterator[SandboxProvider]:
 
 
 @asynccontextmanager
-async def claimed(provider: SandboxProvider) -> AsyncIterator[Sandbox]:
+async def claimed(provider: SandboxProvider, request: SandboxRequest = REQUEST) -> AsyncIterator[Sandbox]:
     """Yield a sandbox, which is released at the end."""
-    sandbox = await provider.acquire(REQUEST, OWNER)
+    sandbox = await provider.acquire(request, OWNER)
     try:
         async with sandbox:
             yield sandbox

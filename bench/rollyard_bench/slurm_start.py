@@ -13,18 +13,16 @@ import tempfile
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import yaml
-from rollyard_client import AsyncClient
 from rollyard_crds import Trajectory
 
 from rollyard_bench import lab
 from rollyard_bench.harness import manifest
-from rollyard_bench.processes import ProgramFailed, program
+from rollyard_bench.processes import ControlPlane, ProgramFailed, program
 from rollyard_bench.results import Baseline, Measurement, Settings
 from rollyard_bench.stats import in_turns
 
@@ -39,39 +37,23 @@ PAUSE_SECONDS = 1.5
 TICK_SECONDS = 1.0
 """slurmctld starts batch jobs once in a second. With a pause of always the same length, each contestant would
 always begin at the same distance from that moment."""
-
-
 READY_SECONDS = 60.0
 STOP_SECONDS = 90.0
 """The longest wait for the end: the workers hand over what they hold, then Slurm ends them."""
 
 
-@dataclass(frozen=True, slots=True)
-class Bridge:
-    """A running bridge and its control plane."""
-
-    home: Path
-    url: str
-    token: str
-
-    def client(self) -> AsyncClient:
-        """Return a client with the administrator's token."""
-        return AsyncClient(self.url, self.token, timeout=60.0)
-
-
 @asynccontextmanager
-async def bridge(folder: Path, image: str) -> AsyncIterator[Bridge]:
-    """Yield a ready bridge with its home below `folder`. At the end it ends its Slurm jobs and itself.
+async def bridge(home: Path, image: str) -> AsyncIterator[ControlPlane]:
+    """Yield the control plane of a ready bridge. At the end the bridge ends its Slurm jobs and itself.
 
     Raises:
         ProgramFailed: The bridge did not become ready.
     """
-    home, file = folder / "home", folder / "profile.yaml"
+    file, log = home.with_suffix(".yaml"), home.with_suffix(".log")
     profile = {"partition": "debug", "workers": {"cpus": CPUS, "memory": MEMORY}}
     file.write_text(yaml.safe_dump(profile))
     command = [sys.executable, "-m", "rollyard", "slurm-bridge", "up", "--home", str(home)]
     command += ["--profile", str(file), "--default-image", image]
-    log = folder / "bridge.log"
     async with program(command, log, stop=signal.SIGINT, stop_seconds=STOP_SECONDS) as running:
         try:
             async with asyncio.timeout(READY_SECONDS):
@@ -80,8 +62,8 @@ async def bridge(folder: Path, image: str) -> AsyncIterator[Bridge]:
                     await asyncio.sleep(0.05)
         except TimeoutError as error:
             raise ProgramFailed(f"the bridge is not ready: {running.tail()}") from error
-        url = str(_read(home / "context.json")["url"])
-        yield Bridge(home, url, str(_read(home / "state" / "tokens.json")["admin"]))
+        url, tokens_file = str(_read(home / "context.json")["url"]), home / "state" / "tokens.json"
+        yield ControlPlane(running, url, _read(tokens_file), tokens_file)
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -121,10 +103,10 @@ def first_command(trajectory: Trajectory) -> float:
         raise ProgramFailed(text) from error
 
 
-async def _ours(running: Bridge, image: str, number: int, scripts: list[float]) -> float:
+async def _ours(plane: ControlPlane, home: Path, image: str, number: int, scripts: list[float]) -> float:
     """Return the milliseconds from the submission to the first command."""
     name = f"first-{number}"
-    async with running.client() as client:
+    async with plane.client() as client:
         begin = time.time()
         await client.submit(job(name, image))
         await client.wait(name, LONGEST_SECONDS)
@@ -132,7 +114,7 @@ async def _ours(running: Bridge, image: str, number: int, scripts: list[float]) 
     if [one.status for one in ended] != ["succeeded"]:
         raise ProgramFailed(f"{name}: {[(one.status, one.reason, one.message) for one in ended]}")
     # The worker's own log of this job is begun when the batch script starts.
-    logs = [path.stat().st_ctime for path in (running.home / "logs").glob("*worker*.log")]
+    logs = [path.stat().st_ctime for path in (home / "logs").glob("*worker*.log")]
     scripts.append((min((at for at in logs if at >= begin), default=begin) - begin) * 1e3)
     return (first_command(ended[0]) - begin) * 1e3
 
@@ -175,11 +157,11 @@ async def _measured(settings: Settings) -> list[Measurement]:
     # The nodes see the folder, too, because it is below the user's home.
     with tempfile.TemporaryDirectory(prefix="rollyard-bench-", dir=Path.home()) as name:
         folder = Path(name)
-        async with bridge(folder, image) as running:
+        async with bridge(folder / "home", image) as plane:
 
             async def ours() -> float:
                 await asyncio.sleep(PAUSE_SECONDS + rng.uniform(0.0, TICK_SECONDS))
-                return await _ours(running, image, next(numbers), scripts)
+                return await _ours(plane, folder / "home", image, next(numbers), scripts)
 
             async def bare() -> float:
                 await asyncio.sleep(PAUSE_SECONDS + rng.uniform(0.0, TICK_SECONDS))

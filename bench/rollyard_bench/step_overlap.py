@@ -15,7 +15,7 @@ from rollyard_client import Client
 from rollyard_bench.harness import deployment
 from rollyard_bench.model_servers import MODEL, model_server
 from rollyard_bench.pipeline import SAMPLES, latency_job
-from rollyard_bench.processes import ProgramFailed
+from rollyard_bench.processes import ControlPlane, ProgramFailed
 from rollyard_bench.results import Baseline, Measurement, Settings
 
 POOL = "overlap"
@@ -39,53 +39,41 @@ class Run:
     """The lags of all groups."""
 
 
-class OverlapTrainer:
-    """A trainer that uses the client as a trainer does, and whose update is a wait.
+def _train(plane: ControlPlane, job: str, max_lag: int, steps: int) -> Run:
+    """Train with a new stream, as a trainer whose update is a wait, and return what its steps took.
 
-    Args:
-        url: The control plane.
-        token: Its admin's token.
+    With `max_lag` 0, the tasks of a step are pushed when the pool has the weights of the step before.
+    With 1, they are pushed before the step before begins to train.
+
+    Raises:
+        ProgramFailed: A group was too old, a rollout failed, or the weights were refused.
     """
-
-    def __init__(self, url: str, token: str) -> None:
-        self._url = url
-        self._token = token
-
-    def train(self, job: str, max_lag: int, steps: int) -> Run:
-        """Train with a new stream, and return what its steps took.
-
-        With `max_lag` 0, the tasks of a step are pushed when the pool has the weights of the step before.
-        With 1, they are pushed before the step before begins to train.
-
-        Raises:
-            ProgramFailed: A group was too old, a rollout failed, or the weights were refused.
-        """
-        ends, lags, cursor = [], [], None
-        with Client(self._url, self._token, timeout=60.0) as client:
-            client.submit(latency_job(job, TURNS, PLACES, tasks={"stream": True}, backendRef={"name": POOL}))
-            _push(client, job, 0)
-            for step in range(steps + 1):
-                batch = client.batch(job, GROUPS, max_lag=max_lag, cursor=cursor, timeout=STEP_SECONDS)
-                cursor = batch.cursor
-                bad = [one for one in batch.trajectories if one.reward != 1.0]
-                if bad or len(batch.trajectories) != GROUPS * SAMPLES or batch.stale_groups:
-                    raise ProgramFailed(
-                        f"step {step} of {job}: {len(batch.trajectories)} rollouts, {len(bad)} without their "
-                        f"reward, {batch.stale_groups} groups too old"
-                    )
-                lags += batch.lags
-                if max_lag and step < steps:
-                    _push(client, job, step + 1)
-                time.sleep(TRAIN_SECONDS)
-                update = client.update_weights(POOL, f"{job}-{step}", pushed=True, mode="wait")
-                done = client.wait_weights(POOL, update.id, timeout=STEP_SECONDS)
-                if done.state != "Succeeded":
-                    raise ProgramFailed(f"step {step} of {job}: the weights: {done.state}: {done.message}")
-                ends.append(time.perf_counter())
-                if not max_lag and step < steps:
-                    _push(client, job, step + 1)
-            client.cancel(job)
-        return Run([after - before for before, after in pairwise(ends)], lags)
+    ends, lags, cursor = [], [], None
+    with Client(plane.url, plane.tokens["admin"], timeout=60.0) as client:
+        client.submit(latency_job(job, TURNS, PLACES, tasks={"stream": True}, backendRef={"name": POOL}))
+        _push(client, job, 0)
+        for step in range(steps + 1):
+            batch = client.batch(job, GROUPS, max_lag=max_lag, cursor=cursor, timeout=STEP_SECONDS)
+            cursor = batch.cursor
+            bad = [one for one in batch.trajectories if one.reward != 1.0]
+            if bad or len(batch.trajectories) != GROUPS * SAMPLES or batch.stale_groups:
+                raise ProgramFailed(
+                    f"step {step} of {job}: {len(batch.trajectories)} rollouts, {len(bad)} without their "
+                    f"reward, {batch.stale_groups} groups too old"
+                )
+            lags += batch.lags
+            if max_lag and step < steps:
+                _push(client, job, step + 1)
+            time.sleep(TRAIN_SECONDS)
+            update = client.update_weights(POOL, f"{job}-{step}", pushed=True, mode="wait")
+            done = client.wait_weights(POOL, update.id, timeout=STEP_SECONDS)
+            if done.state != "Succeeded":
+                raise ProgramFailed(f"step {step} of {job}: the weights: {done.state}: {done.message}")
+            ends.append(time.perf_counter())
+            if not max_lag and step < steps:
+                _push(client, job, step + 1)
+        client.cancel(job)
+    return Run([after - before for before, after in pairwise(ends)], lags)
 
 
 def _push(client: Client, job: str, step: int) -> None:
@@ -99,7 +87,7 @@ def _push(client: Client, job: str, step: int) -> None:
 
 async def measure(settings: Settings) -> list[Measurement]:
     """Train with and without overlap in turns, and compare the medians of their steps."""
-    steps, rounds = (2, 1) if settings.quick else (3, 2)
+    steps, rounds = 2, 1 if settings.quick else 2
     runs: dict[int, list[Run]] = {0: [], 1: []}
     with tempfile.TemporaryDirectory(prefix="ryb-") as name:
         folder = Path(name)
@@ -108,12 +96,10 @@ async def measure(settings: Settings) -> list[Measurement]:
             deployment(folder, PLACES, handlers=True) as deployed,
         ):
             await deployed.external_pool(POOL, MODEL, folder / "model", [url])
-            trainer = OverlapTrainer(deployed.plane.url, deployed.plane.tokens["admin"])
             for number in range(rounds):
                 for lag in (0, 1) if number % 2 == 0 else (1, 0):
-                    runs[lag].append(
-                        await asyncio.to_thread(trainer.train, f"lag-{lag}-{number}", lag, steps)
-                    )
+                    job = f"lag-{lag}-{number}"
+                    runs[lag].append(await asyncio.to_thread(_train, deployed.plane, job, lag, steps))
     seconds = {lag: [one for run in some for one in run.seconds] for lag, some in runs.items()}
     lags = {lag: sorted({one for run in some for one in run.lags}) for lag, some in runs.items()}
     if lags[0] != [0] or lags[1] != [0, 1]:

@@ -42,7 +42,6 @@ import numpy as np  # noqa: E402
 import torch  # noqa: E402
 import uvloop  # noqa: E402
 from rollyard_client import Client  # noqa: E402
-from rollyard_crds.lease import LeaseRef  # noqa: E402
 from rollyard_engine.generation.model import load_model  # noqa: E402
 from rollyard_engine.generation.sampling import SamplingParams  # noqa: E402
 from rollyard_engine.generation.scheduler import Scheduler, SchedulerLimits  # noqa: E402
@@ -56,7 +55,7 @@ from rollyard_pipeline.tools.shipped import BashTool, EditTool  # noqa: E402
 from rollyard_testing.manifests import job_manifest  # noqa: E402
 from tokenizers import Tokenizer  # noqa: E402
 
-from rollyard_bench.sandboxes import started  # noqa: E402
+from rollyard_bench.sandboxes import claimed, started  # noqa: E402
 from tinygrpo.batch import Row, advantages, rows_of  # noqa: E402
 from tinygrpo.onnx_folder import OnnxTemplate  # noqa: E402
 from tinygrpo.policy import load_policy  # noqa: E402
@@ -234,13 +233,8 @@ class InProcessSide:
             disk_bytes=64 << 20,
             processes=64,
         )
-        async with self._slots:
-            sandbox = await self._provider.acquire(request, LeaseRef(rollout=f"r{seed}", token=1))
-            try:
-                async with sandbox:
-                    return await self._play(task, sandbox.client, seed, newest)
-            finally:
-                await self._provider.release(sandbox.handle)
+        async with self._slots, claimed(self._provider, request) as sandbox:
+            return await self._play(task, sandbox.client, seed, newest)
 
     async def _play(self, task: Mapping[str, Any], client: Any, seed: int, newest: int) -> tuple[Row, float]:
         tools: dict[str, Tool] = {tool.name: tool for tool in (BashTool(), EditTool())}

@@ -4,22 +4,11 @@ from __future__ import annotations
 
 import asyncio
 
-from rollyard_crds.task import Task
 from rollyard_pipeline.handlers.base import Evaluation, Handler, StageContext
-
-FIELDS = ("init", "eval", "eval_slow", "slow_every")
 
 
 class LatencyHandler(Handler):
     """Use a real sandbox and a real agent; only the work of Init and Eval is a wait of fixed length."""
-
-    def check(self, task: Task) -> list[str]:
-        """Return what is wrong with a task that lacks one of the four numbers."""
-        return [
-            f"metadata.{name}: must be a positive number"
-            for name in FIELDS
-            if not isinstance(task.metadata.get(name), (int, float)) or task.metadata[name] <= 0
-        ]
 
     async def init(self, ctx: StageContext) -> None:
         """Wait for the time that the preparation takes."""

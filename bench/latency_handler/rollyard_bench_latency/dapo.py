@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from typing import ClassVar
 
-from rollyard_crds.task import Task
 from rollyard_pipeline.handlers.base import Evaluation, Handler, StageContext
 
 
@@ -13,14 +12,6 @@ class DapoHandler(Handler):
     """Play nothing: Run waits for the latency of the sample, and Eval returns the sample's reward."""
 
     needs_sandbox: ClassVar[bool] = False
-
-    def check(self, task: Task) -> list[str]:
-        """Return what is wrong with a task that lacks the latencies or the rewards of its samples."""
-        return [
-            f"metadata.{name}: must be a list of numbers"
-            for name in ("latencies", "rewards")
-            if not isinstance(task.metadata.get(name), list)
-        ]
 
     async def run(self, ctx: StageContext) -> None:
         """Wait for the sample's latency."""

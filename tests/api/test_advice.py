@@ -250,8 +250,8 @@ def test_most_groups_have_equal_rewards() -> None:
 def test_groups_of_one_are_said_at_once_but_not_where_the_trainer_makes_groups() -> None:
     message = (
         "each task has one rollout (samplesPerTask: 1), so advantages relative to a group, as in GRPO, are "
-        "0: raise samplesPerTask, unless this is an evaluation or the trainer needs no groups (as REINFORCE and "
-        "PPO)"
+        "0: raise samplesPerTask, unless this is an evaluation or the trainer needs no groups (as REINFORCE "
+        "and PPO)"
     )
     assert advice(NO_SIGNS, 0, samplesPerTask=1) == {"GroupsOfOne": message}
     assert advice(NO_SIGNS, 0, samplesPerTask=2) == {}

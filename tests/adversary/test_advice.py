@@ -78,9 +78,9 @@ async def test_no_text_of_a_rollout_becomes_advice(tmp_path: Path) -> None:
             "EqualRewards": f"the reward is 0 in all of {count} rollouts, so there is nothing to learn from: "
             "look at some with `rollyard view job --failed`",
             "GroupsOfOne": advice["GroupsOfOne"],
-            "OtherLogprobs": f"the log-probabilities of {count} of {count} rollouts are not those of the "
-            "distribution that was sampled from, but of a kind that the server does not reveal: start vLLM "
-            "with --logprobs-mode processed_logprobs, or do not train with ratios of them",
+            "OtherLogprobs": f"the log-probabilities of {count} of {count} rollouts may not be those of the "
+            "sampling distribution, because the server does not say: start vLLM with --logprobs-mode "
+            "processed_logprobs, or do not train with ratios of them",
         }
         row = await yard.plane.database.read(lambda conn: job_rows.find(conn, "default", "job"))
         assert row.signs.truncated == {}

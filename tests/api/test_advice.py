@@ -227,6 +227,8 @@ def test_rewards_that_are_all_equal(
 def test_equal_rewards_are_no_news_where_nobody_learns() -> None:
     equal = Signs(lowest=0.0, highest=0.0, equal_groups=8)
     assert "EqualRewards" in advice(equal)
+    other = replace(row(equal), namespace="team")
+    assert "`rollyard view job -n team --failed`" in advice_on(other)[0]["message"]
     assert advice(equal, agent={"type": "oracle"}) == {}
     assert advice(equal, sampling={"temperature": 0.0}) == {}, "an evaluation of the likeliest answers"
 
@@ -236,12 +238,14 @@ def test_most_groups_have_equal_rewards() -> None:
         signs = Signs(lowest=0.0, highest=1.0, equal_groups=equal, informative_groups=informative)
         return advice(signs, **spec)
 
-    message = (
-        "14 of 16 groups have equal rewards, which teach nothing relative to the group: choose tasks that "
-        "the model solves sometimes but not always"
-    )
-    assert of(14, 2) == {"GroupsOfEqualRewards": f"{message}, or let dynamicSampling replace such groups"}
-    assert of(14, 2, dynamicSampling={"targetGroups": 1}) == {"GroupsOfEqualRewards": message}
+    assert of(14, 2) == {
+        "GroupsOfEqualRewards": "14 of 16 groups have equal rewards and teach nothing: choose tasks that the "
+        "model solves sometimes but not always, or let dynamicSampling replace such groups"
+    }
+    assert of(14, 2, dynamicSampling={"targetGroups": 1, "metric": "answered"}) == {
+        "GroupsOfEqualRewards": "14 of 16 groups have no signal and teach nothing: choose tasks that the "
+        "model solves sometimes but not always"
+    }
     assert of(11, 5) == {}
     assert of(FEWEST - 1, 0) == {}
     assert of(14, 2, samplesPerTask=1, tasks={"stream": True}) == {}, "there are no groups"
@@ -267,19 +271,19 @@ CUT_OFF = {"topP": 0.9}
 @pytest.mark.parametrize(
     ("kinds", "sampling", "words"),
     [
-        ({"raw_logprobs": 64}, COOL, "those before temperature, top-p and top-k: start vLLM with "
-         "--logprobs-mode processed_logprobs"),
-        ({"raw_logprobs": 64}, {"topK": 20}, "those before temperature"),
+        ({"raw_logprobs": 64}, COOL, "are those before temperature, top-p and top-k, not those of the "
+         "sampling distribution: start vLLM with --logprobs-mode processed_logprobs"),
+        ({"raw_logprobs": 64}, {"topK": 20}, "are those before temperature"),
         ({"raw_logprobs": 64}, {}, None),
         ({"raw_logprobs": 15}, COOL, None),
         ({"raw_logprobs": 64}, {"temperature": 0.0}, None),
-        ({"temperature_logprobs": 64}, CUT_OFF, "those before top-p and top-k: set sampling.topP to 1 and "
-         "sampling.topK to -1"),
-        ({"mixed": 10, "raw_logprobs": 6}, COOL, "of several kinds, because the servers differ: start vLLM "
-         "with --logprobs-mode processed_logprobs on each of them"),
+        ({"temperature_logprobs": 64}, CUT_OFF, "are those before top-p and top-k, not those of the "
+         "sampling distribution: set sampling.topP to 1 and sampling.topK to -1"),
+        ({"mixed": 10, "raw_logprobs": 6}, COOL, "are of several kinds, because the pool's servers differ: "
+         "start vLLM with --logprobs-mode processed_logprobs on each of them"),
         ({"mixed": 64}, {}, None),
-        ({"unknown": 16}, {}, "of a kind that the server does not reveal: start vLLM with --logprobs-mode "
-         "processed_logprobs, or do not train with ratios of them"),
+        ({"unknown": 16}, {}, "may not be those of the sampling distribution, because the server does "
+         "not say: start vLLM with --logprobs-mode processed_logprobs, or do not train with ratios of them"),
     ],
 )  # fmt: skip
 def test_log_probabilities_that_are_not_those_of_the_sampling_distribution(
@@ -290,9 +294,8 @@ def test_log_probabilities_that_are_not_those_of_the_sampling_distribution(
         assert found == {}
         return
     part = sum(kinds.values())
-    begin = f"the log-probabilities of {part} of 64 rollouts are not those of the distribution"
+    begin = f"the log-probabilities of {part} of 64 rollouts {words}"
     assert found["OtherLogprobs"].startswith(begin)
-    assert f"but {words}" in found["OtherLogprobs"]
 
 
 def test_calls_that_are_all_malformed() -> None:

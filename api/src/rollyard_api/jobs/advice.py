@@ -36,10 +36,10 @@ _TRUNCATED: Final = {
 """The reason of the advice by the reason for which trajectories are truncated."""
 _CUTS_THOUGHTS: Final = (signs.MAX_TOKENS, signs.MAX_CONTEXT, signs.RUN_TIMEOUT)
 _KINDS: Final = {
-    signs.RAW: "those before temperature, top-p and top-k",
-    signs.TEMPERATURE: "those before top-p and top-k",
-    signs.MIXED: "of several kinds, because the servers differ",
-    signs.UNKNOWN: "of a kind that the server does not reveal",
+    signs.RAW: "are those before temperature, top-p and top-k, not those of the sampling distribution",
+    signs.TEMPERATURE: "are those before top-p and top-k, not those of the sampling distribution",
+    signs.MIXED: "are of several kinds, because the pool's servers differ",
+    signs.UNKNOWN: "may not be those of the sampling distribution, because the server does not say",
 }
 _FLAG: Final = "start vLLM with --logprobs-mode processed_logprobs"
 _REMEDIES: Final = {
@@ -178,7 +178,9 @@ def _rewards(job: JobRow) -> Iterator[tuple[str, str]]:
     if highest - lowest <= MIN_STD:
         # Hard tasks begin with zeros, so a few are not enough unless no others will come.
         if job.succeeded >= (FEWEST if job.finished_at is not None else MANY):
-            shown = f"rollyard view {job.name}" + (" --failed" if highest == 0.0 else "")
+            shown = f"rollyard view {job.name}"
+            shown += "" if job.namespace == "default" else f" -n {job.namespace}"
+            shown += " --failed" if highest == 0.0 else ""
             yield (
                 "EqualRewards",
                 f"the reward is {highest:g} in all of {job.succeeded:,} rollouts, so there is nothing to "
@@ -188,13 +190,12 @@ def _rewards(job: JobRow) -> Iterator[tuple[str, str]]:
     equal = job.signs.equal_groups
     whole = equal + job.signs.informative_groups
     if job.limits.samples > 1 and _concerns(equal, whole, EQUAL_SHARE):
-        remedy = "choose tasks that the model solves sometimes but not always"
+        lack, remedy = "no signal", "choose tasks that the model solves sometimes but not always"
         if job.limits.sampling is None:
-            remedy += ", or let dynamicSampling replace such groups"
+            lack, remedy = "equal rewards", f"{remedy}, or let dynamicSampling replace such groups"
         yield (
             "GroupsOfEqualRewards",
-            f"{equal:,} of {whole:,} groups have equal rewards, which teach nothing relative to the group: "
-            f"{remedy}",
+            f"{equal:,} of {whole:,} groups have {lack} and teach nothing: {remedy}",
         )
 
 
@@ -218,6 +219,6 @@ def _logprobs(job: JobRow, spec: _Spec) -> Iterator[tuple[str, str]]:
         kind = max(kinds, key=lambda one: counts[one])
         yield (
             "OtherLogprobs",
-            f"the log-probabilities of {part:,} of {job.succeeded:,} rollouts are not those of the "
-            f"distribution that was sampled from, but {_KINDS[kind]}: {_REMEDIES[kind]}",
+            f"the log-probabilities of {part:,} of {job.succeeded:,} rollouts {_KINDS[kind]}: "
+            f"{_REMEDIES[kind]}",
         )

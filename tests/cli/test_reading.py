@@ -304,6 +304,52 @@ def test_lines_are_written_on_change_only() -> None:
     assert progress_line(job) == "Run: init 2/2, run 0/2 (2 active), eval 0/2"
 
 
+ADVICE = [
+    {
+        "reason": "TruncatedByMaxTokens",
+        "message": "8 of 8 rollouts were truncated by maxTokens (1,024): raise it",
+    },
+    {"reason": "EqualRewards", "message": "the reward is 0 in all of 32 rollouts"},
+]
+
+
+def advised(*advice: dict[str, str], **counts: int) -> RolloutJob:
+    return RolloutJob.model_validate(
+        {
+            "metadata": {"name": "j"},
+            "spec": {"tasks": {"stream": True}, "handler": "shell", "agent": {"type": "oracle"}},
+            "status": {"phase": "Run", "counts": {"total": 64, **counts}, "advice": list(advice)},
+        }
+    )
+
+
+@pytest.mark.parametrize("terminal", [True, False], ids=["terminal", "log"])
+def test_advice_is_printed_once_when_it_first_applies(terminal: bool) -> None:
+    console = Console(file=io.StringIO(), force_terminal=terminal, width=40, highlight=False)
+    later = {**ADVICE[0], "message": ADVICE[0]["message"].replace("8 of 8", "60 of 64")}
+    with progress.progress_view(console) as show:
+        show(advised())
+        for succeeded in range(3):
+            show(advised(ADVICE[0], succeeded=succeeded))
+        show(advised(succeeded=9))
+        for succeeded in range(10, 13):
+            show(advised(later, ADVICE[1], succeeded=succeeded))
+    assert isinstance(console.file, io.StringIO)
+    printed = console.file.getvalue()
+    assert printed.count("Advice: ") == 2
+    for one in ADVICE:
+        assert f"Advice: {one['message']}\n" in printed, "it is one line, however narrow the terminal is"
+
+
+def test_a_job_is_described_with_all_of_its_advice() -> None:
+    hostile = {"reason": "Other", "message": "[red]two\nlines \x1b[2J"}
+    text = printed(lambda out: describe_job(out, advised(*ADVICE, hostile), Counter(), Counter()))
+    for one in ADVICE:
+        assert f"Advice:       {one['message']}\n" in text
+    assert "Advice:       [red]two\\nlines \\x1b[2J\n" in text
+    assert "Advice" not in printed(lambda out: describe_job(out, advised(), Counter(), Counter()))
+
+
 @pytest.mark.parametrize("width", [30, 60, 200])
 def test_a_narrow_terminal_cuts_no_id(width: int) -> None:
     out = io.StringIO()

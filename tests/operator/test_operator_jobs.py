@@ -10,7 +10,7 @@ import pytest
 from rollyard_client import Invalid
 from rollyard_crds import RolloutJob
 from rollyard_crds.fields.annotations import OBJECT_UID
-from rollyard_crds.rolloutjob import MalformedCalls
+from rollyard_crds.rolloutjob import Advice
 from rollyard_operator.kube.errors import KubeError
 from rollyard_testing.operator.fakecluster import FakeControlPlane, FakeKube, Object
 from rollyard_testing.operator.operatorlab import (
@@ -214,14 +214,13 @@ async def test_the_object_shows_which_rows_of_a_config_map_are_skipped(lab: Lab)
     assert lab.condition("Admitted")["message"].startswith(warning)
 
 
-async def test_the_object_shows_that_no_call_is_well_formed_until_one_is(lab: Lab) -> None:
+async def test_the_object_shows_advice_as_long_as_the_control_plane_has_it(lab: Lab) -> None:
     await lab.with_workers()
-    lab.control.all_jobs[KEY].status.malformed_calls = MalformedCalls(rollouts=32, calls=40)
-    await until(lambda: lab.status().get("malformedCalls") == {"rollouts": 32, "calls": 40})
-    assert lab.status()["message"].startswith("all 40 tool calls of the first 32 rollouts")
-    lab.control.all_jobs[KEY].status.malformed_calls = None
-    await until(lambda: not lab.status().get("malformedCalls"))
-    assert "malformed" not in lab.status()["message"]
+    advice = Advice(reason="EqualRewards", message="the reward is 0 in all of 32 rollouts")
+    lab.control.all_jobs[KEY].status.advice = [advice]
+    await until(lambda: lab.status().get("advice") == [advice.to_json()])
+    lab.control.all_jobs[KEY].status.advice = []
+    await until(lambda: not lab.status().get("advice"))
 
 
 async def test_a_job_of_rest_becomes_an_object_and_goes_with_it(lab: Lab) -> None:

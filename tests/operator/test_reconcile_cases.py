@@ -10,7 +10,6 @@ import pytest
 from rollyard_crds import BackendPool, BackendPoolStatus, BackendStatus, Condition, RolloutCounts, RolloutJob
 from rollyard_crds.fields.dynamic_sampling import DynamicSamplingStatus
 from rollyard_crds.fields.skipped_rows import SkippedRows
-from rollyard_crds.rolloutjob import MalformedCalls
 from rollyard_drivers.reconcile.job import job_workloads, reconcile_job
 from rollyard_drivers.reconcile.plan import (
     ObservedJob,
@@ -92,22 +91,6 @@ def test_a_job_of_whose_rows_half_are_skipped_says_so_to_its_end(count: int, rea
         job.model_copy(update={"status": final.status}), ObservedJob(closed=True), NOW, LOCAL
     )
     assert again.status.message == final.status.message
-
-
-def test_a_job_without_a_well_formed_call_says_so_first() -> None:
-    job = job_of({"total": 64, "run": {"active": 24}, "succeeded": 40}, agent={"toolParser": "hermes"})
-    job.status.malformed_calls = MalformedCalls(rollouts=40, calls=57)
-    warning = (
-        "all 57 tool calls of the first 40 rollouts that made any were malformed: "
-        "agent.toolParser 'hermes' may not fit the model of 'pool'"
-    )
-    plan = reconcile_job(job, ObservedJob(), NOW, LOCAL)
-    assert plan.status.message.startswith(f"{warning}; there is no BackendPool 'pool'")
-    job.status.counts = RolloutCounts(total=64, succeeded=64)
-    ended = reconcile_job(job, ObservedJob(closed=True), NOW, LOCAL)
-    assert ended.status.message == f"64 rollouts have a reward, 0 failed; {warning}"
-    job.status.malformed_calls = None
-    assert "malformed" not in reconcile_job(job, ObservedJob(closed=True), NOW, LOCAL).status.message
 
 
 def test_missing_pool_is_a_reason_and_no_failure() -> None:

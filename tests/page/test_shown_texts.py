@@ -88,6 +88,7 @@ ANSWERS: dict[str, Any] = {
         "status": {
             "phase": text("phase"), "message": text("status_message"), "counts": {},
             "skippedRows": {"count": 12, "read": 99, "reasons": [text(f"skipped_{n}") for n in range(2)]},
+            "advice": [{"reason": f"Reason{n}", "message": text(f"advice_{n}")} for n in range(2)],
             "conditions": [
                 {"type": text(f"type_{n}"), "status": text("condition_status"), "reason": text(f"why_{n}"),
                  "message": text(f"condition_{n}")}

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from statistics import mean
 from typing import Any
 
 import pytest
 from playwright.sync_api import Page, expect
-from rollyard_testing.browser.live import Live
+from rollyard_testing.browser.live import SECONDS, Live, quickstart
 
 JOB = "quickstart"
 TASKS, SAMPLES = 6, 4
@@ -221,6 +225,41 @@ def test_a_trajectory_shows_its_timeline_its_evaluation_and_its_record(
         page.get_by_role("link", name="Download the record").click()
     assert json.loads(started.value.path().read_text()) == record
     assert started.value.suggested_filename == f"{record['id']}.json"
+
+
+def test_a_job_that_goes_wrong_says_what_to_do(live: Live, look: Callable[..., Any], tmp_path: Path) -> None:
+    job = quickstart("advised", 4, 4)
+    job["spec"]["sampling"]["maxTokens"] = 2
+    manifest = tmp_path / "job.json"
+    manifest.write_text(json.dumps(job))
+    page = look(live.served).at(f"{live.served.url}/")
+
+    def rollyard(*words: str) -> str:
+        done = subprocess.run(
+            [sys.executable, "-m", "rollyard", *words], capture_output=True, text=True, check=True,
+            env={**os.environ, "ROLLYARD_HOME": str(live.yard.home)}, timeout=SECONDS,
+        )  # fmt: skip
+        return done.stdout
+
+    printed = rollyard("submit", "-f", str(manifest), "--wait")
+    sentences = {one["message"] for one in live.job("advised")["status"]["advice"]}
+    truncated = "16 of 16 rollouts were truncated by maxTokens (2): raise sampling.maxTokens"
+    equal = (
+        "the reward is 0 in all of 16 rollouts, so there is nothing to learn from: look at some with "
+        "`rollyard view advised --failed`"
+    )
+    assert sentences == {truncated, equal}
+    # It was printed once, with the numbers of that moment.
+    assert len(re.findall("Advice: .* truncated by maxTokens", printed)) == 1, printed
+    assert printed.count(f"Advice: {equal}\n") == 1, printed
+    described = rollyard("describe", "advised")
+    for sentence in sentences:
+        assert re.search(rf"Advice: +{re.escape(sentence)}\n", described), described
+    page.goto(live.served.job("advised"))
+    shown = page.get_by_role("list", name="Advice").get_by_role("listitem")
+    expect(shown).to_have_count(2)
+    assert set(shown.all_inner_texts()) == sentences
+    assert rollyard("view", "advised", "--failed"), "what the advice names is a command"
 
 
 def test_keys_lead_to_the_next_sample_and_back_up(

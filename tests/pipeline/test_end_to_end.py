@@ -293,6 +293,34 @@ async def test_a_template_that_fits_no_parser_ends_the_job_at_its_first_run(
     assert {one.attempt for one in failed} == {1}
 
 
+async def test_a_thinking_model_without_room_is_advised_of_it_while_the_job_runs(
+    yard: Yard, scripted: Callable[[Callable[[str], str]], Any], model_folder: Path, tmp_path: Path
+) -> None:
+    folder = shutil.copytree(model_folder, tmp_path / "model")
+    (folder / "chat_template.jinja").write_text(FAMILIES["qwen3_5"].source)
+    async with scripted(lambda _prompt: "Let me count again. " * 99).serving() as model:
+        model.card["logprobs_mode"] = "raw_logprobs"
+        await yard.pool("p", model.url, folder)
+        await yard.job(
+            "thinking", [{"id": f"t{number}", "prompt": "7?", "answer": "7"} for number in range(4)],
+            handler="math", agent={"type": "single_turn"}, backendRef={"name": "p"}, samplesPerTask=8,
+            sampling={"temperature": 0.7, "maxTokens": 32},
+            stages={"init": {"concurrency": 8}, "run": {"concurrency": 8}},
+        )  # fmt: skip
+        async with yard.worker("--job", "thinking"):
+            results = await yard.results("thinking", 32)
+    assert {(one.reward, one.truncated_reason) for one in results} == {(0.0, "MaxTokens")}, yard.log()
+    status = (await yard.client.job("thinking")).status
+    advice = {one.reason: one.message for one in status.advice}
+    assert advice["TruncatedByMaxTokens"] == (
+        "32 of 32 rollouts were truncated by maxTokens (32): raise sampling.maxTokens"
+    )
+    assert "32 of 32 rollouts were cut in a thought that had not ended" in advice["ThoughtsDoNotEnd"]
+    assert "start vLLM with --logprobs-mode processed_logprobs" in advice["OtherLogprobs"]
+    assert "the reward is 0 in all of 32 rollouts" in advice["EqualRewards"]
+    assert len(advice) == 4
+
+
 async def test_task_folders(
     yard: Yard, sandbox: str, scripted: Callable[[Callable[[str], str]], Any], model_folder: Path
 ) -> None:

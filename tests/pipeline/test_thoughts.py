@@ -163,6 +163,29 @@ async def test_what_is_the_thought_and_what_the_answer(
     assert (whole.thought, whole.final_text) == ("", text.removesuffix("…").replace("·", ""))
 
 
+@pytest.mark.parametrize(
+    ("name", "text", "closed"),
+    [
+        ("qwen3", "<think>It is 7…", False),
+        ("qwen3", "<think>a</think>…", True),
+        ("qwen3", "<think>a</think><think>It is 7…", False),
+        ("qwen3_5", "It is 7…", False),
+        ("qwen3_5", "a<·/think>7…", False),
+        ("qwen3_5", "a</think>7…", True),
+        ("gemma4", "<|channel>thought\nIt is 7…", False),
+        ("kimi_k3", "<|open|>think<|sep|>It is 7…", False),
+        ("gpt_oss", "<|channel|>analysis<|message|>It is 7…", False),
+        ("gpt_oss", "<|channel|>analysis<|message|>a<|end|><|start|>assistant…", True),
+    ],
+)
+async def test_whether_a_turn_was_cut_before_the_end_of_its_thought(
+    name: str, text: str, closed: bool
+) -> None:
+    (turn,) = (await record_of(name, text.removesuffix("…"), end="")).turns
+    assert turn.thought is not None
+    assert (turn.finish_reason, turn.thought.closed) == ("length", closed)
+
+
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def handlers() -> AsyncIterator[dict[str, Any]]:
     made = {"math": MathHandler(), "stem": StemHandler(), "code": CodeHandler()}

@@ -185,8 +185,10 @@ export function answer(path, query) {
   if (parts.length === 2) {
     const row = JOBS().find((item) => item.name === parts[1]);
     if (!row) return undefined;
+    const message = "60 of 64 rollouts were truncated by maxTokens (1,024): raise sampling.maxTokens";
+    const advice = [{ reason: "TruncatedByMaxTokens", message }];
     const conditions = [{ type: "Progressing", status: "True", reason: "RolloutsRunning", message: "64 rollouts are at work." }];
-    return { metadata: { name: row.name, namespace: "default" }, spec: { handler: "swe", samplesPerTask: SAMPLES }, status: { phase: row.phase, conditions } };
+    return { metadata: { name: row.name, namespace: "default" }, spec: { handler: "swe", samplesPerTask: SAMPLES }, status: { phase: row.phase, conditions, advice } };
   }
   if (parts[2] === "statistics") return statistics();
   if (parts[2] === "grid") return { prefix: "", ...paged(query, query.get("search") ? 30 : TASKS, LIMIT, group) };

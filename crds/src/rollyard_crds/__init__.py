@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from rollyard_crds.reading.manifest import Manifest, ManifestError, load, parse
     from rollyard_crds.rolloutjob import (
         STAGES,
+        Advice,
         AgentSpec,
         RolloutCounts,
         RolloutJob,
@@ -51,6 +52,7 @@ __all__ = [
     "STAGES",
     "UNVERIFIED",
     "VERSION",
+    "Advice",
     "AgentSpec",
     "Assignment",
     "AssignmentOffered",
@@ -103,7 +105,7 @@ __getattr__ = lazily(
         "base": "API_VERSION GROUP VERSION Condition Model ObjectMeta",
         "claims": "Claim ClaimList",
         "reading.manifest": "Manifest ManifestError load parse",
-        "rolloutjob": "STAGES AgentSpec RolloutCounts RolloutJob RolloutJobSpec RolloutJobStatus "
+        "rolloutjob": "STAGES Advice AgentSpec RolloutCounts RolloutJob RolloutJobSpec RolloutJobStatus "
         "SamplingSpec SandboxResources SandboxSpec StageCounts StageName StageSpec WorkerJobSpec",
         "task": "FunctionCall Message Task TaskSandbox ToolCall",
         "trajectory": "Attempt Trajectory",

@@ -428,13 +428,13 @@ class StageCounts(Model):
     """Leased by a worker."""
 
 
-class MalformedCalls(Model):
-    """Tool calls of a job, none of which the parser could read."""
+class Advice(Model):
+    """What the ended rollouts of a job show about its settings, and what to do about it."""
 
-    rollouts: Annotated[int, Field(ge=0)] = 0
-    """Rollouts that have made tool calls."""
-    calls: Annotated[int, Field(ge=0)] = 0
-    """The calls that they have made."""
+    reason: Annotated[str, Field(max_length=64, pattern=r"^[A-Z][A-Za-z0-9]*$")]
+    """What it is about, in one CamelCase word that programs may branch on."""
+    message: Annotated[str, Field(max_length=512)]
+    """One sentence for people. No policy has written any part of it."""
 
 
 class RolloutCounts(Model):
@@ -479,10 +479,10 @@ class RolloutJobStatus(Model):
     """How far dynamic sampling has got, in a job that uses it."""
     skipped_rows: SkippedRows | None = None
     """The rows of the task list that were left out, if there are any."""
-    malformed_calls: MalformedCalls | None = None
-    """Present while no tool call is well-formed, once 32 rollouts have made calls."""
     message: ShortText = ""
     """What is wrong with it, what it waits for, or why it ended this way."""
+    advice: Annotated[list[Advice], Field(max_length=16)] = Field(default_factory=list)
+    """What its rollouts show about its settings, at most one sentence for each reason."""
 
 
 class RolloutJob(Model):

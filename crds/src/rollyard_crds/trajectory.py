@@ -110,6 +110,11 @@ class Thought(Record):
     """The mark with which the prompt opened the thought, such as `<think>`. It is empty if the policy opened
     it."""
 
+    @property
+    def closed(self) -> bool:
+        """Whether something follows the thought, such as its closing mark."""
+        return self.end < self.answer
+
 
 class Turn(Record):
     """One assistant turn: where its tokens are, how it ended, and what it called."""

@@ -208,7 +208,14 @@ export interface RolloutJob {
     rewardMean?: number | null;
     counts?: Record<string, unknown>;
     skippedRows?: SkippedRows | null;
+    advice?: Advice[];
   };
+}
+
+/** What the ended rollouts of a job show about its settings, and what to do about it. */
+export interface Advice {
+  reason: string;
+  message: string;
 }
 
 /** Rows of the task list that are no tasks and were left out, and why the first of them are none. */

@@ -13,6 +13,7 @@ from sqlalchemy.engine import Connection
 
 from rollyard_api.core.codec import loads, revision_of, unpack
 from rollyard_api.core.conditions import timestamp
+from rollyard_api.jobs.advice import advice_on
 from rollyard_api.machine.states import RolloutState
 from rollyard_api.storage import groups as group_rows
 from rollyard_api.storage import jobs as job_rows
@@ -39,8 +40,6 @@ AHEAD: Final = 64
 """The number of tasks at the front of the Init queue whose images are named."""
 _ROLLOUTS: Final = 4096
 """The largest number of rollouts that are read to find these tasks."""
-MALFORMED_ROLLOUTS: Final = 32
-"""The number of rollouts with tool calls, all malformed, after which a job says so."""
 _QUEUE: Final = (
     sa.select(rollouts.c.group_no)
     .where(
@@ -89,16 +88,6 @@ def _dynamic_sampling(conn: Connection, job: JobRow) -> dict[str, int] | None:
     }
 
 
-def _malformed_calls(job: JobRow) -> dict[str, int] | None:
-    """Return the MalformedCalls of a job, or None if its calls are well-formed or too few.
-
-    If none of a job's calls can be read, its parser may not fit its model.
-    """
-    if job.well_formed or job.malformed_rollouts < MALFORMED_ROLLOUTS:
-        return None
-    return {"rollouts": job.malformed_rollouts, "calls": job.malformed_calls}
-
-
 def _without_tasks(spec: bytes) -> dict[str, Any]:
     document: dict[str, Any] = loads(spec)
     if "inline" in document["tasks"]:
@@ -126,7 +115,7 @@ def document(conn: Connection, job: JobRow, *, bare: bool = False) -> dict[str, 
         "counts": counts(conn, job),
         "rewardMean": job.reward_sum / job.succeeded if job.succeeded else None,
         "dynamicSampling": _dynamic_sampling(conn, job),
-        "malformedCalls": _malformed_calls(job),
+        "advice": advice_on(job) or None,
         "startTime": timestamp(job.started_at),
         "completionTime": timestamp(job.finished_at),
     }

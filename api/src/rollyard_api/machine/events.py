@@ -36,6 +36,10 @@ class RunCounts(Struct, frozen=True):
     tool_calls: int = 0
     cut: str = ""
     """Why the trajectory was truncated, or ""."""
+    open_thought: bool = False
+    """Whether the last turn was cut inside a thought that had not ended."""
+    logprobs: str = ""
+    """The `signs.doubtful_kind` of the log-probabilities, or ""."""
     written_calls: int = 0
     """The calls that the policy wrote, of which `malformed_calls` cannot be read."""
     malformed_calls: int = 0

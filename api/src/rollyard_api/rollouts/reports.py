@@ -10,7 +10,7 @@ from typing import Any, Final, NamedTuple
 
 import msgspec
 from rollyard_crds.lease import CompleteRequest, FailRequest, StageFailure, StageResult
-from rollyard_crds.trajectory import MALFORMED_CALL, RunRecord, SegmentSizes
+from rollyard_crds.trajectory import MALFORMED_CALL, RunRecord, SegmentSizes, Turn
 
 from rollyard_api.backends.assignment import without_backend
 from rollyard_api.core.codec import MAX_PROBLEMS, dumps, pack, validated
@@ -26,6 +26,7 @@ from rollyard_api.machine.events import (
     Scored,
 )
 from rollyard_api.machine.rollout import Rejection, decide
+from rollyard_api.machine.signs import doubtful_kind
 from rollyard_api.rollouts import staleness, transitions
 from rollyard_api.storage import rollouts as rollout_rows
 from rollyard_api.storage.database import Transaction
@@ -146,16 +147,25 @@ def _counts(result: StageResult, trajectory: RunRecord, sizes: Sequence[SegmentS
     ]
     malformed = sum(wrong for _, wrong in calls)
     sampled = sum(size.sampled_tokens for size in sizes)
+    sampling = trajectory.sampling
     return RunCounts(
         turns=len(trajectory.turns),
         tool_calls=sum(len(turn.tool_calls) for turn in trajectory.turns),
         cut=trajectory.truncated_reason[:MAX_REASON],
+        open_thought=bool(trajectory.turns) and _ends_in_a_thought(trajectory.turns[-1]),
+        logprobs="" if sampling is None else doubtful_kind(sampling.logprobs_mode),
         written_calls=malformed + sum(bool(name) and not wrong for name, wrong in calls),
         malformed_calls=malformed,
         template_breaks=trajectory.template_breaks,
         sampled_tokens=sampled,
         spent_tokens=(result.stats.sampled_tokens or sampled) + result.stats.discarded_tokens,
     )
+
+
+def _ends_in_a_thought(turn: Turn) -> bool:
+    """Return whether a turn was cut inside a thought that had not ended."""
+    cut = turn.finish_reason in ("length", "abort")
+    return cut and turn.thought is not None and not turn.thought.closed
 
 
 def check_failures(document: Any) -> list[ReportedEvent]:

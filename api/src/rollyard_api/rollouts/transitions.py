@@ -106,12 +106,13 @@ def advance(tx: Transaction, job_id: int) -> None:
 
 
 class _Ending(msgspec.Struct):
-    """A rollout that ends, and the seconds for which it has existed."""
+    """A rollout that ends."""
 
     rollout: Rollout
     transition: Transition
     changes: dict[str, Any]
-    seconds: float
+    timings: dict[str, Any]
+    """Its decoded timings."""
 
 
 class _Batch:
@@ -124,7 +125,6 @@ class _Batch:
         self.dropped: list[str] = []
         self.endings: defaultdict[int, list[_Ending]] = defaultdict(list)
         self.answering: set[tuple[int, str]] = set()
-        self.runs: defaultdict[int, list[events.RunCounts]] = defaultdict(list)
 
     def add(self, rollout: Rollout, transition: Transition) -> None:
         """Gather what one transition changes, and note its effects that need no statement."""
@@ -147,7 +147,7 @@ class _Batch:
             changes["attempts"] = attempts.added(rollout.attempts, self._attempt(rollout, transition, number))
         traces.left(tx, rollout, reason=transition.reason)
         if after.has_ended:
-            ending = _Ending(rollout, transition, changes, _seconds(timings))
+            ending = _Ending(rollout, transition, changes, timings)
             self.endings[rollout.job_id].append(ending)
             return
         tx.emit(
@@ -227,8 +227,6 @@ class _Batch:
         if event.carry is not None:
             values["carry"] = event.carry
         self.kept.append(values)
-        if counts.written_calls:
-            self.runs[rollout.job_id].append(counts)
         if counts.template_breaks:
             tx.count("template_breaks", value=counts.template_breaks)
         tx.count("sampled_tokens", value=counts.sampled_tokens)
@@ -242,20 +240,12 @@ class _Batch:
         tx = self.tx
         # The rows of backends are locked before those of jobs, because two replicas could deadlock otherwise.
         circuits.completed(tx, self.answering)
-        self._count_calls()
         counted = [(job_id, self._count(job_id)) for job_id in sorted(self.endings)]
         rollout_rows.change(tx, self.changes)
         rollout_rows.keep(tx, self.kept)
         rollout_rows.drop(tx, self.dropped)
         for job_id, job in counted:
             self._complete(job_id, job)
-
-    def _count_calls(self) -> None:
-        """Count the calls of complete Runs, since a job reports it if none of its calls can be read."""
-        for job_id, runs in sorted(self.runs.items()):
-            written = sum(counts.written_calls for counts in runs)
-            malformed = sum(counts.malformed_calls for counts in runs)
-            job_rows.count_calls(self.tx, job_id, len(runs), written, well_formed=malformed < written)
 
     def _count(self, job_id: int) -> job_rows.EndedCounts:
         """Count the endings of one job, and give each its place in the order of the job's results."""
@@ -280,7 +270,7 @@ class _Batch:
             tx.emit(
                 job_id, rollout=rollout.id, stage=rollout.stage, status=status, reward=reward, reason=reason
             )
-            traces.ended(tx, rollout.id, job, ending.transition, ending.seconds)
+            traces.ended(tx, rollout.id, job, ending.transition, _seconds(ending.timings))
         return job
 
     def _complete(self, job_id: int, job: job_rows.EndedCounts) -> None:
@@ -291,6 +281,10 @@ class _Batch:
             left[ending.rollout.group_no] += 1
         tally = Tally(surplus_rollouts=sum(ending.transition.reason == TARGET_MET for ending in endings))
         complete = group_rows.leave(tx, job_id, left)
+        signs = job.signs
+        for ending in endings:
+            if ending.transition.reward is not None:
+                signs = signs.with_rollout(ending.transition.reward, traces.counted(ending.timings))
         if complete:
             members = rollout_rows.members(tx, job_id, complete)
             results = {no: result_of(members[no], job.limits) for no in complete}
@@ -298,6 +292,10 @@ class _Batch:
             group_rows.end(tx, job_id, first, results)
             for result in results.values():
                 tally.add(result)
+                if result.delivered:
+                    signs = signs.with_group(informative=result.informative)
+        if signs != job.signs:
+            job_rows.keep_signs(tx, job_id, signs)
         if job.limits.sampling is not None:
             job_rows.count_groups(tx, job_id, tally)
             advance(tx, job_id)

@@ -21,6 +21,7 @@ from rollyard_api.core.wakeups import CLAIMS, QUEUE, UNFINISHED, job_topic
 from rollyard_api.machine.groups import Tally
 from rollyard_api.machine.jobs import SamplingState
 from rollyard_api.machine.limits import Limits
+from rollyard_api.machine.signs import Signs
 from rollyard_api.storage.database import Transaction
 from rollyard_api.storage.rows import JobRow, columns, read_one
 from rollyard_api.storage.schema import dynamic_sampling, jobs, rollouts, sampling_targets
@@ -179,19 +180,6 @@ def note_outage(tx: Transaction, job_id: int, since: float | None) -> None:
     _set(tx, job_id, outage_began=since)
 
 
-_COUNT_CALLS: Final = _UPDATE.where(jobs.c.well_formed.is_(False)).values(
-    malformed_rollouts=jobs.c.malformed_rollouts + bindparam("b_rollouts"),
-    malformed_calls=jobs.c.malformed_calls + bindparam("b_calls"),
-    well_formed=bindparam("b_well_formed"),
-)
-
-
-def count_calls(tx: Transaction, job_id: int, rollouts: int, calls: int, *, well_formed: bool) -> None:
-    """Count rollouts with these tool calls, until the first well-formed call has come."""
-    counted = {"b_rollouts": rollouts, "b_calls": calls, "b_well_formed": well_formed}
-    tx.conn.execute(_COUNT_CALLS, {"b_job": job_id, **counted})
-
-
 _NEXT_PART: Final = _UPDATE.values(parts=jobs.c.parts + 1).returning(jobs.c.parts)
 _READ: dict[Kind, sa.Column[int]] = {"trajectories": jobs.c.read_trajectories, "groups": jobs.c.read_groups}
 
@@ -220,6 +208,7 @@ class EndedCounts(NamedTuple):
     limits: Limits
     name: str
     namespace: str
+    signs: Signs
 
 
 _COUNT_ENDED: Final = _UPDATE.values(
@@ -254,6 +243,11 @@ def count_ended(
     row = tx.conn.execute(_COUNT_ENDED, {"b_job": job_id, **counted}).one()
     tx.wake(job_topic(job_id))
     return EndedCounts(*row)
+
+
+def keep_signs(tx: Transaction, job_id: int, signs: Signs) -> None:
+    """Write the signs of a job, whose row is locked since they were read."""
+    _set(tx, job_id, signs=signs)
 
 
 def count_ended_groups(tx: Transaction, job_id: int, count: int) -> int:

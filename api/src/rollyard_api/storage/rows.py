@@ -18,6 +18,7 @@ from rollyard_crds.claims import ClaimState
 from rollyard_crds.weights import PauseMode, UpdateState
 
 from rollyard_api.machine.limits import Limits
+from rollyard_api.machine.signs import NO_SIGNS, Signs
 from rollyard_api.machine.states import RolloutState
 
 R = TypeVar("R")
@@ -101,10 +102,7 @@ class JobRow:
     """The results that precede the furthest cursor that was sent with a request. They lag behind by a part of
     the bound on unread results, so that not every page causes a write."""
     read_groups: int = 0
-    malformed_rollouts: int = 0
-    """The rollouts with tool calls and these calls, until a well-formed one came. All calls are malformed."""
-    malformed_calls: BigInt = 0
-    well_formed: bool = False
+    signs: Signs = NO_SIGNS
 
 
 @dataclass(frozen=True, slots=True)

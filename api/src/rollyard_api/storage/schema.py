@@ -18,6 +18,7 @@ from sqlalchemy.engine import Dialect
 
 from rollyard_api.machine import limits
 from rollyard_api.machine.limits import Limits
+from rollyard_api.machine.signs import Signs
 from rollyard_api.machine.states import BY_NUMBER, RolloutState
 from rollyard_api.storage.rows import BackendRow, BlobRow, ClaimRow, JobRow, PoolRow, WeightUpdateRow
 
@@ -61,6 +62,21 @@ class LimitsJson(sa.TypeDecorator[Limits]):
         return None if value is None else limits.decoded(value)
 
 
+class SignsJson(sa.TypeDecorator[Signs]):
+    """The Signs of a job, stored as JSON."""
+
+    impl = sa.LargeBinary
+    cache_ok = True
+
+    def process_bind_param(self, value: Signs | None, dialect: Dialect) -> bytes | None:
+        """Return signs as JSON."""
+        return None if value is None else msgspec.json.encode(value)
+
+    def process_result_value(self, value: bytes | None, dialect: Dialect) -> Signs | None:
+        """Return signs that were stored."""
+        return None if value is None else msgspec.json.decode(value, type=Signs)
+
+
 def _partial(name: str, *columns: str, where: str, unique: bool = False) -> sa.Index:
     clause = sa.text(where)
     return sa.Index(name, *columns, unique=unique, sqlite_where=clause, postgresql_where=clause)
@@ -73,6 +89,7 @@ _TYPES: dict[Any, type[sa.types.TypeEngine[Any]]] = {
     str: sa.Text,
     bytes: sa.LargeBinary,
     Limits: LimitsJson,
+    Signs: SignsJson,
 }
 
 

@@ -35,6 +35,16 @@ KEY: Final = "_"
 MAX_STATES: Final = 64
 """The number of states that are kept. Of a rollout that entered more, the second and later ones are lost."""
 MAX_REASON: Final = 64
+_COUNTS: Final = {
+    "turns": "turns",
+    "tool_calls": "calls",
+    "cut": "cut",
+    "open_thought": "open",
+    "logprobs": "logprobs",
+    "written_calls": "written",
+    "malformed_calls": "malformed",
+}
+"""The keys under which a Run's counts are kept."""
 
 
 def note(
@@ -51,11 +61,18 @@ def note(
 def count(document: dict[str, Any], counts: RunCounts) -> None:
     """Add what a Run counted to decoded timings. An earlier Run's counts are replaced."""
     trace = document.setdefault(KEY, {})
-    for name, value in (("turns", counts.turns), ("calls", counts.tool_calls), ("cut", counts.cut)):
-        if value or name == "turns":
-            trace[name] = value
+    for name, key in _COUNTS.items():
+        value = getattr(counts, name)
+        if value or key == "turns":
+            trace[key] = value
         else:
-            trace.pop(name, None)
+            trace.pop(key, None)
+
+
+def counted(document: Mapping[str, Any]) -> RunCounts:
+    """Return what decoded timings keep of the last Run's counts."""
+    trace = document.get(KEY, {})
+    return RunCounts(**{name: trace[key] for name, key in _COUNTS.items() if key in trace})
 
 
 def spans(timings: Mapping[str, Any], end: float) -> list[tuple[str, float, float]]:

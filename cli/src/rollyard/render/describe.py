@@ -73,6 +73,8 @@ def describe_job(
     _field(console, "Message", status.message or "-")
     for warning in warnings_of(job.spec):
         _field(console, "Warning", warning)
+    for advice in status.advice:
+        _field(console, "Advice", one_line(advice.message))
     _field(console, "Created", _when(job.metadata.creation_timestamp))
     _field(console, "Started", _when(status.start_time))
     _field(console, "Ended", _when(status.completion_time))

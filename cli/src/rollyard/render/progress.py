@@ -62,6 +62,21 @@ def reward_text(job: RolloutJob) -> str:
     return ", ".join(parts)
 
 
+class NewAdvice:
+    """Prints each advice on a job once, when it first applies. Its numbers may still change afterwards."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._printed: set[str] = set()
+
+    def update(self, job: RolloutJob) -> None:
+        """Print the advice of this state that has not been printed."""
+        for advice in job.status.advice:
+            if advice.reason not in self._printed:
+                self._printed.add(advice.reason)
+                self._console.print(Text(one_line(f"Advice: {advice.message}")), soft_wrap=True)
+
+
 class Bars:
     """Shows the states of one job, one after the other, as a bar for each stage.
 
@@ -72,13 +87,15 @@ class Bars:
     def __init__(self, progress: Progress) -> None:
         self._progress = progress
         self._tasks = {stage: progress.add_task(stage.capitalize(), total=None, note="") for stage in STAGES}
+        self._advice = NewAdvice(progress.console)
         self._message = ""
         self._since = 0.0
         self._shown = ""
 
     def update(self, job: RolloutJob) -> None:
-        """Move the bars to this state. A message that persists is printed above them."""
+        """Move the bars to this state. New advice and a message that persists are printed above them."""
         self._say_what_it_waits_for(job)
+        self._advice.update(job)
         for item in stage_progress(job.status.counts):
             note = f"{item.active} active, {item.queued} queued"
             if item.stage == "eval":
@@ -101,15 +118,20 @@ class Bars:
 
 
 class ProgressLines:
-    """Prints a line about a job from time to time, and one at the end."""
+    """Prints a line about a job from time to time and one at the end, and new advice at once."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
+        self._advice = NewAdvice(console)
         self._last = ""
         self._at = float("-inf")
 
     def update(self, job: RolloutJob) -> None:
-        """Print a line if the state has changed, and if the last line is old enough or the job has ended."""
+        """Print new advice, and a line about the state.
+
+        The line is printed if the state has changed, and if the last line is old enough or the job has ended.
+        """
+        self._advice.update(job)
         line = progress_line(job)
         ended = job.status.completion_time is not None
         now = time.monotonic()

@@ -245,19 +245,6 @@ def _skipped(job: RolloutJob) -> str:
     return f"{skipped.summary()}; the first is {skipped.reasons[0]}"
 
 
-def _malformed(job: RolloutJob) -> str:
-    """Return a warning that the parser could read none of the job's tool calls, or ""."""
-    malformed, reference = job.status.malformed_calls, job.spec.backend_ref
-    if malformed is None:
-        return ""
-    whose = "" if reference is None else f" of {reference.name!r}"
-    return (
-        f"all {malformed.calls} tool calls of the first {malformed.rollouts} rollouts that made any were "
-        "malformed: "
-        f"agent.toolParser {job.spec.agent.tool_parser!r} may not fit the model{whose}"
-    )
-
-
 def _awaited(job: RolloutJob) -> str:
     """Return what an open stream with dynamic sampling lacks, or "" if it has something to do."""
     sampling, counts = job.status.dynamic_sampling, job.status.counts
@@ -314,7 +301,7 @@ def reconcile_job(
     )
     open_stream = admission.status and not (observed.closed or observed.cancelled)
     awaited = (_awaited(job) if open_stream else "", "" if running.status else running.message)
-    message = "; ".join(part for part in (_malformed(job), *awaited, _skipped(job)) if part)
+    message = "; ".join(part for part in (*awaited, _skipped(job)) if part)
     return Plan(
         status=_job_status(job, claims, _phase(job, None, admission.status), now, message),
         launch=fleet.launch,
@@ -378,7 +365,7 @@ def _finished_plan(
         ConditionUpdate(verdict, True, outcome.reason, outcome.message),
         ConditionUpdate(opposite, False, outcome.reason),
     )
-    message = "; ".join(part for part in (outcome.message, _malformed(job), _skipped(job)) if part)
+    message = "; ".join(part for part in (outcome.message, _skipped(job)) if part)
     status = _job_status(job, claims, _phase(job, outcome, admitted), now, message)
     since_end = (now - (since(status.conditions, "Finished") or now)).total_seconds()
     ttl = job.spec.ttl_seconds_after_finished

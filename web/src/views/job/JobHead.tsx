@@ -71,6 +71,15 @@ export function JobHead({ job, row, now }: { job: RolloutJob; row: JobRow | null
         </>
       ) : null}
       {job.status.message ? <p class="notice">{visible(job.status.message)}</p> : null}
+      {job.status.advice?.length ? (
+        <ul class="advice" aria-label="Advice">
+          {job.status.advice.map((advice) => (
+            <li key={advice.reason} class="notice">
+              {visibleLine(advice.message)}
+            </li>
+          ))}
+        </ul>
+      ) : null}
       {job.status.skippedRows ? <Skipped rows={job.status.skippedRows} /> : null}
       {failing.length > 0 ? (
         <details class="conditions">

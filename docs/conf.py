@@ -61,7 +61,7 @@ def keep_colons(app: Sphinx, what: str, name: str, obj: Any, options: Any, lines
 
 
 def show_defaults(app: Sphinx, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
-    """Add the default to the docstring of a model's field, which autodoc does not see, and each subclass has its own.
+    """Add the default to the docstring of a model's field, because autodoc does not see it.
 
     Nobody sets the fields of a status.
     """

@@ -286,7 +286,10 @@ def _sandbox_options(options: BridgeCommandOptions, home: Path) -> list[str]:
             # `docker://NAME`, `docker-archive:/PATH` and similar sources are not paths and stay unchanged.
             local = re.match(r"[a-z][a-z-]*:", value) is None
             words += [name, str(Path(value).expanduser().absolute()) if local else value]
-    for name, is_set in (("--fakeroot", options.fakeroot), ("--build-dockerfiles", options.build_dockerfiles)):
+    for name, is_set in (
+        ("--fakeroot", options.fakeroot),
+        ("--build-dockerfiles", options.build_dockerfiles),
+    ):
         if is_set and options.sandbox != "apptainer":
             raise UsageProblem(f"{name} goes with --sandbox apptainer")
         if is_set:

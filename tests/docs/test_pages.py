@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import tomllib
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -105,6 +106,19 @@ def test_each_entry_of_the_changelog_begins_in_its_own_way() -> None:
 def test_quotations_are_true(page: Path) -> None:
     quoted = QUOTE.findall(page.read_text())
     assert [file for file, text in quoted if text not in (ROOT / file).read_text()] == []
+
+
+def test_the_page_of_the_installation_names_what_the_client_needs() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    needed = {re.split("[^A-Za-z-]", line)[0].lower() for line in project["dependencies"]}
+    text = (ROOT / "docs/installation.md").read_text()
+    listed = re.search(r"only small packages \(([^)]+)\)", text)
+    assert listed is not None
+    assert set(re.split(r",\s+|\s+and\s+", listed[1].lower())) == needed
+    assert {f"rollyard[{name}]" for name in project["optional-dependencies"]} - {
+        "rollyard[dev]",
+        "rollyard[docs]",
+    } == set(re.findall(r"`(rollyard\[\w+\])`", text))
 
 
 def test_the_page_of_handlers_quotes_the_example() -> None:

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
+import click
 import pytest
 import rollyard_crds
 import yaml
@@ -151,6 +152,33 @@ def test_commands_exist(page: Path) -> None:
             if words[0] == "make" and len(words) > 1:
                 wrong += [line] if words[1] not in targets else []
     assert wrong == []
+
+
+def unknown_options(words: list[str]) -> list[str]:
+    """Return the options in a command of `rollyard` that the command does not have."""
+    if words[0].startswith("--kubernetes"):  # It may stand before the command.
+        words = words[1:]
+    command: click.Command | None = cli
+    while isinstance(command, click.Group) and words and not words[0].startswith("-"):
+        command, words = command.get_command(click.Context(command), words[0]), words[1:]
+    if command is None or command.ignore_unknown_options:
+        return []
+    known = {name for option in command.params for name in (*option.opts, *option.secondary_opts)}
+    given = {word.partition("=")[0] for word in words if re.match(r"--[a-z]|-[a-zA-Z]$", word)}
+    return sorted(given - known - {"--help", "-h"})
+
+
+@pytest.mark.parametrize("page", pages())
+def test_options_exist(page: Path) -> None:
+    text = page.read_text()
+    lines = [line.removeprefix("$ ") for _, block in FENCE.findall(text) for line in block.splitlines()]
+    whole = re.sub(r"\\\n\s*", " ", "\n".join(lines)).splitlines()
+    wrong = {}
+    for line in whole + re.findall(r"`([^`\n]+)`", FENCE.sub("", text)):
+        words = re.split(r"\s[#|>&]|;|\]|\[", line)[0].split()
+        if len(words) > 1 and Path(words[0]).name == "rollyard" and (unknown := unknown_options(words[1:])):
+            wrong[line] = unknown
+    assert wrong == {}
 
 
 @pytest.mark.parametrize("page", pages())

@@ -42,6 +42,7 @@ def test_there_are_pages() -> None:
         "docs/trajectories.md",
         "docs/backends.md",
         "docs/demo-vllm.md",
+        "docs/qwen3-8b.md",
         "docs/weights.md",
         "docs/kubernetes.md",
         "docs/slurm.md",

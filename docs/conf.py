@@ -1,9 +1,12 @@
 """How Sphinx builds the documentation from these pages and the docstrings of the packages (`make docs`)."""
 
+import json
+import pkgutil
 import re
 from pathlib import Path
 from typing import Any
 
+from pydantic import BaseModel
 from pygments.lexers.special import TextLexer
 from rollyard_process.version import installed_version
 from sphinx.application import Sphinx
@@ -57,9 +60,27 @@ def keep_colons(app: Sphinx, what: str, name: str, obj: Any, options: Any, lines
         lines[:0] = ["..", ""]
 
 
+def show_defaults(app: Sphinx, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
+    """Add the default to the docstring of a model's field, because autodoc does not see it.
+
+    Nobody sets the fields of a status.
+    """
+    owner, _, field_name = name.rpartition(".")
+    is_said = re.search(r"\bdefault\b", " ".join(lines), re.IGNORECASE)
+    if what != "attribute" or is_said or owner.endswith(("Status", "Counts")):
+        return
+    model = pkgutil.resolve_name(owner)
+    if not (isinstance(model, type) and issubclass(model, BaseModel)):
+        return
+    default = model.model_fields[field_name].default if field_name in model.model_fields else None
+    if isinstance(default, (bool, int, float)) or (isinstance(default, str) and default):
+        lines += ["", f"Default: ``{json.dumps(default)}``.", ""]
+
+
 def setup(app: Sphinx) -> None:
-    """Connect the two functions above; Sphinx calls this."""
+    """Connect the functions above; Sphinx calls this."""
     # GitHub draws diagrams in Mermaid's language. They are shown as text here.
     app.add_lexer("mermaid", TextLexer)
     app.connect("source-read", point_outside)
     app.connect("autodoc-process-docstring", keep_colons, priority=400)
+    app.connect("autodoc-process-docstring", show_defaults, priority=600)

@@ -36,6 +36,8 @@ from rollyard_api.weights.verification import Comparison, Reference, Unverifiabl
 from rollyard_crds.weights import WeightSource, WeightUpdateRequest
 from rollyard_testing.api.weights import FULL, NEXT, ONE, PUSHED, TWO, Pools
 
+ONE_AGAIN: dict[str, Any] = {"lora": {"name": ONE["lora"]["name"], "path": "/adapters/one-again"}}
+
 
 def updates(*sources: dict[str, Any]) -> list[WeightUpdateRow]:
     """Return the updates v1, v2, ... to these weights, the newest first."""
@@ -63,6 +65,10 @@ def updates(*sources: dict[str, Any]) -> list[WeightUpdateRow]:
         ((FULL, ONE, TWO), "v3", False, [FULL, ONE, TWO], ""),
         ((ONE, NEXT, TWO), "default", True, [NEXT, TWO], ""),
         ((ONE, TWO), "default", True, [ONE, TWO], ""),
+        # An adapter takes the place of those of its name, whose folders the trainer may have removed.
+        ((FULL, ONE, ONE_AGAIN), None, True, [FULL, ONE_AGAIN], ""),
+        ((ONE, TWO, ONE_AGAIN), "default", False, [TWO, ONE_AGAIN], ""),
+        ((ONE, ONE_AGAIN), "v1", True, [ONE_AGAIN], ""),
         ((FULL, PUSHED), None, True, [], ""),
         ((FULL, PUSHED), "v1", False, [], "v2"),
         ((PUSHED, ONE), None, True, [], "v1"),

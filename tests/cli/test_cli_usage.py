@@ -314,6 +314,7 @@ JOINED = ["--join", "https://head:8765", "--token-file", "t.json", "--namespace"
         (["--allow-image", "any", "--allow-image", "/x"], "--allow-image any stands alone"),
         (["--allow-image", "http://x/"], "give a path, or a reference such as docker://HOST/PREFIX/"),
         (["--build-dockerfiles", "--sandbox", "bubblewrap"], "--build-dockerfiles goes with --sandbox appt"),
+        (["--fakeroot", "--sandbox", "bubblewrap"], "--fakeroot goes with --sandbox apptainer"),
         (["--no-backend-seconds", "0"], "'--no-backend-seconds': 0.0 is not in the range"),
     ],
 )
@@ -323,6 +324,18 @@ def test_a_bridge_refuses_what_it_cannot_use(
     assert main([*BRIDGE, "--home", str(tmp_path / "h"), *options]) == 2
     assert told in capsys.readouterr().err
     assert not (tmp_path / "h").exists()
+
+
+def test_a_bridge_passes_on_what_workers_may_do_with_images(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    common = [*BRIDGE, "--home", str(tmp_path / "h"), "--dry-run"]
+    assert main(common) == 0
+    shown = capsys.readouterr().out
+    assert "--fakeroot" not in shown
+    assert "--build-dockerfiles" not in shown
+    assert main([*common, "--fakeroot", "--build-dockerfiles"]) == 0
+    assert "--fakeroot --build-dockerfiles" in capsys.readouterr().out
 
 
 def test_a_dry_run_shows_how_workers_reach_the_control_plane(

@@ -18,6 +18,7 @@ import httpx
 import pytest
 from rollyard.main import main
 from rollyard_testing.api.control_plane import a_control_plane
+from rollyard_testing.manifests import job_manifest
 from rollyard_testing.pace import patience
 from rollyard_testing.waiting import until
 
@@ -138,6 +139,46 @@ def test_without_the_right_to_all_namespaces_the_current_one_is_searched(
     capsys.readouterr()
     kubectl(forbidden=forbidden, current="elsewhere")
     assert "no Rollyard is installed in namespace 'elsewhere'" in error(capsys, "get", "--kubernetes")
+
+
+def names(capsys: pytest.CaptureFixture[str], *words: str) -> list[str]:
+    """Return NAMESPACE/NAME of the jobs that `rollyard get` lists."""
+    assert main(["get", "rj", "-o", "json", *words]) == 0
+    listed = [item["metadata"] for item in json.loads(capsys.readouterr().out)["items"]]
+    return [f"{meta['namespace']}/{meta['name']}" for meta in listed]
+
+
+def test_the_namespace_is_that_of_the_kubeconfigs_context(
+    kubectl: Scripted, plane: tuple[int, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tasks = [{"id": "a", "prompt": "x", "test_script": "true", "solution": []}]
+    job = {"tasks": {"inline": tasks}, "handler": "shell", "agent": {"type": "oracle"}}
+    (tmp_path / "job.yaml").write_text(json.dumps(job_manifest("j", job)))
+    port, token = plane
+    elsewhere = ["--url", f"http://127.0.0.1:{port}"]
+    kubectl(current="team-a")
+    for words in ([], ["--name", "k", "-n", "team-b"]):
+        assert main(["submit", "-f", str(tmp_path / "job.yaml"), *words]) == 0
+    capsys.readouterr()
+    try:
+        assert names(capsys) == names(capsys, "--kubernetes=rollouts") == ["team-a/j"]
+        assert names(capsys, "-n", "team-b") == ["team-b/k"]
+        assert names(capsys, "-A") == ["team-a/j", "team-b/k"]
+        assert main(["describe", "j"]) == 0
+        assert "team-a" in capsys.readouterr().out
+        assert "no RolloutJob and no BackendPool 'k' in namespace 'team-a'" in error(
+            capsys, "describe", "k", "--kubernetes"
+        )
+        # A control plane that is named by its URL has nothing to do with the kubeconfig.
+        with pytest.MonkeyPatch.context() as environment:
+            environment.setenv("ROLLYARD_TOKEN", token)
+            assert names(capsys, *elsewhere) == []
+            assert names(capsys, *elsewhere, "-n", "team-a") == ["team-a/j"]
+        kubectl(current="")
+        assert names(capsys) == []
+    finally:
+        for name, namespace in (("j", "team-a"), ("k", "team-b")):
+            assert main(["delete", name, "-n", namespace]) == 0
 
 
 @pytest.mark.parametrize(

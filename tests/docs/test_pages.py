@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
+import tomllib
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
+import click
 import pytest
 import rollyard_crds
 import yaml
@@ -40,6 +42,7 @@ def test_there_are_pages() -> None:
         "docs/trajectories.md",
         "docs/backends.md",
         "docs/demo-vllm.md",
+        "docs/qwen3-8b.md",
         "docs/weights.md",
         "docs/kubernetes.md",
         "docs/slurm.md",
@@ -107,6 +110,19 @@ def test_quotations_are_true(page: Path) -> None:
     assert [file for file, text in quoted if text not in (ROOT / file).read_text()] == []
 
 
+def test_the_page_of_the_installation_names_what_the_client_needs() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    needed = {re.split("[^A-Za-z-]", line)[0].lower() for line in project["dependencies"]}
+    text = (ROOT / "docs/installation.md").read_text()
+    listed = re.search(r"only small packages \(([^)]+)\)", text)
+    assert listed is not None
+    assert set(re.split(r",\s+|\s+and\s+", listed[1].lower())) == needed
+    assert {f"rollyard[{name}]" for name in project["optional-dependencies"]} - {
+        "rollyard[dev]",
+        "rollyard[docs]",
+    } == set(re.findall(r"`(rollyard\[\w+\])`", text))
+
+
 def test_the_page_of_handlers_quotes_the_example() -> None:
     quoted = {Path(file).name for file, _ in QUOTE.findall((ROOT / "docs/handlers.md").read_text())}
     assert quoted == {"agent.py", "tool.py", "tool_parser.py"}
@@ -137,6 +153,33 @@ def test_commands_exist(page: Path) -> None:
             if words[0] == "make" and len(words) > 1:
                 wrong += [line] if words[1] not in targets else []
     assert wrong == []
+
+
+def unknown_options(words: list[str]) -> list[str]:
+    """Return the options in a command of `rollyard` that the command does not have."""
+    if words[0].startswith("--kubernetes"):  # It may stand before the command.
+        words = words[1:]
+    command: click.Command | None = cli
+    while isinstance(command, click.Group) and words and not words[0].startswith("-"):
+        command, words = command.get_command(click.Context(command), words[0]), words[1:]
+    if command is None or command.ignore_unknown_options:
+        return []
+    known = {name for option in command.params for name in (*option.opts, *option.secondary_opts)}
+    given = {word.partition("=")[0] for word in words if re.match(r"--[a-z]|-[a-zA-Z]$", word)}
+    return sorted(given - known - {"--help", "-h"})
+
+
+@pytest.mark.parametrize("page", pages())
+def test_options_exist(page: Path) -> None:
+    text = page.read_text()
+    lines = [line.removeprefix("$ ") for _, block in FENCE.findall(text) for line in block.splitlines()]
+    whole = re.sub(r"\\\n\s*", " ", "\n".join(lines)).splitlines()
+    wrong = {}
+    for line in whole + re.findall(r"`([^`\n]+)`", FENCE.sub("", text)):
+        words = re.split(r"\s[#|>&]|;|\]|\[", line)[0].split()
+        if len(words) > 1 and Path(words[0]).name == "rollyard" and (unknown := unknown_options(words[1:])):
+            wrong[line] = unknown
+    assert wrong == {}
 
 
 @pytest.mark.parametrize("page", pages())

@@ -74,6 +74,22 @@ def test_schema_and_values_name_the_same_fields() -> None:
     compare(VALUES, SCHEMA, "")
 
 
+def test_values_name_pages_and_headings_that_exist() -> None:
+    named = re.findall(r'(docs/[\w-]+\.md)(?:, "([^"]+)")?', VALUES_TEXT)
+    assert named
+    for page, heading in named:
+        text = (ROOT / page).read_text()
+        assert not heading or re.search(rf"^#+ {re.escape(heading)}$", text, re.MULTILINE), (page, heading)
+
+
+def test_the_page_shows_the_notes_of_the_chart() -> None:
+    label = re.compile(r"^([A-Z][\w' ]+[:?]) {2,}", re.MULTILINE)
+    shown = (ROOT / "docs" / "kubernetes.md").read_text().partition("\nNOTES:\n")[2].partition("\n$ ")[0]
+    labels = label.findall((CHART / "templates" / "NOTES.txt").read_text())
+    assert len(labels) > 5
+    assert label.findall(shown) == labels
+
+
 def test_every_value_is_explained() -> None:
     lines = VALUES_TEXT.splitlines()
 

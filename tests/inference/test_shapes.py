@@ -253,6 +253,21 @@ async def test_what_a_server_says_wrong(
         await control.reset_prefix_cache()
 
 
+async def test_an_adapter_that_vllm_does_not_find_is_refused(
+    transport: Transport, vllm: VllmShaped, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM answers 404 then, as it does without the call. Neither can be mended by asking again."""
+    control = await controlled(transport, vllm)
+    plain = vllm.answer
+    said = {"error": {"message": "No adapter found for /gone", "type": "NotFoundError"}}
+    monkeypatch.setattr(
+        vllm, "answer", lambda path, body: (404, said) if "lora" in path else plain(path, body)
+    )
+    source = WeightSource.model_validate({"lora": {"name": "tuned", "path": "/gone"}})
+    with pytest.raises(BackendRefused, match=r"No adapter found for /gone .*--enable-lora"):
+        await control.load(source)
+
+
 @pytest.mark.parametrize(
     ("status", "headers", "error", "overloaded", "wait"),
     [

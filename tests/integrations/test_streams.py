@@ -68,6 +68,8 @@ class ScriptedClient:
         self.updates: list[tuple[str, str]] = []
         self.loaded: list[tuple[str, str, list[str]]] = []
         """The pool, the mode and the files of the checkpoint, at the time of each update."""
+        self.adapters: list[tuple[str | None, str]] = []
+        """The name of the adapter, if it was one, and `in_flight`, of each update."""
         self.waits: list[tuple[str, int, float]] = []
         self.update_state = "Succeeded"
         self.ended: queue.Queue[Trajectory | Exception | None] = queue.Queue()
@@ -120,9 +122,21 @@ class ScriptedClient:
         self.begun.append(cursor)
         return Ended(self.ended, cursor)
 
-    def update_weights(self, pool: str, version: str, *, checkpoint: str, mode: str) -> Any:
-        self.updates.append((version, checkpoint))
-        self.loaded.append((pool, mode, sorted(path.name for path in Path(checkpoint).iterdir())))
+    def update_weights(
+        self,
+        pool: str,
+        version: str,
+        *,
+        checkpoint: str | None,
+        lora: tuple[str, str] | None,
+        mode: str,
+        in_flight: str,
+    ) -> Any:
+        name, folder = lora or (None, checkpoint)
+        assert folder is not None
+        self.updates.append((version, folder))
+        self.adapters.append((name, in_flight))
+        self.loaded.append((pool, mode, sorted(path.name for path in Path(folder).iterdir())))
         return types.SimpleNamespace(id=len(self.updates))
 
     def wait_weights(self, pool: str, update: int, timeout: float) -> Any:
@@ -141,7 +155,8 @@ def rollout(task: str, sample: int, **more: Any) -> Trajectory:
     )  # fmt: skip
 
 
-def trainer(step: int = 0, **arguments: Any) -> Any:
+def trainer(step: int = 0, *, peft: bool = False, **arguments: Any) -> Any:
+    """Return a trainer after so many steps, of an adapter or of a whole model."""
     return types.SimpleNamespace(
         args=types.SimpleNamespace(**{"temperature": 1.0, **arguments}),
         processing_class=types.SimpleNamespace(pad_token_id=0, save_pretrained=lambda folder: None),
@@ -155,7 +170,8 @@ def trainer(step: int = 0, **arguments: Any) -> Any:
                 save_pretrained=lambda folder, state_dict: (
                     folder.mkdir(parents=True),
                     (folder / "weights").write_text(str(state_dict["w"])),
-                )
+                ),
+                **({"peft_config": {}} if peft else {}),
             ),
         ),
     )
@@ -388,6 +404,32 @@ def test_weights_that_a_server_refuses_stop_the_trainer(tmp_path: Any) -> None:
     assert weights.version == client.updates[-1][0]
     with pytest.raises(ValueError, match="keep is 0"):
         TrlWeights(client, "policy", tmp_path, keep=0)  # type: ignore[arg-type]
+
+
+def test_an_adapter_has_one_name_for_the_servers(tmp_path: Any) -> None:
+    client = ScriptedClient()
+    weights = TrlWeights(client, "policy", tmp_path, adapter="trained")  # type: ignore[arg-type]
+    for step in (1, 2):
+        weights.bring(trainer(step, peft=True))
+    # Rollouts that began without the adapter cannot continue with it.
+    assert client.adapters == [("trained", "restart"), ("trained", "continue")]
+    assert [Path(folder).name for _, folder in client.updates] == [version for version, _ in client.updates]
+    plain = TrlWeights(client, "policy", tmp_path)  # type: ignore[arg-type]
+    plain.bring(trainer(1))
+    assert client.adapters[2:] == [(None, "continue")]
+
+
+@pytest.mark.parametrize(
+    ("adapter", "peft", "why"),
+    [("", True, "give TrlWeights adapter='NAME'"), ("a", False, "give the trainer a peft_config")],
+)
+def test_an_adapter_is_not_mistaken_for_a_model(tmp_path: Any, adapter: str, peft: bool, why: str) -> None:
+    client = ScriptedClient()
+    weights = TrlWeights(client, "policy", tmp_path, adapter=adapter)  # type: ignore[arg-type]
+    with pytest.raises(TrainerMismatch, match=why) as refused:
+        weights.bring(trainer(1, peft=peft))
+    assert refused.value.reason == "AdapterMismatch"
+    assert (client.updates, list(tmp_path.iterdir())) == ([], [])
 
 
 def test_weights_are_converted_for_the_servers(tmp_path: Any) -> None:

@@ -379,7 +379,6 @@ class TestExtras:
     def test_local(self, install: Install, tmp_path: Path) -> None:
         """The quickstart goes from nothing to trajectories."""
         command = "quickstart --tasks 2 --samples 1 --sandbox process --out out"
-        job = ROOT / "examples" / "quickstart" / "job.yaml"
-        done = run([install("local") / "rollyard", *command.split(), "--job", job], tmp_path)
+        done = run([install("local") / "rollyard", *command.split()], tmp_path)
         assert done.returncode == 0, done.stdout + done.stderr
         assert len((tmp_path / "out" / "trajectories.jsonl").read_text().splitlines()) == 2

@@ -112,7 +112,8 @@ class Installation:
         return f"{self.namespace}/{self.release}"
 
 
-def _current_namespace() -> str:
+def current_namespace() -> str:
+    """Return the namespace of the kubeconfig's context, which is `default` if it names none."""
     with contextlib.suppress(KubectlRefused):
         text = kubectl("config", "view", "--minify", "-o", "jsonpath={..namespace}").strip()
         if text:
@@ -171,7 +172,7 @@ def _listed(namespace: str) -> tuple[list[Installation], str]:
             if not error.forbidden:
                 raise _problem(f"services cannot be listed: {error}") from error
         # The rights do not cover the whole cluster, so only the kubeconfig's own namespace is listed.
-        namespace = _current_namespace()
+        namespace = current_namespace()
     try:
         return _services("--namespace", namespace), f"namespace {namespace!r}"
     except KubectlRefused as error:

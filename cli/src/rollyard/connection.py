@@ -29,7 +29,8 @@ class Server(NamedTuple):
 
     url: str | None
     home: Path | None
-    namespace: str
+    namespace: str | None
+    """The namespace of the call, or None for the one that the client of the connection has."""
 
 
 def server_options(command: F) -> F:
@@ -37,7 +38,12 @@ def server_options(command: F) -> F:
 
     @functools.wraps(command)
     def folded(
-        *args: Any, url: str | None, kubernetes: str | None, home: Path | None, namespace: str, **kwargs: Any
+        *args: Any,
+        url: str | None,
+        kubernetes: str | None,
+        home: Path | None,
+        namespace: str | None,
+        **kwargs: Any,
     ) -> Any:
         if url is not None and kubernetes is not None:
             raise UsageProblem("--url and --kubernetes name two servers; give one of them")
@@ -47,7 +53,12 @@ def server_options(command: F) -> F:
 
     wrapped: Any = folded
     for option in (
-        click.option("-n", "--namespace", default="default", show_default=True, help="Namespace."),
+        click.option(
+            "-n",
+            "--namespace",
+            metavar="NAME",
+            help="Namespace [default; in a cluster: that of your kubeconfig's context].",
+        ),
         click.option("--home", type=click.Path(path_type=Path), help="Home of the `rollyard up` to talk to."),
         click.option(
             "--kubernetes",
@@ -70,18 +81,19 @@ class OpenConnection:
 
 
 @contextlib.contextmanager
-def connect(url: str | None, home: Path | None, namespace: str) -> Iterator[Client]:
+def connect(url: str | None, home: Path | None, namespace: str | None) -> Iterator[Client]:
     """Yield a client whose errors end the command with one line; see `connection`."""
     with connection(url, home, namespace) as opened:
         yield opened.client
 
 
 @contextlib.contextmanager
-def connection(url: str | None, home: Path | None, namespace: str) -> Iterator[OpenConnection]:
+def connection(url: str | None, home: Path | None, namespace: str | None) -> Iterator[OpenConnection]:
     """Yield a connection whose client's errors end the command with one line.
 
     If neither the arguments nor the environment name a server and no `rollyard up` runs, the client uses
-    the one installation in the cluster of the kubeconfig.
+    the one installation in the cluster of the kubeconfig. There, a client without a namespace has that of
+    the kubeconfig's context, as kubectl does; elsewhere it has `default`.
 
     Raises:
         LookupFailed: The server has no such object, or the cluster has no such installation.
@@ -91,6 +103,8 @@ def connection(url: str | None, home: Path | None, namespace: str) -> Iterator[O
     """
     from rollyard_client import Client
     from rollyard_client import errors as wire
+
+    from rollyard import cluster
 
     env = dict(os.environ)
     if home is not None:
@@ -106,6 +120,8 @@ def connection(url: str | None, home: Path | None, namespace: str) -> Iterator[O
                 context, is_tunnel = stack.enter_context(_in_cluster(address, env)), True
             else:
                 context, is_tunnel = stack.enter_context(_elsewhere(url, home, env))
+            if namespace is None:
+                namespace = cluster.current_namespace() if is_tunnel else "default"
             client = Client(context.url, context.token, namespace=namespace, tls=context.tls)
             yield OpenConnection(stack.enter_context(client), is_tunnel)
     except wire.ServerUnavailable as error:

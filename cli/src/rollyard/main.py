@@ -112,7 +112,8 @@ class LazyGroup(click.Group):
 def cli() -> None:
     """Rollouts as a service for reinforcement learning of multi-turn LLM agents.
 
-    Start with `rollyard quickstart`, or `rollyard up` and `rollyard submit -f job.yaml`.
+    Start with `rollyard quickstart`, or with `rollyard up` and `rollyard submit -f job.yaml`. Both run on
+    this machine and need the extra `rollyard[local]`.
     """
 
 

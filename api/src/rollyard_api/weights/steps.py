@@ -198,6 +198,7 @@ def lacking(target: BackendTarget, observation: Observation) -> tuple[tuple[Weig
         )
         return () if first is None else (first,), ""
     sources: list[WeightSource] = []
+    adapters: set[str] = set()
     for update in (target.update, *target.chain):
         current = update.id == target.update.id
         if observation.label is not None and update.policy_version == observation.label and not current:
@@ -208,6 +209,10 @@ def lacking(target: BackendTarget, observation: Observation) -> tuple[tuple[Weig
                 # Pushed weights are in the server, are complete and need no earlier ones.
                 break
             return (), f"weights {update.policy_version!r} were pushed by the trainer: push them again"
+        if source.lora is not None:
+            if source.lora.name in adapters:
+                continue  # The newer adapter of this name takes its place, and its folder may be gone.
+            adapters.add(source.lora.name)
         sources.append(source)
         if source.checkpoint is not None:
             break

@@ -83,9 +83,7 @@ def doctor(profile: Path | None) -> int:
 @click.option(
     "--home", type=click.Path(path_type=Path), help="State folder, which is emptied first [OUT/home]."
 )
-@click.option(
-    "--job", type=click.Path(path_type=Path), help="Another manifest [examples/quickstart/job.yaml]."
-)
+@click.option("--job", type=click.Path(path_type=Path), help="Another manifest [the shipped one].")
 @click.option("--model", help="Model folder [the shipped one]; with --engine vllm: a Hugging Face folder.")
 @click.option(
     "--engine",

@@ -40,7 +40,7 @@ def submit(path: Path, name: str | None, wait: bool, server: Server) -> None:
     with connect(*server) as client:
         for manifest in manifests:
             if "namespace" not in manifest.metadata.model_fields_set:
-                manifest.metadata.namespace = server.namespace
+                manifest.metadata.namespace = client.namespace
             if isinstance(manifest, BackendPool):
                 client.create_pool(manifest)
                 click.echo(f"backendpool/{manifest.metadata.name} submitted")
@@ -103,16 +103,16 @@ def get(
     if kind not in (*JOB_WORDS, *POOL_WORDS):
         kind, name = "rj", kind
     of_jobs = kind in JOB_WORDS
-    scope = None if all_namespaces else server.namespace
     with connect(*server) as client:
+        scope = None if all_namespaces else client.namespace
         if of_jobs:
-            jobs = [client.job(name, server.namespace)] if name else client.jobs(scope)
+            jobs = [client.job(name, client.namespace)] if name else client.jobs(scope)
             if output not in ("json", "yaml"):
                 tables.print_table(terminal.console(), tables.jobs_table(jobs, output == "wide"))
                 return
             documents = [job.to_json() for job in jobs]
         else:
-            pools = [client.pool(name, server.namespace)] if name else client.pools(scope)
+            pools = [client.pool(name, client.namespace)] if name else client.pools(scope)
             if output not in ("json", "yaml"):
                 table = tables.backends_table(pools) if output == "wide" else tables.pools_table(pools)
                 tables.print_table(terminal.console(), table)
@@ -192,7 +192,7 @@ def describe(kind: str, name: str | None, server: Server) -> None:
     console = terminal.console()
     with connection(*server) as opened:
         client = opened.client
-        thing = find(client, which, name, server.namespace)
+        thing = find(client, which, name, client.namespace)
         if isinstance(thing, RolloutJob):
             meta = thing.metadata
             failures = client.statistics(meta.name, meta.namespace)["failures"]
@@ -226,7 +226,7 @@ def scale(kind: str, name: str | None, replicas: int, server: Server) -> None:
     if kind not in POOL_WORDS:
         raise click.UsageError(f"only backend pools (bp) are scaled (got {kind!r})")
     with connect(*server) as client:
-        pool = client.patch_pool(name, {"replicas": replicas}, server.namespace)
+        pool = client.patch_pool(name, {"replicas": replicas}, client.namespace)
     click.echo(f"backendpool/{pool.metadata.name} scaled to {pool.spec.replicas}")
 
 
@@ -240,9 +240,9 @@ def watch(name: str, rollout: str | None, server: Server) -> None:
 
     with connect(*server) as client, leaving(name):
         if rollout is not None:
-            follow_rollout(client, name, rollout, server.namespace)
+            follow_rollout(client, name, rollout, client.namespace)
             return
-        job = follow(client, name, server.namespace)
+        job = follow(client, name, client.namespace)
     terminal.echo_line(f"{job.status.phase}: {job.status.message}")
     require_success(job, hint=True)
 
@@ -281,8 +281,8 @@ def delete(kind: str, name: str | None, server: Server) -> None:
     which, name = named("delete", kind, name)
     with connect(*server) as client:
         if which == "bp":
-            client.delete_pool(name, server.namespace)
+            client.delete_pool(name, client.namespace)
             click.echo(f"backendpool/{name} deleted")
         else:
-            client.delete(name, server.namespace)
+            client.delete(name, client.namespace)
             click.echo(f"rolloutjob/{name} deleted")

@@ -37,6 +37,7 @@ from rollyard.local.options import (
     SANDBOXES,
     EngineArgs,
     EngineEnv,
+    Fakeroot,
     Gpus,
     Options,
     Replicas,
@@ -173,6 +174,7 @@ class BridgeCommandOptions(PlaneOptions):
             "Apptainer: built images, shared by the nodes", SANDBOXES, metavar="DIR", default="HOME/images"
         ),
     ] = ""
+    fakeroot: Fakeroot = False
     build_dockerfiles: Annotated[
         bool,
         Option(
@@ -284,10 +286,14 @@ def _sandbox_options(options: BridgeCommandOptions, home: Path) -> list[str]:
             # `docker://NAME`, `docker-archive:/PATH` and similar sources are not paths and stay unchanged.
             local = re.match(r"[a-z][a-z-]*:", value) is None
             words += [name, str(Path(value).expanduser().absolute()) if local else value]
-    if options.build_dockerfiles:
-        if options.sandbox != "apptainer":
-            raise UsageProblem("--build-dockerfiles goes with --sandbox apptainer")
-        words.append("--build-dockerfiles")
+    for name, is_set in (
+        ("--fakeroot", options.fakeroot),
+        ("--build-dockerfiles", options.build_dockerfiles),
+    ):
+        if is_set and options.sandbox != "apptainer":
+            raise UsageProblem(f"{name} goes with --sandbox apptainer")
+        if is_set:
+            words.append(name)
     if options.sandbox == "apptainer" and not options.image_cache:
         words += ["--image-cache", str(home / "images")]
     return words

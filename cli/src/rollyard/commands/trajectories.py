@@ -45,7 +45,7 @@ def trajectories(name: str, output: Path, follow: bool, server: Server) -> None:
     if follow and output.suffix == ".parquet":
         raise UsageProblem("--follow writes .jsonl; export Parquet once the job has ended")
     with connect(*server) as client:
-        count = write(client, name, server.namespace, output, follow=follow)
+        count = write(client, name, client.namespace, output, follow=follow)
     click.echo(f"{count} trajectories in {output}")
 
 
@@ -87,7 +87,7 @@ def rescore(
 
     require("`rollyard rescore`", "worker")
     with connect(*server) as client:
-        report = rescoring.rescore(client, name, server.namespace, handler, output, reward_file, sandbox)
+        report = rescoring.rescore(client, name, client.namespace, handler, output, reward_file, sandbox)
     for line in report.lines():
         terminal.echo_line(line)
     if output is not None:
@@ -174,8 +174,8 @@ def view(
         if filters:
             _list(client, name, filters)
             return
-        trajectories = _of_job(client, name, rest, server.namespace)
-        beside = partial(_tokenizer, client, name, server.namespace)
+        trajectories = _of_job(client, name, rest, client.namespace)
+        beside = partial(_tokenizer, client, name, client.namespace)
         _view(trajectories, rest, choice, lambda: _decode(tokenizer, None if tokenizer else beside()))
 
 
@@ -184,9 +184,9 @@ def _print_link(name: str, rest: tuple[str, ...], server: Server) -> None:
 
     with connection(*server) as opened:
         client = opened.client
-        client.job(name, server.namespace)
-        rollout = rollout_id(client, name, rest[0], server.namespace) if rest else ""
-        terminal.echo_line(job_link(opened, server.namespace, name, rollout))
+        client.job(name, client.namespace)
+        rollout = rollout_id(client, name, rest[0], client.namespace) if rest else ""
+        terminal.echo_line(job_link(opened, client.namespace, name, rollout))
 
 
 def _list(client: Client, name: str, filters: dict[str, Any]) -> None:
@@ -323,11 +323,11 @@ def open_page(
         name, rollout = (*arguments, "", "")[:2]
         page_url(client.url, "")  # This raises an error before a code is made that nobody could use.
         if name:
-            client.job(name, server.namespace)
+            client.job(name, client.namespace)
         if rollout:
-            rollout = rollout_id(client, name, rollout, server.namespace)
+            rollout = rollout_id(client, name, rollout, client.namespace)
         code = client.sign_in_code("admin" if role == "admin" else "viewer")
-        path = path_of(server.namespace, name, rollout)
+        path = path_of(client.namespace, name, rollout)
         link = f"{page_url(client.url, code.prefix)}{path}#code={code.code}"
         _show(link, browser)
         if opened.is_tunnel:

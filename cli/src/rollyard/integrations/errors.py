@@ -8,8 +8,9 @@ from rollyard.errors import CliError
 class TrainerMismatch(CliError, ValueError):
     """Raised if the trainer, its settings or its rows do not fit the job and its rollouts.
 
-    `reason` is `SegmentsRefused` for a rollout of several segments where the trainer takes one sequence, and
-    `RolloutUnscored` for a rollout without a reward where the trainer needs one.
+    `reason` is `SegmentsRefused` for a rollout of several segments where the trainer takes one sequence,
+    `RolloutUnscored` for a rollout without a reward where the trainer needs one, and `AdapterMismatch` where
+    the trainer trains an adapter and the pool would get a whole model, or the other way round.
     """
 
     reason = "TrainerMismatch"

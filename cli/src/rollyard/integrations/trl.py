@@ -204,6 +204,9 @@ class TrlWeights:
         folder: A folder that the trainer can write and every backend can read.
         convert: Makes the folder that the servers load (second argument) from the Hugging Face folder (first
             argument). Without it, the servers load the Hugging Face folder, as vLLM and SGLang do.
+        adapter: The name under which the servers load the adapter (LoRA) that the trainer trains. Without
+            it, the trainer trains whole models. vLLM needs `--enable-lora` and the variable
+            `VLLM_ALLOW_RUNTIME_LORA_UPDATING=True`.
         mode: How servers are paused; see the client's `update_weights`.
         timeout: The seconds that an update may take.
         keep: How many of the newest folders are kept, at least 1.
@@ -216,6 +219,7 @@ class TrlWeights:
     folder: str | Path
     _: KW_ONLY
     convert: Convert | None = None
+    adapter: str = ""
     mode: PauseMode = "abort"
     timeout: float = UPDATE_SECONDS
     keep: int = 2
@@ -238,6 +242,7 @@ class TrlWeights:
         """Bring the weights to the pool, unless it has those of this step. All processes must call it.
 
         Raises:
+            TrainerMismatch: The trainer trains an adapter without a name, or the name is that of none.
             CliError: The update failed on a backend.
             RollyardError: The control plane refuses the update, or it takes longer than `timeout`.
             OSError: The checkpoint cannot be written.
@@ -257,6 +262,8 @@ class TrlWeights:
         target = self._folder / f"{self._run}-step-{step}"
         saved = target if self.convert is None else target.with_name(f"{target.name}.hf")
         model = trainer.accelerator.unwrap_model(trainer.model)
+        if self.convert is None:
+            self._check_kind(model)
         model.save_pretrained(saved, state_dict=weights)
         trainer.processing_class.save_pretrained(saved)
         if self.convert is not None:
@@ -264,9 +271,32 @@ class TrlWeights:
             shutil.rmtree(saved)
         return target
 
+    def _check_kind(self, model: Any) -> None:
+        trains_adapter = hasattr(model, "peft_config")
+        if trains_adapter and not self.adapter:
+            raise TrainerMismatch(
+                "the trainer trains an adapter, which the pool gets under a name: give TrlWeights "
+                "adapter='NAME', or a convert that merges it into the model",
+                reason="AdapterMismatch",
+            )
+        if self.adapter and not trains_adapter:
+            raise TrainerMismatch(
+                f"TrlWeights has adapter={self.adapter!r}, and the trainer trains a whole model: leave it "
+                "out, or give the trainer a peft_config",
+                reason="AdapterMismatch",
+            )
+
     def _update(self, step: int, checkpoint: Path) -> None:
-        version = f"{self._run}-step-{step}"
-        update = self.client.update_weights(self.pool, version, checkpoint=str(checkpoint), mode=self.mode)
+        version, folder = f"{self._run}-step-{step}", str(checkpoint)
+        update = self.client.update_weights(
+            self.pool,
+            version,
+            checkpoint=None if self.adapter else folder,
+            lora=(self.adapter, folder) if self.adapter else None,
+            mode=self.mode,
+            # The first adapter changes the model's name in requests.
+            in_flight="restart" if self.adapter and not self.version else "continue",
+        )
         update = self.client.wait_weights(self.pool, update.id, self.timeout)
         if update.state != "Succeeded":
             raise CliError(

@@ -66,6 +66,7 @@ SandboxTemplates = Annotated[
     ),
 ]
 """Whether bubblewrap sandboxes are forked from a template. Otherwise each one is started alone."""
+Fakeroot = Annotated[bool, Option("Apptainer: programs inside are root of their image", SANDBOXES)]
 
 
 class Options(ListeningOptions):
@@ -124,7 +125,7 @@ class Options(ListeningOptions):
         Annotated[Path, AfterValidator(whole_path)] | None,
         Option("Apptainer: where built images are kept", SANDBOXES, metavar="DIR", default="in the home"),
     ] = None
-    fakeroot: Annotated[bool, Option("Apptainer: programs inside are root of their image", SANDBOXES)] = False
+    fakeroot: Fakeroot = False
     build_dockerfiles: Annotated[
         bool,
         Option(

@@ -53,15 +53,18 @@ class QuickstartOptions:
 
 
 def default_job() -> Path:
-    """Return the path of examples/quickstart/job.yaml in the checkout that this package runs from.
+    """Return the path of the quickstart's job, which has its tasks beside it.
+
+    A wheel has both files in this package, and a checkout has them in examples/quickstart.
 
     Raises:
-        LookupFailed: The package does not run from a checkout.
+        LookupFailed: This installation lacks the job.
     """
-    path = Path(__file__).resolve().parents[4] / "examples" / "quickstart" / "job.yaml"
-    if not path.is_file():
-        raise LookupFailed("the quickstart's examples are in the source checkout; give --job FILE")
-    return path
+    here = Path(__file__).resolve().parent
+    for path in (here / "job.yaml", here.parents[3] / "examples" / "quickstart" / "job.yaml"):
+        if path.is_file():
+            return path
+    raise LookupFailed("this installation lacks the quickstart's job; give --job FILE")
 
 
 def prepare(options: QuickstartOptions) -> RolloutJob:

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from rollyard_crds.weights import PauseMode, WeightSource
 
 _MODES: Final[dict[PauseMode, str]] = {"abort": "abort", "keep": "retract"}
+_LOADS_ADAPTERS: Final = "vLLM loads adapters with --enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=True"
 _FLUSH_SECONDS: Final = 10.0  # The server may wait this long for its last requests to end.
 
 
@@ -109,7 +110,11 @@ class VllmWeights(ControlCalls):
                 "lora_path": source.lora.path,
                 "load_inplace": any(card.get("id") == source.lora.name for card in await self._cards()),
             }
-            await self._call("POST", "/v1/load_lora_adapter", body, self._limits.load)
+            try:
+                # vLLM answers 404 for an adapter that it cannot find, too.
+                await self._call("POST", "/v1/load_lora_adapter", body, self._limits.load, known=True)
+            except BackendRefused as error:
+                raise BackendRefused(f"{error} ({_LOADS_ADAPTERS})") from error
 
     async def reload(self, path: str) -> None:
         """Load a checkpoint folder into the running model."""

@@ -87,7 +87,7 @@ def check_backend(url: str, model: str, tokenizer: str, as_json: bool) -> int:
     """
     from rollyard_inference.fitness import checks, in_a_line, trains
 
-    from rollyard.local.vllm import check_url, probed, tokenizer_check
+    from rollyard.local.vllm import MAX_QUOTED, check_url, probed, tokenizer_check
 
     check_url("URL", url)
     # On a terminal, this shows that something happens: the requests may take some seconds.
@@ -100,7 +100,7 @@ def check_backend(url: str, model: str, tokenizer: str, as_json: bool) -> int:
 
         document = {
             "url": url,
-            "model": answers.model.name,
+            "model": answers.model.name[:MAX_QUOTED],
             "engine": answers.engine,
             "version": answers.version,
             "trains": trains(rows),

@@ -115,11 +115,12 @@ def _checked(options: Options) -> Options:
         check_model_folder(folder, engine, options.engine_args)
         changes["model"] = str(folder)
     if url:
-        from rollyard.local.vllm import served, trains_line
+        from rollyard.local.vllm import MAX_QUOTED, served, trains_line
 
-        changes["model"], changes["tokenizer"] = served(url, model, options.tokenizer)
-        terminal.echo_line(f"{url} serves {changes['model']}, trains: {trains_line(url, changes['model'])}")
-        terminal.echo_line(f"tokenizer: {changes['tokenizer']}")
+        name, tokenizer = served(url, model, options.tokenizer)
+        terminal.echo_line(f"{url} serves {name[:MAX_QUOTED]}, trains: {trains_line(url, name)}")
+        terminal.echo_line(f"tokenizer: {tokenizer}")
+        changes |= {"model": name, "tokenizer": tokenizer}
     return options.model_copy(update=changes)
 
 

@@ -24,6 +24,7 @@ from rollyard_inference.fitness import Check, Probed, ask, checks, in_a_line
 from rollyard_inference.health import find_model
 from rollyard_inference.sampling.request import ServedModel
 from rollyard_inference.transports.with_httpx import HttpxTransport
+from rollyard_process.log_text import one_line
 
 from rollyard.errors import CannotStart, LookupFailed, StartFailed, UsageProblem
 from rollyard.extras import missing
@@ -304,5 +305,5 @@ def trains_line(url: str, model: str) -> str:
 
 
 def _short(error: Exception) -> str:
-    """Return the message of an error, in which a server may have put text of any length."""
-    return str(error)[:MAX_MESSAGE]
+    """Return the message of an error as one line. A server may have put text of any length into it."""
+    return one_line(str(error)[:MAX_MESSAGE])

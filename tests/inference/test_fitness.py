@@ -16,7 +16,7 @@ import httpx
 import pytest
 from rollyard_inference import metrics
 from rollyard_inference.errors import BackendMismatch, BackendUnavailable, ModelNotServed, NotListening
-from rollyard_inference.fitness import Check, ask, checks, in_a_line, trains
+from rollyard_inference.fitness import FitnessCheck, ask, checks, in_a_line, trains
 from rollyard_inference.transports.with_httpx import HttpxTransport
 from rollyard_testing.inference.scripted import ProrlShaped
 
@@ -51,7 +51,7 @@ def recorded(server: str, changes: dict[str, Any] | None = None) -> Answers:
     return answer
 
 
-async def checked(answers: Answers, model: str = "", *, needed_only: bool = False) -> dict[str, Check]:
+async def checked(answers: Answers, model: str = "", *, needed_only: bool = False) -> dict[str, FitnessCheck]:
     async with httpx.AsyncClient(transport=httpx.MockTransport(answers)) as client:
         probed = await ask(HttpxTransport(client), "http://server/v1", model, needed_only=needed_only)
     return {row.name: row for row in checks(probed)}
@@ -154,12 +154,14 @@ async def test_a_server_without_token_ids_is_named_with_its_reason() -> None:
 
 def test_unknown_log_probabilities_are_no_verdict() -> None:
     rows = [
-        Check("a", "good", "", needed=True),
-        Check("b", "unknown", "b is not known", needed=True),
-        Check("c", "lacks", "c is missing"),
+        FitnessCheck("a", "good", "", needed=True),
+        FitnessCheck("b", "unknown", "b is not known", needed=True),
+        FitnessCheck("c", "lacks", "c is missing"),
     ]
     assert in_a_line(rows) == "unknown: b is not known"
-    assert in_a_line([*rows, Check("d", "lacks", "no d", needed=True, remedy="--d")]) == "no: no d (--d)"
+    assert (
+        in_a_line([*rows, FitnessCheck("d", "lacks", "no d", needed=True, remedy="--d")]) == "no: no d (--d)"
+    )
 
 
 @pytest.mark.parametrize(

@@ -41,7 +41,7 @@ _MAX_TEXT: Final = 300
 
 
 @dataclass(frozen=True, slots=True)
-class Check:
+class FitnessCheck:
     """One thing that training uses, and whether the server has it."""
 
     name: str
@@ -200,7 +200,7 @@ async def _details(transport: Transport, url: str) -> dict[str, Any]:
     return fields
 
 
-def checks(probed: Probed) -> tuple[Check, ...]:
+def checks(probed: Probed) -> tuple[FitnessCheck, ...]:
     """Return the checks of a server. Those that its engine has no option for are left out."""
     rows = [_token_ids(probed)]
     can = probed.capabilities
@@ -218,13 +218,13 @@ def checks(probed: Probed) -> tuple[Check, ...]:
     return tuple(rows)
 
 
-def trains(rows: Iterable[Check]) -> Literal["yes", "no", "unknown"]:
+def trains(rows: Iterable[FitnessCheck]) -> Literal["yes", "no", "unknown"]:
     """Return whether a server with these checks can train: whether it has all that is needed."""
     states = {row.state for row in rows if row.needed}
     return "no" if "lacks" in states else "unknown" if "unknown" in states else "yes"
 
 
-def in_a_line(rows: Iterable[Check]) -> str:
+def in_a_line(rows: Iterable[FitnessCheck]) -> str:
     """Return whether a server can train, and if not, why and what to add: `no: REASON (OPTION); …`."""
     rows = tuple(rows)
     verdict = trains(rows)
@@ -237,28 +237,32 @@ def in_a_line(rows: Iterable[Check]) -> str:
     return f"{verdict}: {'; '.join(reasons)}" if verdict != "yes" else verdict
 
 
-def _token_ids(probed: Probed) -> Check:
+def _token_ids(probed: Probed) -> FitnessCheck:
     name = "token ids"
     if probed.paused:
         found = "the server is paused, so nothing could be sampled"
-        return Check(name, "unknown", found, True, "nothing is sampled until it resumes", "POST /resume")
+        return FitnessCheck(
+            name, "unknown", found, True, "nothing is sampled until it resumes", "POST /resume"
+        )
     if probed.capabilities is None or probed.refused:
         found, remedy = "no token ids with log-probabilities", "vLLM 0.30 or SGLang 0.5, or newer"
-        return Check(
+        return FitnessCheck(
             name, "lacks", found, True, "no rollout can run on it", remedy, probed.refused[:_MAX_TEXT]
         )
-    return Check(name, "good", f"in and out by {probed.capabilities.call.path}, with log-probabilities", True)
+    return FitnessCheck(
+        name, "good", f"in and out by {probed.capabilities.call.path}, with log-probabilities", True
+    )
 
 
-def _logprobs(probed: Probed) -> Check:
+def _logprobs(probed: Probed) -> FitnessCheck:
     name = "log-probabilities"
     if probed.mode == "processed_logprobs":
-        return Check(name, "good", "of the distribution that is sampled from", True)
+        return FitnessCheck(name, "good", "of the distribution that is sampled from", True)
     if probed.mode == "temperature_logprobs":
         found = "after temperature, before top-p and top-k: train with topP 1 and topK -1"
-        return Check(name, "good", found, True)
+        return FitnessCheck(name, "good", found, True)
     if probed.mode == "raw_logprobs":
-        return Check(
+        return FitnessCheck(
             name,
             "lacks",
             "raw log-probabilities",
@@ -273,39 +277,41 @@ def _logprobs(probed: Probed) -> Check:
     if probed.mode != "unknown":
         found += f", {probed.mode[:_MAX_TEXT]!r}"
     cost = "importance ratios may be wrong"
-    return Check(name, "unknown", found, True, cost)
+    return FitnessCheck(name, "unknown", found, True, cost)
 
 
-def _weight_updates(probed: Probed, can: Capabilities) -> Check:
+def _weight_updates(probed: Probed, can: Capabilities) -> FitnessCheck:
     name = "weight updates"
     weights = can.weights
     if probed.engine == "ProRL":
         found = "not in ProRL's protocol: whoever runs the server updates its weights"
-        return Check(name, "good", found, True)
+        return FitnessCheck(name, "good", found, True)
     if weights.label is not None and (weights.shape == "sglang" or can.reports_pause):
-        return Check(name, "good", f"the server pauses, loads and labels weights ({weights.path})", True)
+        return FitnessCheck(
+            name, "good", f"the server pauses, loads and labels weights ({weights.path})", True
+        )
     cost = "new weights need a restart of the server, and no token says which weights sampled it"
     if weights.shape == "sglang":
-        return Check(name, "lacks", "no label of the weights", True, cost, "SGLang 0.5 or newer")
-    return Check(
+        return FitnessCheck(name, "lacks", "no label of the weights", True, cost, "SGLang 0.5 or newer")
+    return FitnessCheck(
         name, "lacks", "no calls for pauses and weights", True, cost, f"{_DEVELOPER} in its environment"
     )
 
 
-def _token_versions(probed: Probed, can: Capabilities) -> Check:
+def _token_versions(probed: Probed, can: Capabilities) -> FitnessCheck:
     name = "token versions"
     if probed.versions:
-        return Check(name, "good", "each token says which weights sampled it")
+        return FitnessCheck(name, "good", "each token says which weights sampled it")
     if probed.paused or probed.refused:
-        return Check(name, "unknown", "nothing could be sampled")
+        return FitnessCheck(name, "unknown", "nothing could be sampled")
     remedy = f"a newer {probed.engine}"
     if isinstance(can.call, VllmCompletions):
         remedy = "--enable-scale-out"
     cost = "updates in the mode `keep` are refused, and a turn during which weights change is sampled again"
-    return Check(name, "lacks", "no weight version of each token", False, cost, remedy)
+    return FitnessCheck(name, "lacks", "no weight version of each token", False, cost, remedy)
 
 
-def _prefix_cache(probed: Probed) -> Check:
+def _prefix_cache(probed: Probed) -> FitnessCheck:
     name = "prefix cache"
     cost = "every turn computes its whole conversation again"
     caching = probed.cache.prefix_caching
@@ -315,27 +321,27 @@ def _prefix_cache(probed: Probed) -> Check:
     counted = probed.metrics.prefix_queries is not None and probed.metrics.prefix_hits is not None
     if caching is False:
         remedy = "without --disable-radix-cache" if probed.engine == "SGLang" else "--enable-prefix-caching"
-        return Check(name, "lacks", "switched off", False, cost, remedy)
+        return FitnessCheck(name, "lacks", "switched off", False, cost, remedy)
     remedy = "--enable-metrics" if probed.engine == "SGLang" else "without --disable-log-stats"
     if not counted:
         cost = "the hit rate is not known, and a cache that is too small goes unnoticed"
         found = "on, but its hits are not reported" if caching else "not reported"
-        return Check(name, "lacks" if caching else "unknown", found, False, cost, remedy)
+        return FitnessCheck(name, "lacks" if caching else "unknown", found, False, cost, remedy)
     queries, hits = probed.metrics.prefix_queries or 0.0, probed.metrics.prefix_hits or 0.0
     rate = f"; {min(1.0, hits / queries):.0%} of prompt tokens found in it since the start" if queries else ""
-    return Check(name, "good", f"on{rate}")
+    return FitnessCheck(name, "good", f"on{rate}")
 
 
-def _context(probed: Probed, length: int | None) -> Check:
+def _context(probed: Probed, length: int | None) -> FitnessCheck:
     name = "context"
     option = "--context-length" if probed.engine == "SGLang" else "--max-model-len"
     if length is None:
         cost = "a rollout that outgrows it fails; set agent.maxContextTokens in each job"
-        return Check(name, "unknown", "length not reported", False, cost, f"{option} N")
-    return Check(name, "good", f"{length:,} tokens ({option} changes it)")
+        return FitnessCheck(name, "unknown", "length not reported", False, cost, f"{option} N")
+    return FitnessCheck(name, "good", f"{length:,} tokens ({option} changes it)")
 
 
-def _kv_cache(probed: Probed, length: int | None) -> Check:
+def _kv_cache(probed: Probed, length: int | None) -> FitnessCheck:
     name = "KV cache"
     tokens = probed.cache.tokens
     if probed.engine == "SGLang":
@@ -344,12 +350,12 @@ def _kv_cache(probed: Probed, length: int | None) -> Check:
     if tokens is None:
         cost = "choose the pool's maxActiveRollouts by what the server prints at its start"
         remedy = "without --disable-log-stats" if probed.engine == "vLLM" else ""
-        return Check(name, "unknown", "size not reported", False, cost, remedy)
+        return FitnessCheck(name, "unknown", "size not reported", False, cost, remedy)
     whole = f", {tokens // length:,} rollouts of full length" if length else ""
-    return Check(name, "good", f"{tokens:,} tokens{whole}")
+    return FitnessCheck(name, "good", f"{tokens:,} tokens{whole}")
 
 
-def _sleep(probed: Probed) -> Check:
+def _sleep(probed: Probed) -> FitnessCheck:
     name = "sleep"
     cost = "a trainer on the same GPUs cannot have the server's memory while it trains"
     if probed.engine == "SGLang":
@@ -357,22 +363,24 @@ def _sleep(probed: Probed) -> Check:
     else:
         option, enabled = "--enable-sleep-mode", _vllm_setting(probed, "model_config", "enable_sleep_mode")
     if enabled is True:
-        return Check(name, "good", "the server can free the memory of its GPUs")
+        return FitnessCheck(name, "good", "the server can free the memory of its GPUs")
     if enabled is False:
-        return Check(name, "lacks", "the server cannot free the memory of its GPUs", False, cost, option)
-    return Check(name, "unknown", _unreported(probed), False, cost, option)
+        return FitnessCheck(
+            name, "lacks", "the server cannot free the memory of its GPUs", False, cost, option
+        )
+    return FitnessCheck(name, "unknown", _unreported(probed), False, cost, option)
 
 
-def _weight_transfer(probed: Probed) -> Check:
+def _weight_transfer(probed: Probed) -> FitnessCheck:
     name = "weight transfer"
     cost = "a trainer cannot push tensors into the server: updates load checkpoint folders"
     option = """--weight-transfer-config '{"backend": "nccl"}'"""
     config = (probed.settings or {}).get("vllm_config")
     if not isinstance(config, dict) or "weight_transfer_config" not in config:
-        return Check(name, "unknown", _unreported(probed), False, cost, option)
+        return FitnessCheck(name, "unknown", _unreported(probed), False, cost, option)
     if config["weight_transfer_config"] is None:
-        return Check(name, "lacks", "the server takes no tensors from a trainer", False, cost, option)
-    return Check(name, "good", "the server takes tensors from a trainer")
+        return FitnessCheck(name, "lacks", "the server takes no tensors from a trainer", False, cost, option)
+    return FitnessCheck(name, "good", "the server takes tensors from a trainer")
 
 
 def _unreported(probed: Probed) -> str:

@@ -17,7 +17,7 @@ from rollyard.errors import CliError, UsageProblem
 from rollyard.extras import require
 
 if TYPE_CHECKING:
-    from rollyard_inference.fitness import Check, Probed
+    from rollyard_inference.fitness import FitnessCheck, Probed
 
     from rollyard.quickstart.vllm_servers import VllmOptions
 
@@ -113,7 +113,7 @@ def check_backend(url: str, model: str, tokenizer: str, as_json: bool) -> int:
     return int(trains(rows) == "no")
 
 
-def _print_checks(url: str, answers: Probed, rows: Sequence[Check]) -> None:
+def _print_checks(url: str, answers: Probed, rows: Sequence[FitnessCheck]) -> None:
     """Print a table of the checks, below what the server is and above whether it can train."""
     from rich.text import Text
     from rollyard_inference.fitness import in_a_line

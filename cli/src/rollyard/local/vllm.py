@@ -20,7 +20,7 @@ from rollyard_drivers.host.installed_vllm import installed_version
 from rollyard_drivers.reconcile.plan import Workload
 from rollyard_drivers.reconcile.vllm_version import MINIMUM_TEXT, is_too_old
 from rollyard_inference.errors import BackendError, ModelNotServed
-from rollyard_inference.fitness import Check, Probed, ask, checks, in_a_line
+from rollyard_inference.fitness import FitnessCheck, Probed, ask, checks, in_a_line
 from rollyard_inference.health import find_model
 from rollyard_inference.sampling.request import ServedModel
 from rollyard_inference.transports.with_httpx import HttpxTransport
@@ -250,7 +250,7 @@ def _downloaded(repository: str) -> Path:
     return folder
 
 
-def tokenizer_check(model: ServedModel, given: str) -> Check:
+def tokenizer_check(model: ServedModel, given: str) -> FitnessCheck:
     """Return whether the tokenizer and the chat template of a served model are found here, and where."""
     from rollyard_pipeline.chat.tokenizer import load_folder
     from rollyard_pipeline.errors import TokenizerUnavailable
@@ -258,14 +258,14 @@ def tokenizer_check(model: ServedModel, given: str) -> Check:
     name, cost, remedy = "tokenizer", "no conversation becomes token ids", "--tokenizer DIR of `rollyard up`"
     if missing("worker"):
         found = "not looked for, which needs `pip install 'rollyard[worker]'`"
-        return Check(name, "unknown", found, False, cost, remedy)
+        return FitnessCheck(name, "unknown", found, False, cost, remedy)
     try:
         folder = tokenizer_folder(model, given)
         load_folder(folder)
     except (LookupFailed, TokenizerUnavailable) as error:
         found = "no tokenizer with a chat template"
-        return Check(name, "lacks", found, True, cost, remedy, detail=_short(error))
-    return Check(name, "good", f"{folder}, with a chat template", True)
+        return FitnessCheck(name, "lacks", found, True, cost, remedy, detail=_short(error))
+    return FitnessCheck(name, "good", f"{folder}, with a chat template", True)
 
 
 def check_url(name: str, url: str) -> None:

@@ -90,6 +90,14 @@ async def test_a_real_engines_metrics(
     mine = status[engine]
     assert (mine["runningRequests"], mine["waitingRequests"]) == (0, 0)
     assert 0.7 <= mine["prefixCacheHitRate"] <= 0.75, "three of four prompts were in its cache"
+    assert "trains" not in mine, "it was not asked yet"
+    await poller.assess(database, transport)
+    await poller.poll(database, transport)
+    status = await _status(served)
+    assert status[engine]["trains"] == "yes"
+    lacks = "no calls for pauses and weights (VLLM_SERVER_DEV_MODE=1 in its environment)"
+    assert status[foreign.url]["trains"] == f"no: {lacks}"
+    assert "trains" not in status["http://["]
     for other in (hanging.url, foreign.url, "http://["):
         assert "runningRequests" not in status[other]
     text = (await served.admin.get("/metrics")).text
@@ -117,7 +125,27 @@ async def test_a_real_engines_metrics(
     assert writes == [], "nothing changed"
     await served.report_backends(engine, ready=False)
     await poller.poll(database, transport)
-    assert "runningRequests" not in (await _status(served))[engine], "old numbers of a server that is gone"
+    gone = (await _status(served))[engine]
+    assert {"runningRequests", "trains"}.isdisjoint(gone), "old numbers of a server that is gone"
+
+
+async def test_a_server_is_asked_once_what_it_lacks_and_not_while_it_is_paused(
+    served: Any, scripted: Any, transport: HttpxTransport
+) -> None:
+    server = await scripted()
+    await served.admin.post("/v1/backendpools", json=POOL)
+    await served.report_backends(server.url)
+    poller, database = Poller(), served.plane.database
+    assert (await served.admin.post("/v1/backendpools/pool/pause")).status_code < 300
+    before = server.completions
+    await poller.assess(database, transport)
+    assert server.completions == before, "a paused pool is not sampled from"
+    assert (await served.admin.post("/v1/backendpools/pool/resume")).status_code < 300
+    await poller.assess(database, transport)
+    asked = server.completions
+    assert asked > before
+    await poller.assess(database, transport)
+    assert server.completions == asked, "the answer holds for some minutes"
 
 
 async def _runs(served: Any, worker: Any, **fields: Any) -> None:

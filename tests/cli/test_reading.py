@@ -503,6 +503,30 @@ def test_a_pool_of_servers_of_ones_own_is_as_large_as_its_list(half_updated: Bac
     assert "2 of 2 backends\n" in printed(lambda out: describe_pool(out, half_updated))
 
 
+RAW = "no: raw log-probabilities (--logprobs-mode processed_logprobs)"
+
+
+@pytest.mark.parametrize(
+    ("lines", "shown"),
+    [
+        (["", ""], "-"),
+        (["yes", ""], "yes"),
+        (["yes", "yes"], "yes"),
+        (["yes", RAW], f"1 of 2: {RAW}"),
+        ([RAW, RAW], RAW),
+        (["unknown: x", RAW], f"1 of 2: {RAW}"),
+    ],
+)
+def test_a_pool_says_whether_its_servers_have_what_training_needs(
+    half_updated: BackendPool, lines: list[str], shown: str
+) -> None:
+    for backend, line in zip(half_updated.status.backends, lines, strict=True):
+        backend.trains = line
+    heads, row = cells(printed(lambda out: print_table(out, pools_table([half_updated]))))
+    assert (heads[-1], row[-1]) == ("TRAINS", shown)
+    assert f"\nTrains:       {shown}\n" in printed(lambda out: describe_pool(out, half_updated))
+
+
 def test_each_backends_state_is_shown(half_updated: BackendPool) -> None:
     known = [ONE, "Ready", "Closed", "Current", "v2", "6", "5", "3", "71.2%", "82"]
     unknown = [TWO, "Ready", "Closed", "Stale", "v1", "2", "-", "-", "-", "-"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
@@ -10,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import rollyard_engine
+from rollyard.main import main
 from rollyard_crds.lease import BackendAssignment, RouteResponse
 from rollyard_crds.rolloutjob import SamplingSpec
 from rollyard_inference.errors import BackendRefused, ContextOverflow, ModelNotServed
@@ -23,6 +26,7 @@ from rollyard_testing.vllm.servers import MAX_MODEL_LEN, VllmServer
 
 StartVllm = Callable[..., VllmServer]
 
+TOKENIZER = Path(rollyard_engine.__file__).parent / "models" / "tiny-policy"
 PROMPT = (5, 6, 7, 8)
 LONG = 600
 SLOW = 900
@@ -139,6 +143,27 @@ async def test_the_mode_that_is_recorded_is_the_servers(
     same = max(abs(tops[0][name] - tops[1][name]) for name in set(tops[0]) & set(tops[1]))
     assert talk.logprobs_mode == ("raw_logprobs" if same < 1e-3 else "processed_logprobs")
     assert (same < 1e-3) == ("completions" in request.node.callspec.id)
+
+
+def test_check_backend_says_what_its_options_would_give(
+    server: VllmServer, request: pytest.FixtureRequest, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status = main(["check-backend", server.url, "--json", "--tokenizer", str(TOKENIZER)])
+    document = json.loads(capsys.readouterr().out)
+    rows = {row["name"]: row for row in document["checks"]}
+    assert (document["engine"], document["model"]) == ("vLLM", "tiny")
+    assert document["version"].count(".") >= 2
+    if "completions" in request.node.callspec.id:
+        assert status == 1
+        assert document["summary"] == "no: raw log-probabilities (--logprobs-mode processed_logprobs)"
+        assert rows["token versions"]["remedy"] == "--enable-scale-out"
+    else:
+        assert (status, document["summary"]) == (0, "yes")
+    good = {name for name, row in rows.items() if row["state"] == "good"}
+    assert good >= {"token ids", "weight updates", "prefix cache", "context", "KV cache", "tokenizer"}
+    assert rows["context"]["found"].startswith(f"{MAX_MODEL_LEN:,} tokens")
+    # Both are reported in developer mode, and neither is switched on here.
+    assert {rows[name]["state"] for name in ("sleep", "weight transfer")} == {"lacks"}
 
 
 async def test_what_a_server_refuses_is_told_apart(server: VllmServer) -> None:

@@ -380,6 +380,7 @@ def _background(plane: ControlPlane) -> list[tuple[float, float, str, Callable[[
     starting = partial(plane.check_health, ready=False)
     circuit = partial(circuits.probe_all, plane.database, plane.transport)
     stats = partial(plane.poller.poll, plane.database, plane.transport)
+    trains = partial(plane.poller.assess, plane.database, plane.transport)
     speeds = partial(plane.speeds.write, plane.database)
     return [
         (settings.tokens_seconds, settings.tokens_seconds, "token file", plane.look_at_tokens),
@@ -389,6 +390,7 @@ def _background(plane: ControlPlane) -> list[tuple[float, float, str, Callable[[
         (settings.health_seconds, settings.health_seconds, "first requests", starting),
         (settings.circuit_seconds, settings.circuit_seconds, "circuits", circuit),
         (settings.stats_seconds, settings.stats_seconds, "backend metrics", stats),
+        (settings.stats_seconds, settings.stats_seconds, "fitness for training", trains),
         (settings.speeds_seconds, settings.stats_seconds, "measured speeds", speeds),
         (settings.folding_seconds, settings.stats_seconds, "statistics", plane.views.folding.round),
         (settings.folding_seconds, settings.stats_seconds, "workers", plane.views.seen_workers.write),

@@ -22,6 +22,10 @@ COMMANDS: Final[dict[str, tuple[str, str]]] = {
     "up": ("up:up", "Start control plane, workers and a backend on this machine"),
     "down": ("local:down", "Stop what `rollyard up` started"),
     "doctor": ("local:doctor", "Show what works on this machine, and what to do about the rest"),
+    "check-backend": (
+        "local:check_backend",
+        "Show what a running vLLM or SGLang server lacks for training",
+    ),
     "submit": ("resources:submit", "Submit a job or a backend pool from a manifest"),
     "get": ("resources:get", "List jobs (rj) or backend pools (bp), or show one"),
     "describe": ("resources:describe", "Show everything about one job or pool"),

@@ -156,6 +156,9 @@ class BackendStatus(Model):
     """Share of prompt tokens found in the server's prefix cache, over the last minutes."""
     tokens_per_second: Annotated[float, Field(ge=0)] | None = None
     """Sampled tokens per second of one rollout's model time, as measured; rollouts are distributed by it."""
+    trains: Annotated[str, Field(max_length=512)] = ""
+    """Whether it has what training needs: `yes`, or `no` and what it lacks, with the option to add; or
+    `unknown`. Empty until it was asked."""
     message: Annotated[str, Field(max_length=1024)] = ""
     """Why it is not ready."""
 

@@ -10,6 +10,7 @@ from typing import Final
 
 from rollyard_inference.capabilities import (
     PROBE_SECONDS,
+    Capabilities,
     is_prorl,
     probe,
     renamed_model,
@@ -19,7 +20,7 @@ from rollyard_inference.capabilities import (
 from rollyard_inference.errors import BackendMismatch, ModelNotServed
 from rollyard_inference.replies import NO_SUCH_CALL, require_ok, sampled
 from rollyard_inference.sampling.call import parsed
-from rollyard_inference.sampling.request import Sampling, ServedModel
+from rollyard_inference.sampling.request import Answer, Sampling, ServedModel
 from rollyard_inference.transports.interface import Transport, base_url
 
 _PROMPT: Final = (1,)
@@ -93,6 +94,15 @@ async def first_request(transport: Transport, url: str, model: str, seconds: flo
         BackendError: The server does not sample one token with its log-probability.
     """
     capabilities = await probe(transport, url, min(seconds, PROBE_SECONDS))
+    answer = await first_answer(transport, url, capabilities, model, seconds)
+    label = answer.versions[-1] if answer.versions else answer.label
+    return label or capabilities.weights.label
+
+
+async def first_answer(
+    transport: Transport, url: str, capabilities: Capabilities, model: str, seconds: float
+) -> Answer:
+    """Sample one token from a server whose capabilities are known. See `first_request`."""
     if not capabilities.serves(model):
         raise ModelNotServed(
             f"the server does not serve {model!r}; it serves: {', '.join(capabilities.models or ())}"
@@ -107,8 +117,7 @@ async def first_request(transport: Transport, url: str, model: str, seconds: flo
         raise BackendMismatch(f"POST {address}: {error}") from error
     if len(answer.token_ids) != 1:
         raise BackendMismatch(f"POST {address}: one token was asked for, there are {len(answer.token_ids)}")
-    label = answer.versions[-1] if answer.versions else answer.label
-    return label or capabilities.weights.label
+    return answer
 
 
 async def weight_label(transport: Transport, url: str, seconds: float) -> str | None:

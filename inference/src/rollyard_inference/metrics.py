@@ -27,6 +27,10 @@ _NAMES: Final[Mapping[bytes, str]] = {
     b"sglang:generation_tokens_total": "computed",
 }
 _SAMPLE: Final = re.compile(rb"^(%s)(?:\{[^\n]*\})?[ \t]+([^\s]+)" % b"|".join(_NAMES), re.MULTILINE)
+_CACHE: Final = re.compile(rb"^vllm:cache_config_info\{([^\n]*)\}", re.MULTILINE)
+_CACHE_LABEL: Final = re.compile(
+    rb'\b(enable_prefix_caching|kv_cache_size_tokens|num_gpu_blocks|block_size)="([^"]{1,20})"'
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,3 +67,35 @@ def parse(text: bytes) -> ServerMetrics:
         if math.isfinite(value) and value >= 0:
             totals[_NAMES[match[1]]] += value
     return ServerMetrics(**totals)
+
+
+@dataclass(frozen=True, slots=True)
+class CacheConfig:
+    """What a vLLM server reports about its KV cache. SGLang's metrics do not contain it."""
+
+    prefix_caching: bool | None = None
+    """Whether the server finds the prefixes of earlier prompts again."""
+    tokens: int | None = None
+    """The tokens for which the cache has room, over all engines of the server."""
+
+
+def cache_config(text: bytes) -> CacheConfig:
+    """Return the configuration of the KV cache in an exposition; its fields are None if it has none."""
+    caching: bool | None = None
+    sizes: list[int] = []
+    for match in _CACHE.finditer(text):
+        labels = {
+            name.decode(): value.decode("ascii", "replace") for name, value in _CACHE_LABEL.findall(match[1])
+        }
+        caching = {"True": True, "False": False}.get(labels.get("enable_prefix_caching", ""), caching)
+        size = _count(labels.get("kv_cache_size_tokens"))
+        blocks, length = _count(labels.get("num_gpu_blocks")), _count(labels.get("block_size"))
+        if size is None and blocks is not None and length is not None:
+            size = blocks * length  # Before version 0.32, vLLM names no tokens.
+        if size is not None:
+            sizes.append(size)
+    return CacheConfig(caching, sum(sizes) if sizes else None)
+
+
+def _count(text: str | None) -> int | None:
+    return int(text) if text is not None and text.isascii() and text.isdigit() else None

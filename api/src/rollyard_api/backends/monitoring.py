@@ -5,6 +5,9 @@ A health check asks for /health, the model in /v1/models, a first completion and
 The metrics are read every few seconds. The counters of the prefix cache become a hit rate over a sliding
 window. A restarted server counts from 0 again.
 
+What a server lacks for training is asked once, and again after some minutes, because it may have been
+restarted with other options.
+
 The speeds are moving averages of completed Runs: the sampled tokens per second of model time and of the whole
 Run, as a rollout sees them, with batching, queues and load included. They fall with the load, so the load is
 kept with them. They are gathered in memory after each commit and written a few times a second, so no
@@ -24,7 +27,7 @@ from typing import Any, Final
 
 import sqlalchemy as sa
 from rollyard_crds.weights import UNVERIFIED
-from rollyard_inference import health, metrics
+from rollyard_inference import fitness, health, metrics
 from rollyard_inference.errors import BackendError
 from rollyard_inference.metrics import ServerMetrics
 from rollyard_inference.transports.interface import Transport, base_url
@@ -101,6 +104,10 @@ READ_SECONDS: Final = 2.0
 """The time within which a server must return its metrics, in seconds."""
 MATERIAL_HIT_RATE: Final = 0.005
 """The smallest change of the hit rate that is written."""
+ASSESSED_SECONDS: Final = 300.0
+"""The time after which a server is asked again what it lacks for training, in seconds."""
+MAX_TRAINS: Final = 512
+"""The largest number of characters of the answer that is kept."""
 _MAX_BYTES: Final = 8 << 20
 
 
@@ -155,16 +162,28 @@ def _rows(conn: Connection) -> Sequence[Any]:
     ).all()
 
 
+def _samplers(conn: Connection) -> list[tuple[BackendRow, PoolRow]]:
+    """Return the backends that sample now, each with its pool."""
+    sample = (backends.c.ready.is_(True), backends.c.weights == "Current", backends.c.circuit == "Closed")
+    return pool_rows.with_pools(conn, *sample, pools_table.c.paused.is_(False))
+
+
 @dataclass(slots=True)
 class Poller:
     """Reads the metrics of every backend of every pool, and keeps a window for each URL."""
 
     _windows: dict[str, Window] = field(default_factory=dict)
+    _trains: dict[str, tuple[str, float]] = field(default_factory=dict)
+    """By URL, whether a server has what training needs, and when it was asked."""
 
     async def poll(self, database: Database, transport: Transport) -> None:
         """Read all metrics once, and write the changes in one transaction."""
         rows = await database.read(_rows)
         self._windows = {url: self._windows.get(url) or Window() for url in {row.url for row in rows}}
+        # A server that is not ready may come back with other options.
+        self._trains = {
+            row.url: self._trains[row.url] for row in rows if row.ready and row.url in self._trains
+        }
         read: dict[str, dict[str, Any] | None] = {}
 
         async def one(url: str) -> None:
@@ -180,7 +199,37 @@ class Poller:
         if changes:
             await database.write(partial(pool_rows.put_stats, stats=changes), durable=False)
 
+    async def assess(self, database: Database, transport: Transport) -> None:
+        """Ask each server that samples, and has not been asked for some minutes, what it lacks for training.
+
+        The next poll writes the answer.
+        """
+
+        async def one(url: str, model: str) -> None:
+            try:
+                answers = await fitness.ask(transport, url, model, needed_only=True)
+            except BackendError:
+                return  # Health checks say what is wrong. The next round asks again.
+            if answers.paused:
+                return
+            line = fitness.in_a_line(fitness.checks(answers))
+            self._trains[url] = (line[:MAX_TRAINS], time.monotonic())
+
+        now = time.monotonic()
+        due = {
+            row.url: pool.served_model or pool.model
+            for row, pool in await database.read(_samplers)
+            if row.url not in self._trains or now - self._trains[row.url][1] >= ASSESSED_SECONDS
+        }
+        await each(due.items(), one)
+
     async def _read(self, transport: Transport, url: str) -> dict[str, Any] | None:
+        fields = await self._metrics(transport, url)
+        if url in self._trains:
+            fields = {**(fields or {}), "trains": self._trains[url][0]}
+        return fields
+
+    async def _metrics(self, transport: Transport, url: str) -> dict[str, Any] | None:
         address = f"{base_url(url)}/metrics"
         try:
             reply = await transport.request("GET", address, seconds=READ_SECONDS, limit=_MAX_BYTES)

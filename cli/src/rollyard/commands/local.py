@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import click
+from rollyard_process.log_text import one_line
 from rollyard_process.version import installed_version
 
 from rollyard import terminal
@@ -15,6 +17,8 @@ from rollyard.errors import CliError, UsageProblem
 from rollyard.extras import require
 
 if TYPE_CHECKING:
+    from rollyard_inference.fitness import FitnessCheck, Probed
+
     from rollyard.quickstart.vllm_servers import VllmOptions
 
 GRACE_SECONDS: Final = 25.0
@@ -68,6 +72,71 @@ def doctor(profile: Path | None) -> int:
         if finding.advice:
             console.print(Text(f"{'':<26}{finding.advice}", style="dim"), soft_wrap=True)
     return int(missing)
+
+
+@click.command("check-backend")
+@click.argument("url")
+@click.option("--model", default="", help="The name it is served under [the first that the server lists].")
+@click.option("--tokenizer", default="", help="Its folder or hub id [that of what the server loaded].")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def check_backend(url: str, model: str, tokenizer: str, as_json: bool) -> int:
+    """Show what the vLLM or SGLang server at URL lacks for training, with the options to add.
+
+    The exit status is 0 if it can train, 1 if it lacks something that training needs, and 2 if nothing at URL
+    answers as such a server. It samples three tokens, and changes nothing.
+    """
+    from rollyard_inference.fitness import checks, in_a_line, trains
+
+    from rollyard.local.vllm import MAX_QUOTED, check_url, probed, tokenizer_check
+
+    check_url("URL", url)
+    # On a terminal, this shows that something happens: the requests may take some seconds.
+    with terminal.console(stderr=True).status(f"asking {url}"):
+        answers = probed(url, model)
+        rows = (*checks(answers), tokenizer_check(answers.model, tokenizer))
+    if as_json:
+        import json
+        from dataclasses import asdict
+
+        document = {
+            "url": url,
+            "model": answers.model.name[:MAX_QUOTED],
+            "engine": answers.engine,
+            "version": answers.version,
+            "trains": trains(rows),
+            "summary": in_a_line(rows),
+            "checks": [asdict(row) for row in rows],
+        }
+        click.echo(json.dumps(document, indent=2))
+    else:
+        _print_checks(url, answers, rows)
+    return int(trains(rows) == "no")
+
+
+def _print_checks(url: str, answers: Probed, rows: Sequence[FitnessCheck]) -> None:
+    """Print a table of the checks, below what the server is and above whether it can train."""
+    from rich.text import Text
+    from rollyard_inference.fitness import in_a_line
+
+    from rollyard.local.vllm import MAX_QUOTED
+    from rollyard.render.tables import plain_table, print_table
+
+    console = terminal.console()
+    # Without a version, nothing says that a server which speaks vLLM's protocol is vLLM.
+    engine = f" ({answers.engine} {answers.version})" if answers.version else ""
+    name = one_line(answers.model.name[:MAX_QUOTED]) or "a model without a name"
+    console.print(Text(f"{url} serves {name}{one_line(engine)}\n"), soft_wrap=True)
+    table = plain_table(["state", "check", "message"])
+    for row in rows:
+        style = {"good": "green", "unknown": "yellow", "lacks": "bold red" if row.needed else "yellow"}
+        message = Text(one_line(row.found))
+        if row.state != "good":
+            for word, text in (("why", row.detail), ("cost", row.cost), ("fix", row.remedy)):
+                if text:
+                    message.append(f"\n{word}: {one_line(text)}", style="dim")
+        table.add_row(Text(row.state, style=style[row.state]), row.name, message)
+    print_table(console, table)
+    console.print(Text(f"\ntrains: {one_line(in_a_line(rows))}", style="bold"), soft_wrap=True)
 
 
 @click.command()

@@ -12,6 +12,7 @@ import click
 from rollyard_api.options.command_line import GroupedCommand, declared_options
 from rollyard_api.options.sources import drop_variables
 
+from rollyard import terminal
 from rollyard.declared import set_telemetry, speaker
 from rollyard.errors import UsageProblem
 from rollyard.local.options import Options, check_model_folder, whole_path
@@ -69,8 +70,10 @@ def _checked(options: Options) -> Options:
         UsageProblem: Options contradict each other, or name something that cannot be used.
     """
     url, engine, model = options.backend_url, options.engine, options.model
-    if url and not url.startswith(("http://", "https://")):
-        raise UsageProblem(f"--backend must be a URL such as http://127.0.0.1:8000 (got {url!r})")
+    if url:
+        from rollyard.local.vllm import check_url
+
+        check_url("--backend", url)
     for name, useless in (
         ("--engine", engine != "embedded"),
         ("--replicas", options.replicas != 1),
@@ -112,9 +115,12 @@ def _checked(options: Options) -> Options:
         check_model_folder(folder, engine, options.engine_args)
         changes["model"] = str(folder)
     if url:
-        from rollyard.local.vllm import served
+        from rollyard.local.vllm import MAX_QUOTED, served, trains_line
 
-        changes["model"], changes["tokenizer"] = served(url, model, options.tokenizer)
+        name, tokenizer = served(url, model, options.tokenizer)
+        terminal.echo_line(f"{url} serves {name[:MAX_QUOTED]}, trains: {trains_line(url, name)}")
+        terminal.echo_line(f"tokenizer: {tokenizer}")
+        changes |= {"model": name, "tokenizer": tokenizer}
     return options.model_copy(update=changes)
 
 

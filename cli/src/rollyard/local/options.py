@@ -105,7 +105,13 @@ class Options(ListeningOptions):
     engine_args: EngineArgs = ()
     engine_env: EngineEnv = ()
     tokenizer: Annotated[
-        str, Option("With --backend: folder with tokenizer.json and chat template", BACKENDS, metavar="DIR")
+        str,
+        Option(
+            "With --backend: folder or hub id with tokenizer.json and chat template",
+            BACKENDS,
+            metavar="DIR",
+            default="that of what the server loaded",
+        ),
     ] = ""
     """The folder with tokenizer.json and the chat template, for an external server."""
 

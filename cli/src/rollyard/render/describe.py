@@ -22,6 +22,7 @@ from rollyard.render.tables import (
     fits,
     plain_table,
     print_table,
+    trains_of,
     version_of,
 )
 
@@ -153,6 +154,7 @@ def describe_pool(console: Console, pool: BackendPool) -> None:
     _field(console, "Model", pool.spec.model)
     _field(console, "Engine", engine.type)
     _field(console, "Version", version_of(pool))
+    _field(console, "Trains", trains_of(pool))
     _field(console, "Limit", f"{pool.spec.max_active_rollouts} active rollouts for each backend")
     _field(console, "Created", _when(pool.metadata.creation_timestamp))
     console.print("\nBackends:")

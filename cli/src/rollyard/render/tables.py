@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from rollyard.trajectories.summary import PolicySummary, Summary, UpdateSummary
 
-WRAPPED: Final = frozenset({"why", "message"})
+WRAPPED: Final = frozenset({"why", "message", "trains"})
 PIPE_WIDTH: Final = 8192
 GAPS: Final = (3, 2, 1)
 """The possible gaps between columns. The widest with which a table fits the terminal is used."""
@@ -127,7 +127,7 @@ def jobs_table(jobs: Iterable[RolloutJob], wide: bool = False) -> Table:
 def pools_table(pools: Iterable[BackendPool]) -> Table:
     """Return a table with one row for each pool. A model's folder is shortened to its last part."""
     columns = ["name", "ready", "model", "engine", "version", "active", "waiting", "hit rate", "state"]
-    table = plain_table([*columns, "age"])
+    table = plain_table([*columns, "age", "trains"])
     now = datetime.now(UTC)
     for pool in pools:
         backends, external = pool.status.backends, pool.spec.engine.external
@@ -143,6 +143,7 @@ def pools_table(pools: Iterable[BackendPool]) -> Table:
             _share(mean(backend.prefix_cache_hit_rate for backend in backends)),
             "Paused" if pool.status.paused else _reason(pool.status.conditions, "Ready")[1],
             age(pool.metadata.creation_timestamp, now),
+            trains_of(pool),
         )
     return table
 
@@ -181,6 +182,20 @@ def backends_table(pools: Iterable[BackendPool]) -> Table:
     for name, backend in rows:
         table.add_row(name, *backend_row(backend), *([backend.message] if message_column else []))
     return table
+
+
+def trains_of(pool: BackendPool) -> str:
+    """Return whether the pool's backends have what training needs, or `-` if none has been asked yet.
+
+    Where one lacks something, it is the first of those lines, with the number of backends that it is true of.
+    """
+    lines = [backend.trains for backend in pool.status.backends if backend.trains]
+    wrong = [line for line in lines if line != "yes"]
+    if not wrong:
+        return "yes" if lines else "-"
+    first = min(wrong)  # `no` comes before `unknown`.
+    share = f"{lines.count(first)} of {len(lines)}: " if set(lines) != {first} else ""
+    return one_line(share + first)
 
 
 def health_of(backend: BackendStatus) -> str:

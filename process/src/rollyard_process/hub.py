@@ -16,15 +16,14 @@ import argparse
 import errno
 import importlib
 import os
-import re
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal, get_args
 
 from rollyard_process.errors import ProcessError
+from rollyard_process.hub_names import HubName, hub_name
 from rollyard_process.log_text import one_line
 
 Use = Literal["tokenizer", "embedded", "vllm"]
@@ -60,8 +59,6 @@ _WEIGHTS: Final[dict[Use, tuple[tuple[str, ...], ...]]] = {
 """The forms of weights. The first one that a repository has is downloaded."""
 _IGNORED: Final = ("*/*.safetensors", "*/*.bin", "*/*.pt", "*/*.onnx*", "consolidated*")
 """Further copies of the weights in other layouts."""
-_WORD: Final = r"[A-Za-z0-9](?:[A-Za-z0-9._-]{0,94}[A-Za-z0-9_])?"
-_NAME: Final = re.compile(rf"({_WORD}/{_WORD})(?:@({_WORD}(?:/{_WORD}){{0,7}}))?")
 _FULL: Final = (errno.ENOSPC, errno.EDQUOT)
 _UNWRITABLE: Final = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT, errno.ENOTDIR)
 _PERMANENT: Final = (
@@ -86,30 +83,6 @@ class HubError(ProcessError):
     def is_permanent(self) -> bool:
         """Whether a person has to change something before another try can succeed."""
         return self.reason in _PERMANENT
-
-
-@dataclass(frozen=True, slots=True)
-class HubName:
-    """The name of a repository with a revision."""
-
-    repository: str
-    """The id on the hub: `OWNER/NAME`."""
-    revision: str = "main"
-
-    def __str__(self) -> str:
-        return self.repository if self.revision == "main" else f"{self.repository}@{self.revision}"
-
-
-def hub_name(text: str) -> HubName | None:
-    """Return the repository that a text names, or None if it is a path or any other name.
-
-    No part of a name is `..`, so a name never leads out of the cache. Whether there is a folder of that name
-    is for the caller to say.
-    """
-    match = _NAME.fullmatch(text)
-    if match is None or ".." in text or "--" in match[1]:
-        return None
-    return HubName(match[1], match[2] or "main")
 
 
 def find(name: str) -> Path | None:

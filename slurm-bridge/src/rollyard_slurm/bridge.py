@@ -39,7 +39,7 @@ from rollyard_drivers.loop.driver import Driver, Store, replace_pool, run_passes
 from rollyard_drivers.reconcile.job import job_workloads
 from rollyard_drivers.reconcile.plan import Owner, Workload
 from rollyard_drivers.reconcile.pool import pool_workloads
-from rollyard_process.hub import hub_name
+from rollyard_process.hub_names import hub_name
 
 from rollyard_slurm.addresses import checked_address
 from rollyard_slurm.calls.rest import RestCalls, slurm_calls

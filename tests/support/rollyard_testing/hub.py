@@ -19,6 +19,8 @@ from pathlib import Path
 from typing import Final
 from urllib.parse import unquote, urlsplit
 
+import pytest
+
 COMMIT: Final = "c0ffee" + "0" * 34
 LARGE: Final = 1_000_000
 CONTENT_HOST: Final = "localhost"
@@ -95,6 +97,28 @@ class Hub:
             for request in self.requests
             if request.method == "GET" and "/api/" not in request.path
         ]
+
+
+def use_hub(patch: pytest.MonkeyPatch, hub: Hub, home: Path, token: str = "") -> Path:
+    """Let this process and its children use a hub and the cache in `home` alone. Return the cache's folder.
+
+    The library reads its variables when it is imported, which another test may have caused already.
+    """
+    from huggingface_hub import constants
+
+    for name in (name for name in os.environ if name.startswith(("HF_", "HUGGING"))):
+        patch.delenv(name)
+    patch.setenv("HF_ENDPOINT", hub.url)
+    patch.setenv("HF_HOME", str(home))
+    patch.setenv("NO_PROXY", "127.0.0.1,localhost")
+    if token:
+        patch.setenv("HF_TOKEN", token)
+    patch.setattr(constants, "ENDPOINT", hub.url)
+    url = f"{hub.url}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
+    patch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", url)
+    patch.setattr(constants, "HF_HUB_CACHE", str(home / "hub"))
+    patch.setattr(constants, "HF_TOKEN_PATH", str(home / "token"))
+    return home / "hub"
 
 
 @contextmanager

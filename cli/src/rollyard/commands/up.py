@@ -21,7 +21,7 @@ from rollyard.local.options import Engine, Options, check_model_folder, is_for_v
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from rollyard_process.hub import HubName
+    from rollyard_process.hub_names import HubName
 
 DETACH_SECONDS: Final = 90.0
 MODEL_SECONDS: Final = 60.0
@@ -136,7 +136,7 @@ def _local_model(model: str, engines: Sequence[Engine], engine_args: Sequence[st
     Raises:
         UsageProblem: There is no such model, or it lacks a file.
     """
-    from rollyard_process.hub import hub_name
+    from rollyard_process.hub_names import hub_name
 
     folder = whole_path(Path(model))
     repository = None if folder.is_dir() else hub_name(model)

@@ -9,7 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final, Literal
 
-from rollyard_process.hub import HubName, cached, hub_name
+from rollyard_process.hub import cached
+from rollyard_process.hub_names import HubName, hub_name
 
 from rollyard_drivers.host.child import Child, Folders
 from rollyard_drivers.host.errors import CannotStart

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from rollyard_process import hub
+from rollyard_process.hub_names import hub_name
 
 from rollyard_pipeline.errors import TokenizerUnavailable, TokenizerUnreachable
 
@@ -164,7 +165,7 @@ def locate(name: str) -> Path:
         return folder
     if folder.is_dir():
         raise TokenizerUnavailable(f"{folder} has no tokenizer.json: {_remedy(folder)}")
-    repository = hub.hub_name(name)
+    repository = hub_name(name)
     if repository is None:
         raise TokenizerUnavailable(
             f"no tokenizer '{name}' on this worker: set the pool's spec.tokenizer to a folder with "

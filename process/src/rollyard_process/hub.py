@@ -276,6 +276,11 @@ def _problem(repository: HubName, error: Exception) -> HubError:
                 429: "there were too many requests; it is tried again later",
             }.get(status, "try again later, or set HF_ENDPOINT to another mirror")
             return HubError(f"{hub} answered the request for {repository} with {status}: {what}")
+    if isinstance(chain[-1], ValueError):
+        # The library refuses paths of files that lead out of the folder.
+        return HubError(
+            f"{hub} describes files of {repository} that cannot be used", reason="ModelUnsuitable"
+        )
     return HubError(
         f"{hub} cannot be reached ({type(chain[-1]).__name__}), and {cache} has no complete copy of "
         f"{repository}: check the network, the proxy and HF_ENDPOINT, or set HF_HOME to a cache that has it",

@@ -8,7 +8,7 @@ import json
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -29,10 +29,12 @@ from rollyard_drivers.host.ready_processes import ReadyProcesses
 from rollyard_drivers.reconcile.naming import owner_of
 from rollyard_drivers.reconcile.plan import ObservedPool, Owner, Plan, Profile, Workload
 from rollyard_drivers.reconcile.pool import reconcile_pool
+from rollyard_testing.hub import Hub, HubModel, hub_server, use_hub
 from rollyard_testing.pace import patience
 from rollyard_testing.waiting import eventually
 
 SERVER = str(Path(__file__).with_name("scripted_vllm.py"))
+HUGGING_FACE = Path(__file__).parents[2] / "examples" / "tiny-policy" / "hf"
 PROFILE = Profile(backoff_seconds=0.1, stop_seconds=2.0, blocked_seconds=0.2)
 
 
@@ -246,6 +248,59 @@ async def test_what_is_missing_is_told_and_nothing_is_started(
     assert words in driver.condition("Ready").message
     assert driver.condition("Degraded").reason == "BackendsFailing"
     assert not list(driver.home.logs.iterdir())
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    with hub_server() as server:
+        use_hub(monkeypatch, server, tmp_path / "cache")
+        yield server
+
+
+async def test_a_model_of_the_hub_comes_before_its_servers(make: Callable[..., Driver], hub: Hub) -> None:
+    hub.models["tiny/hf"] = HubModel(HUGGING_FACE)
+    driver = make()
+    driver.pool.spec.model, driver.pool.spec.replicas = "tiny/hf", 2
+    await driver.turn()
+    await driver.turn()
+    assert "waits: downloading tiny/hf" in driver.condition("Progressing").message
+    assert driver.condition("Degraded").status == "False", "nothing is wrong"
+    await driver.until(lambda: len(driver.ready()) == 2)
+    assert len(hub.downloads()) == len(set(hub.downloads())), "once for both"
+    command = Path(f"/proc/{driver.leader()}/cmdline").read_text().split("\0")
+    folder = Path(command[command.index("--model") + 1])
+    assert (folder / "model.safetensors").is_file()
+    assert command[command.index("--served-model-name") + 1] == "tiny/hf"
+
+
+async def test_why_a_model_of_the_hub_is_not_there_is_in_the_condition(
+    make: Callable[..., Driver], hub: Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rollyard_drivers.host.downloads.RETRY_SECONDS", 0.0)
+    hub.models["tiny/hf"] = HubModel(HUGGING_FACE, gated=True)
+    driver = make()
+    driver.pool.spec.model = "tiny/hf"
+    words = f"is not started: spec.model: tiny/hf is gated: accept its licence at {hub.url}/tiny/hf, and set"
+    await driver.until(lambda: words in driver.condition("Ready").message)
+    assert driver.condition("Degraded").reason == "BackendsFailing"
+    assert not list(driver.home.pids.glob("*backend*"))
+    hub.models["tiny/hf"].gated = False
+    await driver.until(driver.ready)
+
+
+async def test_a_download_ends_with_its_driver(
+    make: Callable[..., Driver], hub: Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub.models["tiny/hf"] = HubModel(HUGGING_FACE)
+    driver = make()
+    driver.pool.spec.model = "tiny/hf"
+    await driver.turn()
+    (file,) = driver.home.pids.glob("download-*.json")
+    document = read_json(file)
+    assert document is not None
+    await driver.fleet.stop_all("backend", 2.0)
+    assert identify(int(document["pid"])) is None
+    assert not list(driver.home.pids.glob("*.json"))
 
 
 def workload(*args: str, command: tuple[str, ...] = ()) -> Workload:

@@ -430,3 +430,20 @@ def test_an_exec_server_may_listen_before_the_kubelet_has_noticed_it(
 ) -> None:
     found = starting_address(pod("sandbox", what, **meta))
     assert found == (("10.0.0.9", 7411) if listens else None)
+
+
+def test_the_download_of_a_backends_model_is_seen() -> None:
+    main = waiting("PodInitializing")
+    seen = observed_workload(
+        pod("backend", status("Pending", main, initContainerStatuses=[started("model")]))
+    )
+    assert (seen.state, seen.pending, seen.blocked) == ("starting", True, False)
+    assert seen.message == "its model is being downloaded (kubectl logs p -c model)"
+    reason = "org/m is gated: accept its licence at https://huggingface.co/org/m"
+    ended = over(1, "Error", f"Downloading\nerror: {reason}\n", "model")
+    seen = observed_workload(pod("backend", status("Failed", main, initContainerStatuses=[ended])))
+    assert (seen.state, seen.exit_code, seen.message) == ("exited", 1, f"error: {reason}")
+    missing = waiting("CreateContainerConfigError", 'secret "hub-token" not found', "model")
+    seen = observed_workload(pod("backend", status("Pending", main, initContainerStatuses=[missing])))
+    assert (seen.state, seen.blocked) == ("starting", True)
+    assert 'secret "hub-token" not found' in seen.message

@@ -34,7 +34,7 @@ from rollyard_operator.pods.workloads import (
     service_name,
     worker_pod,
 )
-from rollyard_operator.settings import OperatorSettings
+from rollyard_operator.settings import HubSettings, OperatorSettings
 from rollyard_testing.operator.podcases import PERMISSIVE, UID, objects, settings_of
 
 SETTINGS = OperatorSettings.model_validate(
@@ -72,11 +72,13 @@ def worker(job: RolloutJob, settings: OperatorSettings = SETTINGS) -> Object:
     return worker_pod(workload, job, settings, "rollyard-job-1")
 
 
-def backend(settings: OperatorSettings = SETTINGS, template: Any = None, **engine: Any) -> Object:
+def backend(
+    settings: OperatorSettings = SETTINGS, template: Any = None, model: str = "/models/m", **engine: Any
+) -> Object:
     pool = BackendPool.model_validate(
         {
             "metadata": {"name": "pool", "namespace": "team", "uid": UID},
-            "spec": {"model": "org/m", "engine": engine, "template": template or {}},
+            "spec": {"model": model, "engine": engine, "template": template or {}},
         }
     )
     (workload,) = pool_workloads(pool)
@@ -178,9 +180,9 @@ def test_a_workers_command_and_token() -> None:
     assert "$(ROLLYARD_POD_UID)" in args[args.index("--name") + 1], "each pod has a name of its own"
     drain = float(args[args.index("--drain-seconds") + 1])
     assert drain < pod["spec"]["terminationGracePeriodSeconds"], "what it holds is handed over before SIGKILL"
-    assert "SSL_CERT_FILE" not in env(pod)
+    assert "ROLLYARD_CA_FILE" not in env(pod)
     with_ca = SETTINGS.model_copy(update={"control_plane_ca_file": "/ca"})
-    assert env(worker(job_of(), with_ca))["SSL_CERT_FILE"] == "/etc/rollyard/worker/ca.crt"
+    assert env(worker(job_of(), with_ca))["ROLLYARD_CA_FILE"] == "/etc/rollyard/worker/ca.crt"
 
 
 def test_a_template_wins_over_defaults_resource_by_resource() -> None:
@@ -278,8 +280,8 @@ def test_an_embedded_backend() -> None:
     container = backend(type="embedded", args=["--threads", "2"])["spec"]["containers"][0]
     assert container["image"] == "e:1"
     assert container["command"] == [
-        *("python", "-m", "rollyard_engine", "--model", "org/m", "--host", "0.0.0.0", "--port", "8000"),
-        *("--served-model-name", "org/m", "--threads", "2"),
+        *("python", "-m", "rollyard_engine", "--model", "/models/m", "--host", "0.0.0.0", "--port", "8000"),
+        *("--served-model-name", "/models/m", "--threads", "2"),
     ]
     assert container["ports"][0]["containerPort"] == 8000
     assert container["resources"]["limits"] == {"memory": "4Gi"}
@@ -292,12 +294,12 @@ def test_a_vllm_backend() -> None:
     )
     container = pod["spec"]["containers"][0]
     command = container["command"]
-    assert command[:3] == ["vllm", "serve", "org/m"]
+    assert command[:3] == ["vllm", "serve", "/models/m"]
     assert container["image"] == SETTINGS.images.vllm
     mounts = {one["mountPath"]: one["name"] for one in container["volumeMounts"]}
     assert mounts == {"/tmp": "rollyard-tmp", "/dev/shm": "rollyard-shm"}
     assert command[-1] == "--max-model-len=4096"
-    for flag, value in (("--host", "0.0.0.0"), ("--port", "8000"), ("--served-model-name", "org/m")):
+    for flag, value in (("--host", "0.0.0.0"), ("--port", "8000"), ("--served-model-name", "/models/m")):
         assert command[command.index(flag) + 1] == value
     assert command[command.index("--logprobs-mode") + 1] == "processed_logprobs"
     assert container["resources"] == {"limits": {"nvidia.com/gpu": "2"}}, "no limit that nobody asked for"
@@ -306,6 +308,57 @@ def test_a_vllm_backend() -> None:
     assert {"name": "rollyard-shm", "emptyDir": {"medium": "Memory"}} in pod["spec"]["volumes"]
     elsewhere = backend(type="vllm", args=["--port", "9000"])["spec"]["containers"][0]
     assert elsewhere["ports"][0]["containerPort"] == 9000
+
+
+def hub_settings(**hub: str) -> OperatorSettings:
+    return SETTINGS.model_copy(update={"hub": HubSettings.model_validate(hub)})
+
+
+@pytest.mark.parametrize("engine", ["embedded", "vllm"])
+def test_a_model_of_the_hub_comes_before_its_server(engine: str) -> None:
+    settings = hub_settings(claim="hub", tokenSecret="hub-token", tokenKey="t", endpoint="http://mirror")
+    spec = backend(settings, model="org/m@v1", type=engine)["spec"]
+    (download,), (server,) = spec["initContainers"], spec["containers"]
+    assert download["command"] == [
+        *("python", "-m", "rollyard_process.hub", "org/m@v1", "--for", engine),
+        *("--link", "/tmp/rollyard-model"),
+    ]
+    given = {one["name"]: one.get("value", one.get("valueFrom")) for one in download["env"]}
+    assert given["HF_TOKEN"] == {"secretKeyRef": {"name": "hub-token", "key": "t"}}
+    assert (given["HF_ENDPOINT"], given["HF_HOME"]) == ("http://mirror", "/var/cache/rollyard/hub")
+    assert (download["image"], download["securityContext"]) == ("w:1", server["securityContext"])
+    assert {one["name"]: one.get("readOnly", False) for one in download["volumeMounts"]} == {
+        "rollyard-tmp": False,
+        "rollyard-hub": False,
+    }
+    assert {"name": "rollyard-hub", "persistentVolumeClaim": {"claimName": "hub"}} in spec["volumes"]
+    command = server["command"]
+    model = command[2] if engine == "vllm" else command[command.index("--model") + 1]
+    assert model == "/tmp/rollyard-model"
+    assert command[command.index("--served-model-name") + 1] == "org/m@v1"
+    (cache,) = [one for one in server["volumeMounts"] if one["name"] == "rollyard-hub"]
+    assert cache["readOnly"] is True, "a pool's program may be its author's"
+
+
+def test_without_a_claim_each_pod_has_a_cache_of_its_own() -> None:
+    spec = backend(model="org/m", type="vllm")["spec"]
+    assert {"name": "rollyard-hub", "emptyDir": {}} in spec["volumes"]
+    assert {"HF_TOKEN", "HF_ENDPOINT"}.isdisjoint(one["name"] for one in spec["initContainers"][0]["env"])
+    assert "initContainers" not in backend(type="vllm")["spec"], "a folder is not downloaded"
+
+
+def test_workers_have_what_a_tokenizer_of_the_hub_needs() -> None:
+    plain = worker(job_of())
+    assert {"HF_TOKEN", "HF_HOME", "HF_ENDPOINT"}.isdisjoint(env(plain))
+    spec = worker(job_of(), hub_settings(claim="hub", tokenSecret="hub-token"))["spec"]
+    (container,) = spec["containers"]
+    given = {one["name"]: one.get("value", one.get("valueFrom")) for one in container["env"]}
+    assert given["HF_TOKEN"] == {"secretKeyRef": {"name": "hub-token", "key": "HF_TOKEN"}}
+    assert given["HF_HOME"] == "/var/cache/rollyard/hub"
+    assert {"name": "rollyard-hub", "mountPath": given["HF_HOME"]} in container["volumeMounts"]
+    assert {"name": "rollyard-hub", "persistentVolumeClaim": {"claimName": "hub"}} in spec["volumes"]
+    digests = {installation_digest(one) for one in (SETTINGS, hub_settings(claim="hub"))}
+    assert len(digests) == 2, "other settings make other pods"
 
 
 def test_names_of_services_differ() -> None:

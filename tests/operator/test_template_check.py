@@ -11,7 +11,7 @@ from rollyard_crds import BackendPool, RolloutJob
 from rollyard_operator.allowed import is_below, is_image, is_key
 from rollyard_operator.pods.sandboxes import owner_of_object
 from rollyard_operator.pods.template_check import job_violations, pool_violations
-from rollyard_operator.settings import OperatorSettings, SettingsError, parse_settings
+from rollyard_operator.settings import HubSettings, OperatorSettings, SettingsError, parse_settings
 
 RUN = "spec.stages.run.template"
 
@@ -228,7 +228,8 @@ CODE_VARIABLES = (
     "PYTHONHOME", "LD_LIBRARY_PATH", "GLIBC_TUNABLES", "GCONV_PATH", "SSL_CERT_FILE", "OPENSSL_CONF",
     "CURL_CA_BUNDLE", "REQUESTS_CA_BUNDLE", "ROLLYARD_HOME", "OTEL_EXPORTER_OTLP_ENDPOINT", "GIT_SSH_COMMAND",
     "HTTP_PROXY", "no_proxy", "MY_PRELOAD", "PATH", "HOME", "XDG_CONFIG_HOME", "IFS", "ENV", "BASH_ENV",
-    "LOCPATH", "NLSPATH", "HOSTALIASES", "RES_OPTIONS",
+    "LOCPATH", "NLSPATH", "HOSTALIASES", "RES_OPTIONS", "HF_ENDPOINT", "HF_TOKEN", "HF_TOKEN_PATH",
+    "HF_HOME_2", "HUGGING_FACE_HUB_TOKEN", "HUGGINGFACE_HUB_CACHE",
 )  # fmt: skip
 
 
@@ -268,6 +269,40 @@ def test_what_is_not_known_is_refused_whatever_is_permitted(template: dict[str, 
     assert said.startswith(f"{RUN}.{field}: ")
     (said,) = pool_violations(pool_of(template), everything)
     assert said.startswith(f"spec.template.{field}: ")
+
+
+@pytest.mark.attack(
+    "it reads the token of the Hugging Face Hub, or has it sent to a server of its own",
+    boundary="kubernetes",
+    surface="`template` of a job or a pool",
+    stopped_by="the Secret is the installation's own; HF_ENDPOINT of a worker is the installation's choice",
+)
+@pytest.mark.attack(
+    "it changes the models of others in the cache of the hub",
+    boundary="kubernetes",
+    surface="`template` of a job or a pool",
+    stopped_by="no template may name the claim of the cache or the operator's volumes",
+)
+def test_token_and_cache_of_the_hub_are_the_installations() -> None:
+    everything = settings(secrets=True, volumes=["persistentVolumeClaim"])
+    hub = HubSettings.model_validate({"claim": "hub-cache", "tokenSecret": "hub-token"})
+    everything = everything.model_copy(update={"hub": hub})
+    for template, word in (
+        (env_from(secretKeyRef={"name": "hub-token", "key": "HF_TOKEN"}), "own"),
+        (volume(secret={"secretName": "hub-token"}), "own"),
+        (projected(secret={"name": "hub-token"}), "own"),
+        (volume(persistentVolumeClaim={"claimName": "hub-cache"}), "which only downloads change"),
+        ({"volumeMounts": [{"name": "rollyard-hub", "mountPath": "/mnt/h"}]}, "the operator's"),
+    ):
+        for said in (
+            job_violations(job_of(template), everything),
+            pool_violations(pool_of(template), everything),
+        ):
+            assert len(said) == 1
+            assert word in said[0]
+    endpoint = {"env": [{"name": "HF_ENDPOINT", "value": "http://evil"}]}
+    (refusal,) = job_violations(job_of(endpoint), everything)
+    assert "'HF_ENDPOINT' beside a worker's token" in refusal
 
 
 def test_the_template_of_every_stage_is_looked_at() -> None:

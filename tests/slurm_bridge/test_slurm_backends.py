@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+import os
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 from rollyard_crds import BackendPool
+from rollyard_slurm.calls.command_line import environment
 from rollyard_slurm.readers.job_identity import SlurmJobIdentity
+from rollyard_testing.hub import COMMIT, TOKEN, Hub, HubModel, hub_server, use_hub
 from rollyard_testing.inference.in_memory import completion
+from rollyard_testing.pace import patience
 from rollyard_testing.slurm_bridge.bench import Bench
+
+TINY = Path(__file__).parents[2] / "engine" / "src" / "rollyard_engine" / "models" / "tiny-policy"
 
 
 class Servers:
@@ -38,6 +44,7 @@ async def world(tmp_path: Path) -> AsyncIterator[tuple[Bench, Servers]]:
         spec = {"model": "m", "engine": {"type": "embedded"}}
         meta = {"name": "p", "uid": "87654321-bbbb"}
         bench.store.pool_list.append(BackendPool.model_validate({"metadata": meta, "spec": spec}))
+        (tmp_path / "h" / "pids").mkdir()
         yield bench, servers
         await bench.fleet.close()
 
@@ -70,6 +77,60 @@ async def test_a_backend_is_ready_once_it_answers(world: tuple[Bench, Servers]) 
     announce(bench, 101, "http://cn1:1")
     servers.up.add("http://cn1:1")
     await settled(bench, {"http://cn1:1"})
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    with hub_server() as server:
+        use_hub(monkeypatch, server, tmp_path / "cache", TOKEN)
+        server.models["tiny/onnx"] = HubModel(TINY, gated=True)
+        yield server
+
+
+async def until(bench: Bench, condition: Callable[[], object]) -> None:
+    async with asyncio.timeout(patience(40)):
+        while not condition():
+            await bench.turns(1)
+            await asyncio.sleep(0.05)
+
+
+def said_of_the_pool(bench: Bench, kind: str) -> str:
+    conditions = bench.store.pool_list[0].status.conditions
+    return next((one.message for one in conditions if one.type == kind), "")
+
+
+@pytest.mark.attack(
+    "others read the token of the Hugging Face Hub in a batch script",
+    boundary="slurm",
+    surface="models of the hub",
+    stopped_by="the bridge downloads; the job of a backend gets the folder, and no job the token",
+)
+async def test_a_model_of_the_hub_is_there_before_the_job_is_submitted(
+    world: tuple[Bench, Servers], hub: Hub, tmp_path: Path
+) -> None:
+    bench, _ = world
+    bench.store.pool_list[0].spec.model = "tiny/onnx"
+    await bench.turns(1)
+    await until(bench, lambda: "downloading tiny/onnx" in said_of_the_pool(bench, "Progressing"))
+    assert not bench.slurm.queued, "no node waits for a download"
+    await until(bench, lambda: bench.slurm.queued)
+    (text,) = bench.slurm.scripts.values()
+    folder = tmp_path / "cache" / "hub" / "models--tiny--onnx" / "snapshots" / COMMIT
+    assert f"--model {folder} " in text
+    assert "--served-model-name tiny/onnx" in text
+    assert TOKEN not in text
+    assert "HF_" not in text
+    assert TOKEN not in " ".join(environment(os.environ).values())
+
+
+async def test_why_a_model_of_the_hub_is_not_there(
+    world: tuple[Bench, Servers], hub: Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench, _ = world
+    monkeypatch.delenv("HF_TOKEN")
+    bench.store.pool_list[0].spec.model = "tiny/onnx"
+    await until(bench, lambda: "tiny/onnx is gated: accept" in said_of_the_pool(bench, "Ready"))
+    assert not bench.slurm.queued
 
 
 async def test_a_backend_that_slurm_starts_anew_elsewhere(world: tuple[Bench, Servers]) -> None:

@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from pydantic import ValidationError
 from rollyard_drivers.reconcile.plan import Owner, Workload
 from rollyard_slurm.errors import BridgeError
 from rollyard_slurm.node import command_for
@@ -307,3 +308,28 @@ def test_a_node_whose_disk_is_full_is_told_and_keeps_no_empty_name(tmp_path: Pat
     assert not run.exists(), "the last one to leave removes the folder"
     again = subprocess.run(["bash", "-c", f'{head}\necho "$node"'], env=env, capture_output=True, text=True)
     assert again.stdout == "cn1.7\n", again.stderr
+
+
+def test_workers_find_the_cache_of_the_hub() -> None:
+    hub = (("HF_ENDPOINT", "http://mirror"), ("HF_HOME", "/scratch/hf"))
+    text = script(WORKER, site(hub=hub))
+    assert "export HF_HOME=/scratch/hf" in text
+    assert "export HF_ENDPOINT=http://mirror" in text
+    assert "HF_ENDPOINT" not in script(BACKEND, site(hub=hub)), "it gets a folder"
+
+
+def test_a_container_sees_the_files_behind_the_links_of_a_model() -> None:
+    profile = SiteProfile.model_validate({"backends": {"image": "/i/vllm.sif"}})
+    of = site(profile)
+    identity = SlurmJobIdentity.of(BACKEND, of.instance, "ffff00000000", 3)
+    cache = "/scratch/hf/hub/models--org--m"
+    text = batch_script(BACKEND, of, identity, folder=f"{cache}/snapshots/c0ffee").text()
+    assert f"--bind={cache}:{cache}:ro /i/vllm.sif vllm serve {cache}/snapshots/c0ffee" in text
+    assert "--bind" not in script(BACKEND, of), "a folder of the site is its own affair"
+
+
+@pytest.mark.parametrize("where", ["", "workers", "backends"])
+def test_a_token_of_the_hub_is_refused_in_a_profile(where: str) -> None:
+    env = {"env": {"HF_TOKEN": "hf_x"}}
+    with pytest.raises(ValidationError, match="HF_TOKEN would stand in every batch script"):
+        SiteProfile.model_validate({where: env} if where else env)

@@ -28,7 +28,16 @@ MODULES: Final[Mapping[str, tuple[str, ...]]] = {
         "uvicorn",
         "uvloop",
     ),
-    "worker": ("aiohttp", "jinja2", "markdown_it", "math_verify", "spython", "tokenizers", "uvloop"),
+    "worker": (
+        "aiohttp",
+        "huggingface_hub",
+        "jinja2",
+        "markdown_it",
+        "math_verify",
+        "spython",
+        "tokenizers",
+        "uvloop",
+    ),
     "sandbox": ("ipykernel", "jupyter_client", "packaging", "ptyprocess"),
     "engine": (
         "httptools",

@@ -100,9 +100,10 @@ class BackendPoolSpec(Model):
     )
 
     model: Path
-    """A model folder, or the name that external servers serve it under."""
+    """A model folder, a model of the Hugging Face Hub that the driver downloads (`OWNER/NAME` or
+    `OWNER/NAME@REVISION`), or the name that external servers serve it under."""
     tokenizer: Path | None = None
-    """Folder with tokenizer.json and the chat template; default: `model`."""
+    """Folder with tokenizer.json and the chat template, or a model of the hub; default: `model`."""
     replicas: Annotated[int, Field(ge=0, le=1024)] = 1
     """Number of backends that the driver keeps running; external pools have one for each URL instead."""
     engine: EngineSpec = Field(default_factory=EngineSpec)

@@ -54,7 +54,11 @@ ENGINE_MODULE: Final = ("-m", "rollyard_engine")
 
 
 def engine_arguments(
-    workload: Workload, host: str, port: int | str, port_file: str | PurePath | None = None
+    workload: Workload,
+    host: str,
+    port: int | str,
+    port_file: str | PurePath | None = None,
+    folder: str = "",
 ) -> tuple[str, ...]:
     """Return the arguments of the engine. Those of the pool come last and therefore take precedence.
 
@@ -63,9 +67,10 @@ def engine_arguments(
         host: The address that the engine listens on.
         port: The port that the engine listens on. The value 0 selects a free port.
         port_file: The file that the engine writes its port into once it serves. With None, it writes no file.
+        folder: The folder of the model, if `workload.model` is its name on the hub.
     """
     return (
-        *("--model", workload.model, "--host", host, "--port", str(port)),
+        *("--model", folder or workload.model, "--host", host, "--port", str(port)),
         *(() if port_file is None else ("--port-file", str(port_file))),
         *("--served-model-name", workload.model, *workload.args),
     )
@@ -76,19 +81,21 @@ SERVER_ENV: Final = {"VLLM_SERVER_DEV_MODE": "1"}
 """The environment that enables the calls for weight updates and for resets of the prefix cache."""
 
 
-def vllm_command(workload: Workload, host: str, port: int | str) -> tuple[str, ...]:
+def vllm_command(workload: Workload, host: str, port: int | str, folder: str = "") -> tuple[str, ...]:
     """Return the program and its arguments. An option that the user has given is not added again.
 
     Args:
         workload: The backend to start.
         host: The address that the server listens on.
         port: The port that the server listens on. It is not used if the user's arguments contain `--port`.
+        folder: The folder of the model, if `workload.model` is its name on the hub.
     """
     args = workload.args
     program, *rest = workload.command or DEFAULT_COMMAND
     arguments = list(rest)
     # `vllm serve` takes the model as an argument, whereas the module takes it as a flag.
-    arguments += [workload.model] if rest[-1:] == ["serve"] else ["--model", workload.model]
+    model = folder or workload.model
+    arguments += [model] if rest[-1:] == ["serve"] else ["--model", model]
     for flag, value in (
         ("--served-model-name", workload.model),
         ("--host", host),

@@ -86,6 +86,20 @@ class TraceSettings(Model):
     """The fraction of groups whose rollouts are traced."""
 
 
+class HubSettings(Model):
+    """How pods reach the Hugging Face Hub, for models and tokenizers that pools name as OWNER/NAME."""
+
+    claim: Annotated[str, Field(max_length=253, pattern=r"^([a-z0-9]([-a-z0-9.]*[a-z0-9])?)?$")] = ""
+    """The PersistentVolumeClaim with the cache, in every namespace with pools. With "", each pod has its own
+    cache, which ends with it."""
+    token_secret: Annotated[str, Field(max_length=253, pattern=r"^([a-z0-9]([-a-z0-9.]*[a-z0-9])?)?$")] = ""
+    """The Secret with the token, in every namespace with pools. With "", there is no token."""
+    token_key: Annotated[str, Field(max_length=253, pattern=r"^[-._a-zA-Z0-9]+$")] = "HF_TOKEN"
+    """The key of the token in its Secret."""
+    endpoint: Annotated[str, Field(pattern=r"^(https?://[^\s/?#@]+(/[^\s?#]*)?)?$", max_length=2048)] = ""
+    """The URL of a mirror. With "", it is that of the hub."""
+
+
 class ContainerDefaults(Model):
     """The defaults for containers whose template does not set these values."""
 
@@ -177,6 +191,8 @@ class OperatorSettings(Model):
     """
     sandbox: SandboxDefaults = Field(default_factory=SandboxDefaults)
     """The defaults for sandboxes."""
+    hub: HubSettings = Field(default_factory=HubSettings)
+    """How pods reach the Hugging Face Hub."""
     traces: TraceSettings = Field(default_factory=TraceSettings)
     """The receiver of traces, which stage workers send spans to."""
     log_format: Literal["text", "json"] = "text"

@@ -84,6 +84,12 @@ class TokenizerUnavailable(PermanentFailure):
     reason = "TokenizerUnavailable"
 
 
+class TokenizerUnreachable(PipelineError):
+    """The tokenizer cannot be downloaded now. Another attempt, or another worker, may succeed."""
+
+    reason = "TokenizerUnreachable"
+
+
 class TemplateError(PermanentFailure):
     """The chat template is broken, or refuses this conversation."""
 

@@ -39,6 +39,7 @@ from rollyard_drivers.loop.driver import Driver, Store, replace_pool, run_passes
 from rollyard_drivers.reconcile.job import job_workloads
 from rollyard_drivers.reconcile.plan import Owner, Workload
 from rollyard_drivers.reconcile.pool import pool_workloads
+from rollyard_process.hub_names import hub_name
 
 from rollyard_slurm.addresses import checked_address
 from rollyard_slurm.calls.rest import RestCalls, slurm_calls
@@ -72,6 +73,8 @@ END_SECONDS: Final = 60.0
 """The time that Slurm has to end the jobs that were cancelled, in seconds."""
 PLANE_GRACE_SECONDS: Final = 3.0
 """The time that the control plane has to end by itself, in seconds."""
+SAMPLE_FOLDER: Final = "/HF_HOME/hub/models--OWNER--NAME/snapshots/COMMIT"
+"""What stands for the folder of a model of the hub in scripts that are only shown."""
 KEPT_LOGS: Final = 500
 """The number of logs of ended jobs that are kept."""
 PRUNE_SECONDS: Final = 600.0
@@ -516,7 +519,9 @@ def batches(options: BridgeOptions, things: Iterable[RolloutJob | BackendPool]) 
 
 
 def _batch(workload: Workload, site: Site) -> BatchScript:
-    return batch_script(workload, site, SlurmJobIdentity.of(workload, site.instance, "000000000000", 0))
+    identity = SlurmJobIdentity.of(workload, site.instance, "000000000000", 0)
+    folder = SAMPLE_FOLDER if workload.model and hub_name(workload.model) is not None else ""
+    return batch_script(workload, site, identity, folder=folder)
 
 
 async def scripts(options: BridgeOptions, things: Iterable[RolloutJob | BackendPool]) -> list[str]:

@@ -54,6 +54,8 @@ class BridgeOptions:
     profile: SiteProfile = field(default_factory=SiteProfile)
     telemetry: tuple[tuple[str, str], ...] = ()
     """The variables of the jobs for traces and log lines."""
+    hub: tuple[tuple[str, str], ...] = ()
+    """The variables by which the bridge and its workers find the cache of the Hugging Face Hub."""
     pools: tuple[BackendPool, ...] = ()
     """The pools that the bridge creates or replaces when it starts."""
     plane: Mapping[str, Any] = field(default_factory=dict)
@@ -73,6 +75,7 @@ class BridgeOptions:
             sandbox=self.sandbox,
             sandbox_options=self.sandbox_options,
             telemetry=self.telemetry,
+            hub=self.hub,
             ca_file=self.home / CA_NAME if self.ca_file is not None else None,
         )
 
@@ -101,7 +104,7 @@ def reconcile_profile(site: Site, max_jobs: int = 16) -> Profile:
     parts: tuple[object, ...] = (site.url, site.sandbox, site.sandbox_options, site.python)
     # The number of ready workers changes nothing in a script.
     parts += (site.profile.model_dump_json(exclude={"workers": {"ready"}}),)
-    parts += () if site.ca_file is None else (str(site.ca_file),)
+    parts += (() if site.ca_file is None else (str(site.ca_file),), site.hub)
     return Profile(
         node_workers=True,
         max_active_jobs=max_jobs,

@@ -97,6 +97,18 @@ class JobProfile(Model):
             raise ValueError("must be MINUTES, HOURS:MINUTES:SECONDS or DAYS-HOURS:MINUTES:SECONDS")
         return value
 
+    @field_validator("env")
+    @classmethod
+    def _no_token(cls, value: dict[str, str]) -> dict[str, str]:
+        """Check that no token of the hub becomes part of batch scripts."""
+        for name in value:
+            if name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"):
+                raise ValueError(
+                    f"{name} would stand in every batch script; set it for the bridge, or write the token "
+                    "into the file `token` in HF_HOME, as `hf auth login` does"
+                )
+        return value
+
     @field_validator("sbatch")
     @classmethod
     def _not_ours(cls, value: list[str]) -> list[str]:

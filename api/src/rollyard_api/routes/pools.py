@@ -13,10 +13,10 @@ from rollyard_crds.backendpool import BackendPool, BackendPoolStatus, BackendSta
 from rollyard_crds.base import Model
 from rollyard_crds.fields.annotations import OBJECT_UID
 from rollyard_crds.reading.vocabulary import TokenizerInvalid, Vocabulary, of_file
-from rollyard_crds.reading.vocabulary import find as find_tokenizer
 from rollyard_crds.weights import PauseMode, WeightUpdate, WeightUpdateRequest
 from rollyard_inference.errors import BackendError, NoSuchCall
 from rollyard_inference.weights.connect import weight_control
+from rollyard_process import hub
 from sqlalchemy.engine import Connection
 from starlette.responses import Response
 
@@ -124,7 +124,7 @@ async def get_tokenizer(call: Named) -> Response:
     pool = await call.read(pool_rows.find)
 
     def look() -> Vocabulary | None:
-        path = find_tokenizer(pool.tokenizer)
+        path = hub.find(pool.tokenizer)
         return None if path is None else of_file(path)
 
     try:

@@ -48,9 +48,12 @@ if TYPE_CHECKING:
     from rollyard_crds import BackendPool
     from rollyard_drivers.host.home import Home
     from rollyard_slurm.options import BridgeOptions
+    from rollyard_slurm.profile import SiteProfile
 
 
 SLURM: Final = "Slurm"
+HUB_VARIABLES: Final = ("HF_ENDPOINT", "HF_HOME", "HF_HUB_CACHE", "HF_HUB_OFFLINE")
+"""The variables of huggingface_hub that the bridge passes to its workers. Tokens are not among them."""
 JOINING: Final = "A running control plane"
 
 
@@ -187,7 +190,14 @@ class BridgeCommandOptions(PlaneOptions):
         Literal["none", "embedded", "vllm"],
         Option("Make the BackendPool `default` with this engine", BACKENDS),
     ] = "none"
-    model: Annotated[str, Option("Model folder of the pool `default`", BACKENDS, metavar="DIR")] = ""
+    model: Annotated[
+        str,
+        Option(
+            "Model of the pool `default`: a folder, or OWNER/NAME[@REVISION] of the Hugging Face Hub",
+            BACKENDS,
+            metavar="MODEL",
+        ),
+    ] = ""
     replicas: Replicas = 1
     gpus: Gpus = 0
     engine_args: EngineArgs = ()
@@ -237,6 +247,7 @@ def bridge_options(options: BridgeCommandOptions) -> BridgeOptions:
     chosen: dict[str, Any] = {name: getattr(options, name) or None for name in names}
     if options.rest_url:
         chosen["rest"] = {"url": options.rest_url}
+    profile = profiles.load(options.profile, chosen)
     serves_tls = options.join.startswith("https://") or options.tls_cert is not None
     return BridgeOptions(
         home=home,
@@ -249,13 +260,26 @@ def bridge_options(options: BridgeCommandOptions) -> BridgeOptions:
         port=options.port,
         sandbox=options.sandbox,
         sandbox_options=tuple(_sandbox_options(options, home)),
-        profile=profiles.load(options.profile, chosen),
+        profile=profile,
+        hub=_hub(profile),
         telemetry=tuple(sorted(variables.items())),
         pools=_pools(options),
         plane=document(options),
         timeout=options.command_timeout,
         max_jobs=options.max_jobs,
     )
+
+
+def _hub(profile: SiteProfile) -> tuple[tuple[str, str], ...]:
+    """Return the variables by which the bridge and its workers find the cache of the Hugging Face Hub.
+
+    The profile's `env` takes precedence over the environment of the bridge. The default of HF_HOME is that of
+    the library, in the home directory.
+    """
+    known = {name: value for name in HUB_VARIABLES if (value := os.environ.get(name))}
+    known |= {name: value for name, value in profile.env.items() if name in HUB_VARIABLES}
+    known.setdefault("HF_HOME", str(Path.home() / ".cache" / "huggingface"))
+    return tuple(sorted(known.items()))
 
 
 def _refuse_options_of_a_plane(options: BridgeCommandOptions) -> None:
@@ -338,7 +362,7 @@ def _pools(command_options: BridgeCommandOptions) -> tuple[BackendPool, ...]:
     if command_options.gpus and engine != "vllm":
         raise UsageProblem("--gpus goes with --engine vllm")
     if engine == "vllm" and not model:
-        raise UsageProblem("--engine vllm needs --model DIR, a Hugging Face model folder")
+        raise UsageProblem("--engine vllm needs --model, a folder or a model of the Hugging Face Hub")
     if model.startswith(("/", "~", ".")):
         folder = Path(model).expanduser().absolute()
         if not folder.is_dir():
@@ -517,6 +541,8 @@ def run_here(options: BridgeOptions) -> None:
             )
         say(_END if options.join else f"{_SUBMIT}; {_END}")
         sys.stdout.flush()
+
+    os.environ.update(options.hub)  # Before the library is imported, which reads them only then.
 
     async def run() -> None:
         runner = Bridge(options, ready, trouble)

@@ -213,6 +213,7 @@ def _of_job(client: Client, name: str, rest: tuple[str, ...], namespace: str) ->
 def _tokenizer(client: Client, name: str, namespace: str) -> Path | None:
     """Return the folder with the tokenizer of the job's pool, if it is on this machine."""
     from rollyard_client.errors import NotFound
+    from rollyard_process import hub
 
     reference = client.job(name, namespace).spec.backend_ref
     if reference is None:
@@ -221,8 +222,8 @@ def _tokenizer(client: Client, name: str, namespace: str) -> Path | None:
         spec = client.pool(reference.name, namespace).spec
     except NotFound:
         return None
-    folder = Path(spec.tokenizer or spec.model)
-    return folder if (folder / "tokenizer.json").is_file() else None
+    file = hub.find(spec.tokenizer or spec.model)
+    return None if file is None else file.parent
 
 
 def _decode(named: Path | None, fallback: Path | None) -> Decode | None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import shutil
+import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -15,10 +17,12 @@ from rollyard_api.options.sources import drop_variables
 from rollyard import terminal
 from rollyard.declared import set_telemetry, speaker
 from rollyard.errors import UsageProblem
-from rollyard.local.options import Options, check_model_folder, whole_path
+from rollyard.local.options import Engine, Options, check_model_folder, is_for_vllm, whole_path
 
 if TYPE_CHECKING:
-    pass
+    from collections.abc import Sequence
+
+    from rollyard_process.hub_names import HubName
 
 DETACH_SECONDS: Final = 90.0
 MODEL_SECONDS: Final = 60.0
@@ -34,7 +38,7 @@ PROGRAM: Final = "rollyard up"
 def up(ctx: click.Context, /, config: Path | None, detach: bool, **arguments: Any) -> None:
     """Start control plane, workers and a backend on this machine; Ctrl-C stops everything.
 
-    With vLLM: `rollyard up --engine vllm --model DIR --replicas 2 --gpus 1
+    With vLLM: `rollyard up --model Qwen/Qwen3-8B --replicas 2 --gpus 1
     --engine-arg=--max-model-len=32768`. `$(BACKEND_INDEX)` in --engine-arg and --engine-env is
     the replica's number, from 0. The options from "State" on, except --home, are those of `rollyard
     control-plane`.
@@ -69,7 +73,8 @@ def _checked(options: Options) -> Options:
     Raises:
         UsageProblem: Options contradict each other, or name something that cannot be used.
     """
-    url, engine, model = options.backend_url, options.engine, options.model
+    url, model, engines = options.backend_url, options.model, _engines(options)
+    engine = engines[0]
     if url:
         from rollyard.local.vllm import check_url
 
@@ -100,7 +105,7 @@ def _checked(options: Options) -> Options:
         if useless:
             raise UsageProblem(f"{name} goes with {needs}")
     if engine == "vllm" and not model:
-        raise UsageProblem("--engine vllm needs --model DIR, a Hugging Face model folder")
+        raise UsageProblem("--engine vllm needs --model, a folder or a model of the Hugging Face Hub")
     changes: dict[str, Any] = {}
     if options.verify_python:
         program = shutil.which(Path(options.verify_python).expanduser())
@@ -111,9 +116,7 @@ def _checked(options: Options) -> Options:
     if options.tokenizer and not url:
         raise UsageProblem("--tokenizer goes with --backend; an embedded engine reads its model folder")
     if model and not url:
-        folder = whole_path(Path(model))
-        check_model_folder(folder, engine, options.engine_args)
-        changes["model"] = str(folder)
+        changes["model"], changes["engine"] = _local_model(model, engines, options.engine_args)
     if url:
         from rollyard.local.vllm import MAX_QUOTED, served, trains_line
 
@@ -122,6 +125,48 @@ def _checked(options: Options) -> Options:
         terminal.echo_line(f"tokenizer: {tokenizer}")
         changes |= {"model": name, "tokenizer": tokenizer}
     return options.model_copy(update=changes)
+
+
+def _engines(options: Options) -> tuple[Engine, ...]:
+    """Return the engines that may serve the model: the chosen one, or else all that fit the other options."""
+    if "engine" in options.model_fields_set or not options.model or options.backend_url:
+        return (options.engine,)
+    return ("vllm",) if options.gpus or options.vllm_python else ("embedded", "vllm")
+
+
+def _local_model(model: str, engines: Sequence[Engine], engine_args: Sequence[str]) -> tuple[str, Engine]:
+    """Return the folder or the name of a model, and the engine that serves it.
+
+    A model of the hub is downloaded, in the foreground even with --detach.
+
+    Raises:
+        UsageProblem: There is no such model, or it lacks a file.
+    """
+    from rollyard_process.hub_names import hub_name
+
+    folder = whole_path(Path(model))
+    repository = None if folder.is_dir() else hub_name(model)
+    if repository is not None:
+        folder, engine = _downloaded(repository, engines)
+    else:
+        engine = engines[-1] if is_for_vllm(folder) else engines[0]
+    check_model_folder(folder, engine, engine_args)
+    return str(folder if repository is None else repository), engine
+
+
+def _downloaded(repository: HubName, engines: Sequence[Engine]) -> tuple[Path, Engine]:
+    """Return the folder of a model of the hub, and the first engine that can serve it."""
+    from rollyard_process.hub import HubError, download
+
+    engine, *others = engines
+    try:
+        return download(
+            repository, engine, None if sys.stderr.isatty() else partial(click.echo, err=True)
+        ), engine
+    except HubError as error:
+        if others and error.reason == "ModelUnsuitable":
+            return _downloaded(repository, others)
+        raise UsageProblem(f"--model: {error}", reason=error.reason) from error
 
 
 def _detach(ctx: click.Context, options: Options) -> None:

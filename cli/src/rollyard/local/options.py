@@ -41,6 +41,8 @@ def _pair(text: str) -> str:
 HOME_OPTION: Final = Option(
     "State folder", STATE, metavar="DIR", elsewhere=("ROLLYARD_HOME",), default="~/.local/state/rollyard"
 )
+Engine = Literal["embedded", "vllm"]
+"""The engines that a driver starts."""
 Replicas = Annotated[int, Field(ge=0, le=1024), Option("Backends to start", BACKENDS)]
 Gpus = Annotated[
     int, Field(ge=0, le=64), Option("vLLM: GPUs of each server", BACKENDS, default="not restricted")
@@ -79,20 +81,23 @@ class Options(ListeningOptions):
         str, Option("Use a running vLLM-compatible server", BACKENDS, flag="--backend", metavar="URL")
     ] = ""
     """The URL of a running vLLM-compatible server. If it is empty, the supervisor starts backends itself."""
-    engine: Annotated[Literal["embedded", "vllm"], Option("What to start instead of --backend", BACKENDS)] = (
-        "embedded"
-    )
-    """The engine of the backends that the supervisor starts."""
+    engine: Annotated[
+        Engine,
+        Option("What to start instead of --backend", BACKENDS, default="what serves the model"),
+    ] = "embedded"
+    """The engine of the backends that the supervisor starts. If none is set, the files of the model say."""
     model: Annotated[
         str,
         Option(
-            "Model folder; with --backend: the name it is served under",
+            "Model folder, or OWNER/NAME[@REVISION] of the Hugging Face Hub; with --backend: the name it is "
+            "served under",
             BACKENDS,
-            metavar="DIR",
+            metavar="MODEL",
             default="the shipped model",
         ),
     ] = ""
-    """The model folder for the engines `embedded` and `vllm`, or the name that an external server serves."""
+    """The model for the engines `embedded` and `vllm`, as a folder or by its name on the hub, or the name
+    that an external server serves."""
     replicas: Replicas = 1
     """The number of backends that the supervisor starts."""
     gpus: Gpus = 0
@@ -186,6 +191,11 @@ def shipped_model() -> Path:
     )
 
 
+def is_for_vllm(folder: Path) -> bool:
+    """Return whether a folder holds a Hugging Face model, and none for the embedded engine."""
+    return (folder / "config.json").is_file() and not (folder / "genai_config.json").is_file()
+
+
 def check_model_folder(folder: Path, engine: str, engine_args: Sequence[str]) -> None:
     """Check that a folder holds the files that an engine needs.
 
@@ -198,7 +208,10 @@ def check_model_folder(folder: Path, engine: str, engine_args: Sequence[str]) ->
         UsageProblem: There is no such folder, or it lacks a file. The message names all that are missing.
     """
     if not folder.is_dir():
-        raise UsageProblem(f"--model: {folder} is not a folder")
+        raise UsageProblem(
+            f"--model: {folder} is not a folder, and a model of the Hugging Face Hub is named OWNER/NAME or "
+            "OWNER/NAME@REVISION"
+        )
     needed = [
         names
         for names in _MODEL_FILES[engine]

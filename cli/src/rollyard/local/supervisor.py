@@ -34,6 +34,7 @@ from rollyard_drivers.health import BackendHealth, watch_backend
 from rollyard_drivers.host.child import Child, Folders, sweep
 from rollyard_drivers.host.control_plane import PROGRAM as CONTROL_PLANE
 from rollyard_drivers.host.control_plane import ControlPlaneProcess, ControlPlaneSettings
+from rollyard_drivers.host.downloads import Downloads
 from rollyard_drivers.host.errors import HostError
 from rollyard_drivers.host.home import Home, write_json
 from rollyard_drivers.host.private_files import write_private
@@ -380,6 +381,8 @@ class _Entry:
     health: BackendHealth = field(default_factory=BackendHealth)
     blocked: bool = False
     """Whether nothing was started because this machine lacks something that `failure` names."""
+    waits: str = ""
+    """What has to come before the process can be started, such as the model."""
     draining_since: datetime | None = None
     port: int = 0
     """The port that was chosen for a vLLM server."""
@@ -452,6 +455,7 @@ class Fleet:
         self._folders = Folders(home.logs, home.pids)
         self._visible: tuple[str, ...] = ()
         self._replaced = Replacements()
+        self._downloads = Downloads(self._folders, wake)
         self._ready = ready
         self._worker_token = worker_token
 
@@ -492,12 +496,16 @@ class Fleet:
         state: WorkloadState
         if entry.stopping is not None:
             state = "stopping"
+        elif entry.waits:
+            state = "starting"
         elif entry.exited:
             state = "exited"
         else:
             state = "running" if entry.workload.kind == "stage-worker" or health.warmed_up else "starting"
-        message = entry.failure or (
-            child.telling_line if child is not None and entry.exited else health.message
+        message = (
+            entry.failure
+            or entry.waits
+            or (child.telling_line if child is not None and entry.exited else health.message)
         )
         return ObservedWorkload(
             name=entry.workload.name,
@@ -514,6 +522,7 @@ class Fleet:
             policy_version=health.policy_version,
             message=message,
             blocked=entry.blocked,
+            pending=bool(entry.waits),
             draining_since=entry.draining_since,
             worker=entry.worker,
             ready_since=health.ready_since,
@@ -529,6 +538,9 @@ class Fleet:
                 entry.draining_since = since if name in plan.drain else None
         for launch in plan.launch:
             await self._launch(launch)
+        for entry in list(self._entries.values()):
+            if entry.waits and entry.workload.owner == owner and entry.stopping is None:
+                await self._begin(entry)
 
     async def _launch(self, launch: Launch) -> None:
         launch = self._replaced.counted(launch)
@@ -541,11 +553,22 @@ class Fleet:
             entry.worker = f"{workload.name}-{secrets.token_hex(4)}"
         self._entries[workload.name] = entry
         self._replaced.launched(workload.name)
+        await self._begin(entry)
+
+    async def _begin(self, entry: _Entry) -> None:
+        """Start the process of a workload, unless it has to wait for its model."""
+        workload, folder = entry.workload, ""
+        entry.waits, entry.started_at = "", datetime.now(UTC)
         try:
+            if workload.kind == "backend" and workload.engine != "external":
+                model = await self._downloads.folder(workload.model, workload.engine)
+                folder, entry.waits = model.path, model.waits
+                if entry.waits:
+                    return
             if workload.engine == "vllm":
-                entry.child = await self._start_vllm(entry)
+                entry.child = await self._start_vllm(entry, folder)
             else:
-                module, *arguments = self._arguments(entry)
+                module, *arguments = self._arguments(entry, folder)
                 entry.child = await self._ready.start(
                     module, workload.name, arguments, env=dict(workload.env), on_exit=self._wake
                 )
@@ -558,7 +581,7 @@ class Fleet:
         if workload.kind == "backend":
             entry.probe = asyncio.create_task(self._watch(entry), name=f"health of {workload.name}")
 
-    async def _start_vllm(self, entry: _Entry) -> Child:
+    async def _start_vllm(self, entry: _Entry, folder: str) -> Child:
         workload = entry.workload
         others = [other for other in self._entries.values() if not other.exited]
         if workload.gpus:
@@ -566,7 +589,7 @@ class Fleet:
             taken = (gpu for other in others for gpu in other.gpus)
             entry.gpus = choose(workload.gpus, workload.index, self._visible, taken)
         port = free_port(self._options.host, {other.port for other in others})
-        server = vllm_server(workload, self._options.host, port, entry.gpus)
+        server = vllm_server(workload, self._options.host, port, entry.gpus, folder)
         entry.port, entry.url = port, server.url
         return await Child.start(
             workload.name,
@@ -591,12 +614,12 @@ class Fleet:
             url = await _listening(port_file, self._options.host)
         await watch_backend(url, entry.workload.model, self._http, report)
 
-    def _arguments(self, entry: _Entry) -> Sequence[str]:
+    def _arguments(self, entry: _Entry, folder: str) -> Sequence[str]:
         workload = entry.workload
         if workload.kind == "backend":
             port_file = self._home.pids / f"{workload.name}.port"
             port_file.unlink(missing_ok=True)
-            return [ENGINE, *engine_arguments(workload, self._options.host, 0, port_file)]
+            return [ENGINE, *engine_arguments(workload, self._options.host, 0, port_file, folder)]
         # The worker works for one job only, and its token serves no other.
         token_file = self._home.worker_token_file(workload.name)
         write_private(token_file, self._worker_token(workload.owner))
@@ -642,4 +665,6 @@ class Fleet:
                 entry.stopping = None
             if entry.probe is not None:
                 entry.probe.cancel()
+        if kind == "backend":
+            await self._downloads.stop()
         await asyncio.gather(*(self._end(entry, grace_seconds) for entry in ending))

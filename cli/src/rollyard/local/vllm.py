@@ -93,7 +93,9 @@ def free_port(host: str, taken: Collection[int]) -> int:
     raise OSError(f"no free port on {host} after {PORT_TRIES} tries")
 
 
-def vllm_server(workload: Workload, host: str, port: int, gpus: Sequence[str]) -> VllmCommand:
+def vllm_server(
+    workload: Workload, host: str, port: int, gpus: Sequence[str], folder: str = ""
+) -> VllmCommand:
     """Return the command that starts a workload's server. It does not repeat options that the user gave.
 
     Args:
@@ -101,6 +103,7 @@ def vllm_server(workload: Workload, host: str, port: int, gpus: Sequence[str]) -
         host: The address to listen on.
         port: A free port. It is not used if the workload's arguments give `--port`.
         gpus: The GPUs that the server may use. If there are none, it is not restricted.
+        folder: The folder of the model, if `workload.model` is its name on the hub.
 
     Raises:
         CannotStart: The program or the model folder does not exist, or the program's vLLM is too old.
@@ -111,7 +114,7 @@ def vllm_server(workload: Workload, host: str, port: int, gpus: Sequence[str]) -
     env |= dict(workload.env)
     if workload.model.startswith(("/", ".", "~")) and not os.path.isdir(workload.model):
         raise CannotStart(f"spec.model: there is no folder {workload.model!r} on this machine")
-    program, *arguments = vllm_command(workload, host, port)
+    program, *arguments = vllm_command(workload, host, port, folder)
     url = f"http://{host}:{given_port(workload.args, port)}"
     path = find_program(program, env)
     version = installed_version(path)

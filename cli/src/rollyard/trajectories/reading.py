@@ -10,6 +10,7 @@ from typing import Any, Final
 from pydantic import ValidationError
 from rollyard_crds.reading.manifest import describe
 from rollyard_crds.trajectory import RescoredTrajectory, Trajectory
+from rollyard_process import hub
 
 from rollyard.errors import InvalidInput, LookupFailed
 from rollyard.jobs.manifests import text_file
@@ -92,12 +93,12 @@ def find(trajectories: Iterator[Trajectory], rollout: str) -> Trajectory:
 
 
 def tokenizer_of(path: Path) -> Path | None:
-    """Return the model folder that `tokenizer.txt` beside a trajectory file names, if it still exists."""
+    """Return the folder of the tokenizer that `tokenizer.txt` beside a trajectory file names, if any."""
     try:
-        folder = Path(path.with_name("tokenizer.txt").read_text().strip())
+        file = hub.find(path.with_name("tokenizer.txt").read_text().strip())
     except OSError:
         return None
-    return folder if (folder / "tokenizer.json").is_file() else None
+    return None if file is None else file.parent
 
 
 def most_telling(trajectories: Iterator[Trajectory]) -> Trajectory | None:

@@ -16,18 +16,19 @@ def vocabulary(tokenizer: Any) -> Vocabulary:
     """Return the vocabulary of a tokenizer.
 
     Args:
-        tokenizer: A folder with tokenizer.json, the name of a model in Hugging Face's cache, or a tokenizer
-            of transformers or of the tokenizers library.
+        tokenizer: A folder with tokenizer.json, the name of a model in Hugging Face's cache
+            (`OWNER/NAME@REVISION`), or a tokenizer of transformers or of the tokenizers library.
 
     Raises:
         Invalid: It is none of these.
         TokenizerInvalid: Its file cannot be read.
     """
     # The models of resources are not needed for this, and take a while to import.
-    from rollyard_crds.reading.vocabulary import find, of_file, of_tokens
+    from rollyard_crds.reading.vocabulary import of_file, of_tokens
+    from rollyard_process import hub
 
     if isinstance(tokenizer, str | os.PathLike):
-        path = find(os.fspath(tokenizer))
+        path = hub.find(os.fspath(tokenizer))
         if path is None:
             raise Invalid(
                 f"tokenizer: {os.fspath(tokenizer)!r} is neither a folder with tokenizer.json nor a model in "

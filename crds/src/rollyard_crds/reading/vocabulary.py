@@ -7,7 +7,6 @@ which token each id stands for.
 from __future__ import annotations
 
 import hashlib
-import importlib
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -62,23 +61,6 @@ def _by_id(item: tuple[Any, Any]) -> tuple[int, str]:
     if not isinstance(token, str) or type(number) is not int or not 0 <= number <= MAX_ID:
         raise TokenizerInvalid(f"a token has no valid id: it must be a whole number from 0 to {MAX_ID}")
     return number, token
-
-
-def find(name: str) -> Path | None:
-    """Return the tokenizer.json of a folder, or else of a model in Hugging Face's cache on this machine.
-
-    The result is None if this machine has neither.
-    """
-    folder = Path(name).expanduser()
-    if (folder / FILE).is_file():
-        return folder / FILE
-    if folder.is_absolute() or folder.exists():
-        return None
-    try:
-        cached = importlib.import_module("huggingface_hub").try_to_load_from_cache(name, FILE)
-    except (ImportError, ValueError):  # A ValueError means that the name is not of the form "owner/name".
-        return None
-    return Path(cached) if isinstance(cached, str) else None
 
 
 def of_file(path: Path) -> Vocabulary:

@@ -18,6 +18,8 @@ from rollyard_operator.kube import labels
 from rollyard_operator.pods.observed_sandbox import Hope, ObservedSandbox, SandboxState, Trouble
 
 BACKEND_PORT = 8000
+MODEL_CONTAINER = "model"
+"""The name of the init container that downloads a backend's model."""
 MESSAGE_LIMIT = 512
 FURTHER_UP = "further up in its log: kubectl logs"
 ENGINE_DIED = "a server ends like this if its engine process has died, or if it was stopped"
@@ -82,6 +84,14 @@ def _main(pod: Mapping[str, Any]) -> Mapping[str, Any]:
             state: Mapping[str, Any] = status.get("state") or {}
             return state
     return {}
+
+
+def _is_downloading(pod: Mapping[str, Any]) -> bool:
+    """Return whether a backend's model is being downloaded."""
+    statuses = _status(pod).get("initContainerStatuses") or ()
+    return any(
+        one.get("name") == MODEL_CONTAINER and "running" in (one.get("state") or {}) for one in statuses
+    )
 
 
 def _states(pod: Mapping[str, Any]) -> list[Mapping[str, Any]]:
@@ -238,6 +248,8 @@ def observed_workload(pod: Mapping[str, Any]) -> ObservedWorkload:
         unready = parse_time(_condition(pod, "Ready").get("lastTransitionTime"))
     code = _exit_code(pod, ended) if ended is not None and state == "exited" else None
     message = trouble.message if trouble is not None else ""
+    if state == "starting" and not message and _is_downloading(pod):
+        message = f"its model is being downloaded (kubectl logs {name} -c {MODEL_CONTAINER})"
     if ended is not None:
         # The exit code is shown next to the message.
         message = re.sub(r"^(exited with \d+|ended)(: )?", "", ended.message)

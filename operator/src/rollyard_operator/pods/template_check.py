@@ -33,7 +33,7 @@ _SOURCES: Final = frozenset(("configMap", "downwardAPI"))
 _MOUNT_KEYS: Final = frozenset(("name", "mountPath", "readOnly", "recursiveReadOnly", "subPath"))
 _ENV_SOURCES: Final = frozenset(("configMapKeyRef", "fieldRef", "resourceFieldRef"))
 _CODE_ENV: Final = re.compile(
-    r"(PYTHON|LD_|GLIBC_|GCONV_|SSL_|OPENSSL_|CURL_|REQUESTS_|ROLLYARD_|OTEL_|GIT_).*"
+    r"(PYTHON|LD_|GLIBC_|GCONV_|SSL_|OPENSSL_|CURL_|REQUESTS_|ROLLYARD_|OTEL_|GIT_|HF_(?!HOME$)|HUGGING).*"
     r"|.*_PROXY|.*_PRELOAD|PATH|HOME|XDG_.*|IFS|ENV|BASH_.*|LOCPATH|NLSPATH|HOSTALIASES|RES_OPTIONS",
     re.IGNORECASE,
 )
@@ -130,6 +130,7 @@ class _Check:
     def _secret(self, name: object, field: str) -> Iterator[str]:
         own = isinstance(name, str) and (
             name.startswith((JOB_SECRET_PREFIX, READY_PREFIX))
+            or name == self._settings.hub.token_secret
             or (self._home and name in self._settings.reserved_secrets)
         )
         if own:
@@ -171,6 +172,8 @@ class _Check:
                 claim = _name(value, "claimName")
                 if self._home and claim in self._settings.reserved_claims:
                     yield f"{where}: the claim {claim!r} is the control plane's own"
+                elif claim is not None and claim == self._settings.hub.claim:
+                    yield f"{where}: the claim {claim!r} is the cache of the hub, which only downloads change"
                 elif kind not in self._allowed.volumes:
                     yield _no(where, f"the claim {claim!r}", "volumes")
             elif kind not in ORDINARY_VOLUMES and kind not in self._allowed.volumes:

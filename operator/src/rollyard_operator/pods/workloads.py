@@ -22,6 +22,7 @@ from rollyard_drivers.commands import (
 )
 from rollyard_drivers.reconcile.naming import NAME_LIMIT
 from rollyard_drivers.reconcile.plan import Workload
+from rollyard_process.hub_names import hub_name
 from rollyard_process.telemetry.variables import LOG_FORMAT, trace_variables
 
 from rollyard_operator.kube import labels
@@ -36,13 +37,19 @@ from rollyard_operator.pods.parts import (
     with_placement,
     with_template,
 )
-from rollyard_operator.pods.status import BACKEND_PORT, worker_name
+from rollyard_operator.pods.status import BACKEND_PORT, MODEL_CONTAINER, worker_name
 from rollyard_operator.settings import OperatorSettings
 
 STOP_SECONDS = 30
 """The time between SIGTERM and SIGKILL of a worker or a backend, in seconds."""
 DRAIN_SECONDS = 22
 """How long a stage worker may go on with its leased work before it hands the work over, in seconds."""
+HUB_MODULE = ("-m", "rollyard_process.hub")
+HUB_FOLDER = "/var/cache/rollyard/hub"
+"""The folder of the hub's cache in the containers that have one."""
+HUB_VOLUME = "rollyard-hub"
+MODEL_LINK = "/tmp/rollyard-model"
+"""The link to the folder of a backend's model in the cache."""
 TOKEN_FOLDER = "/etc/rollyard/worker"
 TOKEN_FILE = f"{TOKEN_FOLDER}/token"
 POD_UID = "ROLLYARD_POD_UID"
@@ -68,6 +75,7 @@ def installation_digest(settings: OperatorSettings) -> str:
         [secret.name for secret in settings.image_pull_secrets],
         settings.worker.model_dump(),
         settings.engine.model_dump(),
+        settings.hub.model_dump(),
         _telemetry(settings),
     )
 
@@ -79,6 +87,44 @@ def _telemetry(settings: OperatorSettings) -> dict[str, str]:
     if traces.endpoint:
         variables |= trace_variables(traces.endpoint, traces.sample, None)
     return variables
+
+
+def _hub_env(settings: OperatorSettings) -> list[Object]:
+    """Return the variables with which a container downloads from the hub. The token is named, not copied."""
+    hub = settings.hub
+    env = _env({"HF_ENDPOINT": hub.endpoint} if hub.endpoint else {})
+    if hub.token_secret:
+        source = {"secretKeyRef": {"name": hub.token_secret, "key": hub.token_key}}
+        env.append({"name": "HF_TOKEN", "valueFrom": source})
+    return env
+
+
+def _hub_volume(settings: OperatorSettings) -> Object:
+    """Return the volume of the cache."""
+    if settings.hub.claim:
+        return {"name": HUB_VOLUME, "persistentVolumeClaim": {"claimName": settings.hub.claim}}
+    return {"name": HUB_VOLUME, "emptyDir": {}}
+
+
+def _model_container(model: str, engine: str, settings: OperatorSettings) -> Object:
+    """Return the init container that downloads a backend's model before its server starts.
+
+    It alone has the token and can write to the cache. Nothing that a pool says reaches it but the name of the
+    model: the image, the command and the environment are the installation's.
+    """
+    arguments = (model, "--for", engine, "--link", MODEL_LINK)
+    return {
+        "name": MODEL_CONTAINER,
+        "image": settings.images.worker,
+        "imagePullPolicy": settings.image_pull_policy,
+        "command": ["python", *HUB_MODULE, *arguments],
+        "env": [*_env({**_BASE_ENV, "HF_HOME": HUB_FOLDER}), *_hub_env(settings)],
+        "resources": resources(settings.worker.resources, PodResources()),
+        "volumeMounts": [_TMP, {"name": HUB_VOLUME, "mountPath": HUB_FOLDER}],
+        "securityContext": restricted(read_only_root=True),
+        # With this policy, the reason of a failure is part of the pod's status.
+        "terminationMessagePolicy": "FallbackToLogsOnError",
+    }
 
 
 def _env(values: Mapping[str, str]) -> list[Object]:
@@ -186,8 +232,24 @@ def worker_spec(
     """
     env = {**_BASE_ENV, "ROLLYARD_HOME": "/tmp/rollyard"}
     if settings.control_plane_ca_file is not None:
-        env["SSL_CERT_FILE"] = f"{TOKEN_FOLDER}/ca.crt"
+        # SSL_CERT_FILE would hide the public authorities, which downloads of tokenizers need.
+        env["ROLLYARD_CA_FILE"] = f"{TOKEN_FOLDER}/ca.crt"
     env |= _telemetry(settings)
+    mounts: list[Object] = [
+        _TMP,
+        {"name": "rollyard-token", "mountPath": TOKEN_FOLDER, "readOnly": True},
+    ]
+    volumes: list[Object] = [
+        {
+            "name": "rollyard-token",
+            "secret": {"secretName": secret, "defaultMode": 0o440},
+        }
+    ]
+    if settings.hub.claim:
+        env["HF_HOME"] = HUB_FOLDER
+        mounts.append({"name": HUB_VOLUME, "mountPath": HUB_FOLDER})
+        volumes.append(_hub_volume(settings))
+    own_uid = {"name": POD_UID, "valueFrom": {"fieldRef": {"fieldPath": "metadata.uid"}}}
     container: Object = {
         "name": "worker",
         "image": template.image or settings.images.worker,
@@ -198,19 +260,10 @@ def worker_spec(
             *("--drain-seconds", str(DRAIN_SECONDS)),
             *name,
         ],
-        "env": [*_env(env), {"name": POD_UID, "valueFrom": {"fieldRef": {"fieldPath": "metadata.uid"}}}],
+        "env": [*_env(env), *_hub_env(settings), own_uid],
         "resources": resources(settings.worker.resources, template.resources),
-        "volumeMounts": [
-            _TMP,
-            {"name": "rollyard-token", "mountPath": TOKEN_FOLDER, "readOnly": True},
-        ],
+        "volumeMounts": mounts,
     }
-    volumes: list[Object] = [
-        {
-            "name": "rollyard-token",
-            "secret": {"secretName": secret, "defaultMode": 0o440},
-        }
-    ]
     return _pod_spec(template, settings, container, volumes, field)
 
 
@@ -244,9 +297,14 @@ def backend_pod(workload: Workload, pool: BackendPool, settings: OperatorSetting
     vllm = workload.engine == "vllm"
     volumes: list[Object] = []
     mounts: list[Object] = [_TMP]
+    of_hub = hub_name(workload.model) is not None
+    folder = MODEL_LINK if of_hub else ""
+    if of_hub:
+        volumes.append(_hub_volume(settings))
+        mounts.append({"name": HUB_VOLUME, "mountPath": HUB_FOLDER, "readOnly": True})
     if vllm:
         image, defaults = settings.images.vllm, PodResources()
-        command = vllm_command(workload, "0.0.0.0", BACKEND_PORT)
+        command = vllm_command(workload, "0.0.0.0", BACKEND_PORT, folder)
         env = {**_BASE_ENV, **SERVER_ENV}
         # Tensor parallelism uses shared memory, of which a container has only 64 MiB by default.
         volumes.append({"name": "rollyard-shm", "emptyDir": {"medium": "Memory"}})
@@ -255,7 +313,8 @@ def backend_pod(workload: Workload, pool: BackendPool, settings: OperatorSetting
         image, defaults, env = settings.images.engine, settings.engine.resources, dict(_BASE_ENV)
         if settings.log_format != "text":
             env[LOG_FORMAT] = settings.log_format
-        command = ("python", *ENGINE_MODULE, *engine_arguments(workload, "0.0.0.0", BACKEND_PORT))
+        arguments = engine_arguments(workload, "0.0.0.0", BACKEND_PORT, folder=folder)
+        command = ("python", *ENGINE_MODULE, *arguments)
     amounts = resources(defaults, template.resources)
     if workload.gpus:
         amounts.setdefault("limits", {})["nvidia.com/gpu"] = str(workload.gpus)
@@ -277,6 +336,8 @@ def backend_pod(workload: Workload, pool: BackendPool, settings: OperatorSetting
         },
     }
     spec = _pod_spec(template, settings, container, volumes, "spec.template")
+    if of_hub:
+        spec["initContainers"] = [_model_container(workload.model, workload.engine, settings)]
     return _pod(workload, "backend", pool, template, settings, spec)
 
 

@@ -6,6 +6,7 @@ import asyncio
 import importlib
 import itertools
 import json
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 from rollyard_crds.task import Message
 
 from rollyard_pipeline.chat.tokenizer import ChatTokenizer, load_folder, locate
-from rollyard_pipeline.errors import TemplateError
+from rollyard_pipeline.errors import TemplateError, TokenizerUnreachable
 
 if TYPE_CHECKING:
     from rollyard_pipeline.chat.template import ChatTemplate
@@ -24,6 +25,8 @@ RESERVED: Final = frozenset({"messages", "tools", "add_generation_prompt", "strf
 """The variables of templates that no job can set."""
 ChatMessage = dict[str, Any]
 """A message as templates read it: `role`, `content`, and optionally `tool_calls`, `tool_call_id`, `name`."""
+_UNREACHABLE_SECONDS: Final = 30.0
+"""The time after a download that failed in which it is not tried again."""
 _THOUGHTS: Final = ("reasoning_content", "reasoning", "thinking")
 """The names by which templates of different families read the thought of a message."""
 
@@ -120,6 +123,7 @@ class FormatCache:
         self._size = size
         self._loaded: OrderedDict[str, tuple[ChatTokenizer, ChatTemplate]] = OrderedDict()
         self._ahead: dict[str, _Stamp] = {}
+        self._failed: dict[str, tuple[float, str]] = {}
         self._lock = asyncio.Lock()
 
     async def load_ahead(self, name: str) -> None:
@@ -127,6 +131,7 @@ class FormatCache:
 
         Raises:
             TokenizerUnavailable: The folder is not on this machine or is incomplete.
+            TokenizerUnreachable: It cannot be downloaded now.
             TemplateError: The template has a syntax error.
         """
         async with self._lock:
@@ -146,6 +151,7 @@ class FormatCache:
 
         Raises:
             TokenizerUnavailable: The folder is not on this machine or is incomplete.
+            TokenizerUnreachable: It cannot be downloaded now.
             TemplateError: The template has a syntax error, or `variables` names what only Rollyard sets.
         """
         if reserved := RESERVED.intersection(variables or ()):
@@ -156,12 +162,26 @@ class FormatCache:
             if name in self._ahead and self._ahead.pop(name) != await asyncio.to_thread(_stamp, name):
                 del self._loaded[name]
             if name not in self._loaded:
-                self._loaded[name] = await asyncio.to_thread(_load, name)
+                self._loaded[name] = await self._load(name)
                 while len(self._loaded) > self._size:
                     self._loaded.popitem(last=False)
             self._loaded.move_to_end(name)
             tokenizer, template = self._loaded[name]
         return ChatFormat(tokenizer, template, tools or None, variables=dict(variables or {}))
+
+    async def _load(self, name: str) -> tuple[ChatTokenizer, ChatTemplate]:
+        """Load a tokenizer. If the hub does not answer, it is not asked again for a while."""
+        until, reason = self._failed.pop(name, (0.0, ""))
+        if time.monotonic() < until:
+            self._failed[name] = until, reason
+            raise TokenizerUnreachable(reason)
+        try:
+            return await asyncio.to_thread(_load, name)
+        except TokenizerUnreachable as error:
+            self._failed[name] = time.monotonic() + _UNREACHABLE_SECONDS, str(error)
+            while len(self._failed) > self._size:
+                del self._failed[next(iter(self._failed))]
+            raise
 
 
 def _load(name: str) -> tuple[ChatTokenizer, ChatTemplate]:

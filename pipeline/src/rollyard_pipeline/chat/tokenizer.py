@@ -9,7 +9,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from rollyard_pipeline.errors import TokenizerUnavailable
+from rollyard_process import hub
+from rollyard_process.hub_names import hub_name
+
+from rollyard_pipeline.errors import TokenizerUnavailable, TokenizerUnreachable
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -148,32 +151,32 @@ class ChatTokenizer:
 
 
 def locate(name: str) -> Path:
-    """Return the folder of a tokenizer: a local path, or else Hugging Face's cache on this machine.
+    """Return the folder of a tokenizer: a local path, or else that of a model of the Hugging Face Hub.
+
+    What this machine's cache of the hub lacks of the tokenizer is downloaded.
 
     Raises:
-        TokenizerUnavailable: Neither exists. The message says what to set.
+        TokenizerUnavailable: There is no such folder, and no such model can be had. The message says what to
+            set.
+        TokenizerUnreachable: The hub does not answer as it should, or the disk is full.
     """
     folder = Path(name).expanduser()
     if (folder / "tokenizer.json").is_file():
         return folder
     if folder.is_dir():
         raise TokenizerUnavailable(f"{folder} has no tokenizer.json: {_remedy(folder)}")
+    repository = hub_name(name)
+    if repository is None:
+        raise TokenizerUnavailable(
+            f"no tokenizer '{name}' on this worker: set the pool's spec.tokenizer to a folder with "
+            "tokenizer.json and chat_template.jinja that every worker can read, or to a model of the Hugging "
+            "Face Hub (OWNER/NAME)"
+        )
     try:
-        hub = importlib.import_module("huggingface_hub")
-    except ImportError:
-        hub = None
-    if hub is not None and not folder.is_absolute():
-        try:
-            cached = hub.try_to_load_from_cache(name, "tokenizer.json")
-        except ValueError:  # The name is not of the form "owner/name".
-            cached = None
-        if isinstance(cached, str):
-            return Path(cached).parent
-    raise TokenizerUnavailable(
-        f"no tokenizer '{name}' on this worker: set the pool's spec.tokenizer to a folder with "
-        "tokenizer.json and chat_template.jinja that every worker can read, "
-        "or put the model into Hugging Face's cache here"
-    )
+        return hub.download(repository, "tokenizer")
+    except hub.HubError as error:
+        unavailable = TokenizerUnavailable if error.is_permanent else TokenizerUnreachable
+        raise unavailable(f"spec.tokenizer of the pool, {name}: {error}") from error
 
 
 def _remedy(folder: Path) -> str:

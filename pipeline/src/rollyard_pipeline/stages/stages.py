@@ -532,8 +532,9 @@ class Stages:
     async def _vocabulary(self, tokenizer: str, chat: ChatFormat) -> int:
         """Return the number of token ids that the model has."""
         if tokenizer not in self._vocabularies:
+            folder = await asyncio.to_thread(locate, tokenizer)
             self._vocabularies[tokenizer] = await asyncio.to_thread(
-                vocabulary_size, locate(tokenizer), chat.tokenizer.vocabulary_size
+                vocabulary_size, folder, chat.tokenizer.vocabulary_size
             )
         return self._vocabularies[tokenizer]
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from typing import Final, Literal
 
+from rollyard_process.errors import ProcessError
+
 OWN_ENDPOINT: Final = "ROLLYARD_OTLP_ENDPOINT"
 """The variable that drivers pass on. A vLLM server that inherited OpenTelemetry's own would send spans of its
 own accord, over gRPC."""
@@ -18,18 +20,13 @@ LOG_FORMS: Final[tuple[LogForm, ...]] = ("text", "json")
 _URL: Final = re.compile(r"https?://[^\s/?#@]+(/[^\s?#]*)?")
 
 
-class TraceOptionError(ValueError):
+class TraceOptionError(ProcessError, ValueError):
     """An option of traces or logs cannot be used. The message names the flag or the variable.
 
-    The reason is stable, and is TraceLibrariesMissing if spans are to be exported and OpenTelemetry is not
-    installed.
+    The reason is TraceLibrariesMissing if spans are to be exported and OpenTelemetry is not installed.
     """
 
-    reason: str = "InvalidTraceOption"
-
-    def __init__(self, message: str, *, reason: str | None = None) -> None:
-        super().__init__(message)
-        self.reason = reason or self.reason
+    reason = "InvalidTraceOption"
 
 
 def checked_url(url: str, name: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import PurePath
 from typing import Final
 
 from rollyard_client.environment import CA_FILE
@@ -179,7 +180,11 @@ def _gres(workload: Workload, profile: JobProfile) -> str | None:
 
 
 def batch_script(
-    workload: Workload, site: Site, identity: SlurmJobIdentity, avoided: Sequence[str] = ()
+    workload: Workload,
+    site: Site,
+    identity: SlurmJobIdentity,
+    avoided: Sequence[str] = (),
+    folder: str = "",
 ) -> BatchScript:
     """Return the batch script of a workload.
 
@@ -188,20 +193,22 @@ def batch_script(
         site: The site, the home and the control plane of the bridge.
         identity: The identity of the job, which becomes its comment.
         avoided: The nodes that the job excludes, because workers recently could not use them.
+        folder: The folder of a backend's model, if `workload.model` is its name on the hub.
 
     Raises:
         SlurmError: A name or a value cannot be part of a script. `BatchScript.text` checks the options.
     """
     profile = site.profile.of(workload.kind)
     owner = workload.owner
-    program = _backend(workload, site, identity) if workload.kind == "backend" else _worker(workload, site)
-    trust = {CA_FILE: str(site.ca_file)} if site.ca_file and workload.kind == "stage-worker" else {}
     worker = workload.kind == "stage-worker"
+    program = _worker(workload, site) if worker else _backend(workload, site, identity, folder)
+    trust = {CA_FILE: str(site.ca_file)} if site.ca_file and worker else {}
     telemetry = {name: value for name, value in site.telemetry if worker or name == LOG_FORMAT}
+    hub = dict(site.hub) if worker else {}
     lines: list[Line] = [
         Comment(f"{owner.kind} {owner.namespace}/{owner.name}: {_what(workload)} of Rollyard (slurm-bridge)"),
         Code("umask 077"),
-        *(Export(name, value) for name, value in {**trust, **telemetry, **profile.env}.items()),
+        *(Export(name, value) for name, value in {**trust, **telemetry, **hub, **profile.env}.items()),
         *(Code(line) for line in profile.prolog),
         *program,
         *_begin(_engine_env(workload)),
@@ -295,25 +302,28 @@ def _worker(workload: Workload, site: Site) -> list[Line]:
     ]
 
 
-def _backend(workload: Workload, site: Site, identity: SlurmJobIdentity) -> list[Line]:
+def _backend(workload: Workload, site: Site, identity: SlurmJobIdentity, folder: str) -> list[Line]:
     """Return the lines that prepare the command of an inference backend."""
     profile = site.profile.of("backend")
     python = profile.python or site.python
     image = site.profile.backends.image
     if workload.engine == "vllm":
-        engine = list(vllm_command(workload, HOST, PORT))
+        engine = list(vllm_command(workload, HOST, PORT, folder))
         if image is not None:
             gpus = ["--nv"] if workload.gpus else []
+            # The files of a model of the hub are links to others in the folder of its repository.
+            cache = str(PurePath(folder).parents[1]) if folder not in ("", workload.model) else ""
             engine = [
                 *site.profile.backends.apptainer,
                 "exec",
                 *gpus,
+                *([f"--bind={cache}:{cache}:ro"] if cache else []),
                 *site.profile.backends.exec_options,
                 image,
                 *engine,
             ]
     else:
-        engine = [python, *ENGINE_MODULE, *engine_arguments(workload, HOST, PORT)]
+        engine = [python, *ENGINE_MODULE, *engine_arguments(workload, HOST, PORT, folder=folder)]
     arguments: list[Part] = [
         *(python, "-m", "rollyard_slurm.node", "--endpoint", str(site.endpoint_file(identity.launch))),
         *("--toward", site.url, "--", *engine),

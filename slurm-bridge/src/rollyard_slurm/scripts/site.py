@@ -31,6 +31,8 @@ class Site:
     python: str = field(default_factory=lambda: sys.executable)
     telemetry: tuple[tuple[str, str], ...] = ()
     """The variables of workers and backends for traces and log lines."""
+    hub: tuple[tuple[str, str], ...] = ()
+    """The variables by which workers find the cache of the Hugging Face Hub. No token is among them."""
     ca_file: Path | None = None
     """The file with the certificate authorities that workers trust for `https:`, if they are not public."""
 

@@ -10,6 +10,8 @@ from collections.abc import Callable
 from datetime import datetime, timedelta
 from typing import Final
 
+from rollyard_drivers.host.downloads import Downloads
+from rollyard_drivers.host.errors import CannotStart
 from rollyard_drivers.host.private_files import write_private
 from rollyard_drivers.reconcile.plan import Launch, Owner, Stop, Workload
 from rollyard_drivers.reconcile.workloads import Replacements
@@ -24,6 +26,8 @@ UNSURE_SECONDS: Final = 90.0
 """The time in which a job appears if sbatch submitted it before it was cut off, in seconds."""
 RETRY_SECONDS: Final = 15.0
 """The time between two tries after a limit of the site refused a job, in seconds."""
+MODEL_SECONDS: Final = 2.0
+"""The time between two looks at the download of a model, in seconds."""
 SUCCESSOR_AGAIN_SECONDS: Final = 60.0
 """The time between the failure of a successor and the submission of the next one, in seconds."""
 SUBMITTED_AT_ONCE: Final = 32
@@ -38,6 +42,7 @@ class Submitter:
         worker_token: A function that returns the token of the workers of a RolloutJob, or of a ready worker.
         take: A function that makes a worker that stands ready the worker of a launch, and returns whether
             there was one.
+        downloads: The downloads of models, on the host of the bridge.
     """
 
     def __init__(
@@ -45,10 +50,12 @@ class Submitter:
         submissions: HomeSubmissions,
         worker_token: Callable[[Owner], str],
         take: Callable[[Launch, datetime], bool],
+        downloads: Downloads,
     ) -> None:
         self._submissions = submissions
         self._worker_token = worker_token
         self._take = take
+        self._downloads = downloads
         self._replaced = Replacements()
         self._successor_after: dict[str, datetime] = {}
         self._limit = ""
@@ -145,11 +152,24 @@ class Submitter:
             submission.refused = f"not submitted yet: {trouble}"
             submission.retry_at = now + timedelta(seconds=RETRY_SECONDS if self._limit else 0.0)
             return
+        folder = ""
+        if submission.workload.kind == "backend" and submission.workload.engine != "external":
+            # Nodes often have no network, and no job needs a token for the hub.
+            try:
+                model = await self._downloads.folder(submission.workload.model, submission.workload.engine)
+            except CannotStart as lack:
+                submission.refused, submission.blocked = str(lack), True
+                return
+            folder = model.path
+            if model.waits:
+                submission.refused = f"not submitted yet: {model.waits}"
+                submission.retry_at = now + timedelta(seconds=MODEL_SECONDS)
+                return
         self._submitted += 1
         submission.refused, submission.retry_at, submission.submitted_at = "", None, now
         submission.unsure_until = now + timedelta(seconds=UNSURE_SECONDS)
         try:
-            await self._call_sbatch(submission)
+            await self._call_sbatch(submission, folder)
         except SubmitRefused as refusal:
             self._submissions.remove_record(submission)
             submission.unsure_until = None
@@ -176,7 +196,7 @@ class Submitter:
         submission.unsure_until = None
         self._submissions.save(submission)
 
-    async def _call_sbatch(self, submission: Submission) -> None:
+    async def _call_sbatch(self, submission: Submission, folder: str) -> None:
         """Write the files of a submission, and submit its batch script."""
         workload, site = submission.workload, self._submissions.site
         identity = SlurmJobIdentity.of(workload, site.instance, submission.launch, submission.restarts)
@@ -185,7 +205,7 @@ class Submitter:
             submission.avoided = self._submissions.avoided.nodes
         # The record is written before sbatch runs. The job is found again even if this process is killed.
         self._submissions.save(submission)
-        script = batch_script(workload, site, identity, submission.avoided)
+        script = batch_script(workload, site, identity, submission.avoided, folder)
         submission.job = await self._submissions.calls.submit(script)
 
     def _refused(self, submission: Submission, refusal: SubmitRefused, now: datetime) -> None:

@@ -12,6 +12,8 @@ from typing import Any
 
 import httpx
 from rollyard_crds.workers import AssignmentOffer
+from rollyard_drivers.host.child import Folders
+from rollyard_drivers.host.downloads import Downloads
 from rollyard_drivers.reconcile.plan import ObservedWorkload, Owner, Plan, Stop
 
 from rollyard_slurm.calls.protocol import SlurmCalls
@@ -51,7 +53,9 @@ class SlurmWorkloads:
         self.availability = self.submissions.availability
         self._stopper = Stopper(self.submissions)
         self._ready_workers = ReadyWorkers(self.submissions, self._stopper, namespaces)
-        self._submitter = Submitter(self.submissions, worker_token, self._ready_workers.take)
+        self._downloads = Downloads(Folders(site.logs, site.home / "pids"), wake)
+        take = self._ready_workers.take
+        self._submitter = Submitter(self.submissions, worker_token, take, self._downloads)
         self._worker_ends = WorkerEnds(self.submissions)
         self._poller = QueuePoller(self.submissions, self._worker_ends, self._submitter.successor_failed)
 
@@ -178,5 +182,6 @@ class SlurmWorkloads:
         return [submission for submission in self.jobs if submission.workload.kind == kind]
 
     async def close(self) -> None:
-        """End the health checks. The Slurm jobs continue to run."""
+        """End the downloads and the health checks. The Slurm jobs continue to run."""
+        await self._downloads.stop()
         await self.submissions.close()

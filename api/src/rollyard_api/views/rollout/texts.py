@@ -14,7 +14,8 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, Final
 
-from rollyard_crds.reading.vocabulary import TokenizerInvalid, added_tokens, find, model_tokens, read
+from rollyard_crds.reading.vocabulary import TokenizerInvalid, added_tokens, model_tokens, read
+from rollyard_process import hub
 
 from rollyard_api.core.bulkhead import Bulkhead
 from rollyard_api.core.problems import ApiError
@@ -128,7 +129,7 @@ class TokenTexts:
 
     async def _look(self, tokenizer: str, namespace: str) -> Pieces | str:
         def look() -> Pieces | str:
-            path = find(tokenizer)
+            path = hub.find(tokenizer)
             if path is None:
                 return (
                     "the control plane sees no tokenizer.json of it: set spec.tokenizer of the pool to a "

@@ -64,6 +64,7 @@ CALLS: list[tuple[str, list[Any], dict[str, Any], str, dict[str, str], Any]] = [
     ("close", ["j"], {}, "POST /v1/rolloutjobs/j/close", {}, {}),
     ("tasks", ["j", ["t"]], {}, "GET /v1/rolloutjobs/j/tasks", {"id": "t"}, None),
     ("trajectory", ["j", "r"], {}, "GET /v1/rolloutjobs/j/rollouts/r", {}, None),
+    ("running_rollout", ["j", "r"], {}, "GET /v1/rolloutjobs/j/rollouts/r/live", {}, None),
     (
         "rollouts", ["j"], {"stage": "run", "status": "leased", "retried": True},
         "GET /v1/rolloutjobs/j/rollouts", {"stage": "run", "status": "leased", "retried": "true"}, None,

@@ -6,7 +6,7 @@ import os
 import shutil
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import click
 from rollyard_api.options.command_line import GroupedCommand, declared_options
@@ -16,9 +16,6 @@ from rollyard import terminal
 from rollyard.declared import set_telemetry, speaker
 from rollyard.errors import UsageProblem
 from rollyard.local.options import Options, check_model_folder, whole_path
-
-if TYPE_CHECKING:
-    pass
 
 DETACH_SECONDS: Final = 90.0
 MODEL_SECONDS: Final = 60.0
@@ -71,7 +68,7 @@ def _checked(options: Options) -> Options:
     """
     url, engine, model = options.backend_url, options.engine, options.model
     if url:
-        from rollyard.local.vllm import check_url
+        from rollyard.local.external_server import check_url
 
         check_url("--backend", url)
     for name, useless in (
@@ -115,7 +112,7 @@ def _checked(options: Options) -> Options:
         check_model_folder(folder, engine, options.engine_args)
         changes["model"] = str(folder)
     if url:
-        from rollyard.local.vllm import MAX_QUOTED, served, trains_line
+        from rollyard.local.external_server import MAX_QUOTED, served, trains_line
 
         name, tokenizer = served(url, model, options.tokenizer)
         terminal.echo_line(f"{url} serves {name[:MAX_QUOTED]}, trains: {trains_line(url, name)}")

@@ -13,7 +13,7 @@ from typing import Any
 
 import httpx
 import pytest
-from rollyard.local.vllm import trains_line
+from rollyard.local.external_server import trains_line
 from rollyard.main import main
 from rollyard_inference import fitness
 from rollyard_testing.pace import patience

@@ -90,14 +90,6 @@ async def test_a_real_engines_metrics(
     mine = status[engine]
     assert (mine["runningRequests"], mine["waitingRequests"]) == (0, 0)
     assert 0.7 <= mine["prefixCacheHitRate"] <= 0.75, "three of four prompts were in its cache"
-    assert "trains" not in mine, "it was not asked yet"
-    await poller.assess(database, transport)
-    await poller.poll(database, transport)
-    status = await _status(served)
-    assert status[engine]["trains"] == "yes"
-    lacks = "no calls for pauses and weights (VLLM_SERVER_DEV_MODE=1 in its environment)"
-    assert status[foreign.url]["trains"] == f"no: {lacks}"
-    assert "trains" not in status["http://["]
     for other in (hanging.url, foreign.url, "http://["):
         assert "runningRequests" not in status[other]
     text = (await served.admin.get("/metrics")).text
@@ -112,6 +104,14 @@ async def test_a_real_engines_metrics(
     ):
         assert f"rollyard_backend_{name}{{{label}}} {value}" in text, name
     assert f'rollyard_backend_waiting_requests{{backend="{foreign.url}"' not in text
+    assert "trains" not in mine, "it was not asked yet"
+    await poller.assess(database, transport)
+    await poller.poll(database, transport)
+    status = await _status(served)
+    assert status[engine]["trains"] == "yes"
+    lacks = "no calls for pauses and weights (VLLM_SERVER_DEV_MODE=1 in its environment)"
+    assert status[foreign.url]["trains"] == f"no: {lacks}"
+    assert "trains" not in status["http://["]
     writes: list[Any] = []
     real = database.write
 

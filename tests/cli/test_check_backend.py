@@ -18,11 +18,12 @@ import huggingface_hub
 import pytest
 import rollyard_engine
 from rollyard.errors import LookupFailed, UsageProblem
-from rollyard.local.vllm import served, tokenizer_folder
+from rollyard.local.external_server import served, tokenizer_folder
 from rollyard.main import main
 from rollyard_inference.sampling.request import ServedModel
 from rollyard_testing.inference.scripted import VllmShaped
 from rollyard_testing.pace import patience
+from rollyard_testing.waiting import until
 
 MODEL = Path(rollyard_engine.__file__).parent / "models" / "tiny-policy"
 PROGRAM = (sys.executable, "-m", "rollyard")
@@ -75,6 +76,26 @@ def test_the_embedded_engine_trains(engine: str, capsys: pytest.CaptureFixture[s
 
 def test_up_and_check_backend_find_the_tokenizer_of_what_is_served(engine: str) -> None:
     assert served(engine, "", "") == ("tiny", str(MODEL.resolve()))
+
+
+def test_up_and_get_bp_say_in_a_line_whether_it_trains(
+    engine: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    home = ("--home", str(tmp_path / "home"))
+    options = ("--port", "0", "--ready-workers", "0", "--sandbox", "process", "--detach")
+    up = [*PROGRAM, "up", "--backend", engine, *home, *options]
+    done = subprocess.run(up, capture_output=True, text=True, timeout=patience(120))
+    try:
+        assert done.returncode == 0, done.stderr
+        assert f"{engine} serves tiny, trains: yes\ntokenizer: {MODEL.resolve()}\n" in done.stdout
+
+        def shown() -> str:
+            assert main(["get", "bp", *home]) == 0
+            return capsys.readouterr().out.splitlines()[1]
+
+        until(lambda: shown().endswith("   yes"), patience(60))
+    finally:
+        subprocess.run([*PROGRAM, "down", *home], check=True, timeout=patience(120))
 
 
 def test_what_is_missing_is_shown_with_what_to_add(

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from rollyard.errors import LookupFailed, StartFailed, UsageProblem
-from rollyard.local.vllm import served
+from rollyard.local.external_server import served
 from rollyard_testing.inference.scripted import SHAPES, Scripted, SglangShaped
 
 

@@ -87,7 +87,7 @@ def check_backend(url: str, model: str, tokenizer: str, as_json: bool) -> int:
     """
     from rollyard_inference.fitness import checks, in_a_line, trains
 
-    from rollyard.local.vllm import MAX_QUOTED, check_url, probed, tokenizer_check
+    from rollyard.local.external_server import MAX_QUOTED, check_url, probed, tokenizer_check
 
     check_url("URL", url)
     # On a terminal, this shows that something happens: the requests may take some seconds.
@@ -118,7 +118,7 @@ def _print_checks(url: str, answers: Probed, rows: Sequence[FitnessCheck]) -> No
     from rich.text import Text
     from rollyard_inference.fitness import in_a_line
 
-    from rollyard.local.vllm import MAX_QUOTED
+    from rollyard.local.external_server import MAX_QUOTED
     from rollyard.render.tables import plain_table, print_table
 
     console = terminal.console()

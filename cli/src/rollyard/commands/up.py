@@ -76,7 +76,7 @@ def _checked(options: Options) -> Options:
     url, model, engines = options.backend_url, options.model, _engines(options)
     engine = engines[0]
     if url:
-        from rollyard.local.vllm import check_url
+        from rollyard.local.external_server import check_url
 
         check_url("--backend", url)
     for name, useless in (
@@ -118,7 +118,7 @@ def _checked(options: Options) -> Options:
     if model and not url:
         changes["model"], changes["engine"] = _local_model(model, engines, options.engine_args)
     if url:
-        from rollyard.local.vllm import MAX_QUOTED, served, trains_line
+        from rollyard.local.external_server import MAX_QUOTED, served, trains_line
 
         name, tokenizer = served(url, model, options.tokenizer)
         terminal.echo_line(f"{url} serves {name[:MAX_QUOTED]}, trains: {trains_line(url, name)}")

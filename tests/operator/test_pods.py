@@ -67,9 +67,9 @@ def job_of(**stage: Any) -> RolloutJob:
     )
 
 
-def worker(job: RolloutJob, settings: OperatorSettings = SETTINGS) -> Object:
+def worker(job: RolloutJob, settings: OperatorSettings = SETTINGS, tokenizer: str = "") -> Object:
     (workload,) = [one for one in job_workloads(job) if one.stages == ("run",)]
-    return worker_pod(workload, job, settings, "rollyard-job-1")
+    return worker_pod(workload, job, settings, "rollyard-job-1", tokenizer)
 
 
 def backend(
@@ -348,13 +348,15 @@ def test_without_a_claim_each_pod_has_a_cache_of_its_own() -> None:
 
 
 def test_workers_have_what_a_tokenizer_of_the_hub_needs() -> None:
-    plain = worker(job_of())
-    assert {"HF_TOKEN", "HF_HOME", "HF_ENDPOINT"}.isdisjoint(env(plain))
-    spec = worker(job_of(), hub_settings(claim="hub", tokenSecret="hub-token"))["spec"]
+    settings = hub_settings(claim="hub", tokenSecret="hub-token", endpoint="http://mirror")
+    for plain in (worker(job_of(), tokenizer="org/m"), worker(job_of(), settings, "/models/m")):
+        assert {"HF_TOKEN", "HF_HOME"}.isdisjoint(env(plain)), "no worker has what it does not need"
+        assert "rollyard-hub" not in json.dumps(plain)
+    spec = worker(job_of(), settings, "org/m")["spec"]
     (container,) = spec["containers"]
     given = {one["name"]: one.get("value", one.get("valueFrom")) for one in container["env"]}
     assert given["HF_TOKEN"] == {"secretKeyRef": {"name": "hub-token", "key": "HF_TOKEN"}}
-    assert given["HF_HOME"] == "/var/cache/rollyard/hub"
+    assert (given["HF_HOME"], given["HF_ENDPOINT"]) == ("/var/cache/rollyard/hub", "http://mirror")
     assert {"name": "rollyard-hub", "mountPath": given["HF_HOME"]} in container["volumeMounts"]
     assert {"name": "rollyard-hub", "persistentVolumeClaim": {"claimName": "hub"}} in spec["volumes"]
     digests = {installation_digest(one) for one in (SETTINGS, hub_settings(claim="hub"))}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -14,11 +15,14 @@ from typing import Any
 
 import pytest
 from rollyard_client import Client, RollyardError
-from rollyard_crds import BackendPool
+from rollyard_crds import BackendPool, RolloutJob
+from rollyard_testing.hub import TOKEN, HubModel, hub_server
+from rollyard_testing.invariants import invariant
 from rollyard_testing.pace import patience
 from rollyard_testing.slurm.bridgelab import ROLLYARD, Bridge, accounted_for, condition, job, until
 from rollyard_testing.slurm.fulldisk import fill
 
+TINY = Path(__file__).parents[2] / "engine" / "src" / "rollyard_engine" / "models" / "tiny-policy"
 CLOCKS = """
 import datetime, os, sys, time
 shift = {"cn1": -7, "cn2": 0, "cn3": 11}.get(os.environ.get("SLURMD_NODENAME", ""), 4) * 60.0
@@ -118,6 +122,61 @@ def test_a_backend_is_a_job_and_comes_back(slurm: Any, bridge: Bridge) -> None:
         ["squeue", "-h"], env=slurm.env, capture_output=True, text=True, timeout=patience(30)
     )
     assert queued.stdout == ""
+
+
+@pytest.mark.attack(
+    "another user of the cluster reads the token of the Hugging Face Hub",
+    boundary="slurm",
+    surface="models of the hub",
+    stopped_by="it stays with the bridge: no batch script, comment, log or environment of a job has it",
+)
+def test_a_gated_model_of_the_hub_serves_a_job(slurm: Any, bridge: Bridge, shared: Path) -> None:
+    with hub_server() as hub:
+        hub.models["tiny/tiny-policy"] = HubModel(TINY, gated=True)
+        bridge.options = ["--engine", "embedded", "--model", "tiny/tiny-policy"]
+        bridge.env = {"HF_ENDPOINT": hub.url, "HF_HOME": str(shared / "hf")}
+        bridge.start()
+        with bridge.client() as client:
+            words = "tiny/tiny-policy is gated: accept its licence"
+            until(lambda: words in condition(client.pool("default"), "Ready", "message"), 60, "the reason")
+        assert bridge.jobs() == {}, "no node waits for a model that does not come"
+        assert bridge.stop() == 0
+        bridge.env = {**bridge.env, "HF_TOKEN": TOKEN}
+        bridge.start()
+        with bridge.client() as client:
+            until(lambda: condition(client.pool("default"), "Ready") == "True", 120, "a ready backend")
+            hub.requests.clear()
+            sums = {
+                "tasks": {"inline": [{"id": "a", "prompt": "2 + 2 = ?", "answer": "4"}]},
+                "handler": "math",
+                "agent": {"type": "single_turn"},
+                "sampling": {"maxTokens": 4},
+                "backendRef": {"name": "default"},
+            }
+            client.submit(RolloutJob.model_validate({"metadata": {"name": "sums"}, "spec": sums}))
+            bridge.ended("sums")
+            (trajectory,) = client.trajectories("sums")
+            assert any(any(segment.loss_mask) for segment in trajectory.segments), "the model has sampled"
+        assert hub.requests == [], "the workers had the tokenizer"
+        (number,) = bridge.jobs("backend")
+        shown = slurm.run_as_user(["scontrol", "write", "batch_script", str(number), "-"]).stdout
+        shown += slurm.run_as_user(["scontrol", "show", "job", str(number)]).stdout
+        logs = "".join(path.read_text() for path in (bridge.home / "logs").glob("*.log"))
+        with invariant():
+            assert TOKEN not in shown + logs + bridge.log.read_text()
+            assert not any(TOKEN in environ for environ in job_environments(slurm, shared))
+        assert bridge.stop() == 0
+
+
+def job_environments(slurm: Any, shared: Path) -> list[str]:
+    """Return the environments of the user's processes that belong to a Slurm job of this test."""
+    texts = []
+    for pid in slurm.user_processes():
+        with contextlib.suppress(OSError):
+            text = Path(f"/proc/{pid}/environ").read_text(errors="replace")
+            texts += [text] if "SLURM_JOB_ID=" in text and str(shared) in text else []
+    assert texts, "a backend runs"
+    return texts
 
 
 @pytest.mark.nightly

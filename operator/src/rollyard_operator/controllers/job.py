@@ -31,7 +31,7 @@ from rollyard_operator.kube.labels import Object
 from rollyard_operator.kube.object_cache import Key, uid_of
 from rollyard_operator.pods.parts import digest
 from rollyard_operator.pods.template_check import job_violations
-from rollyard_operator.pods.workloads import worker_pod
+from rollyard_operator.pods.workloads import needs_hub, worker_pod
 
 
 @dataclass(slots=True)
@@ -163,6 +163,12 @@ class JobLoop(ObjectLoop[RolloutJob, JobLife]):
             return None
         return self.context.pool_states.get(self.pool) or PoolState(False)
 
+    def tokenizer(self) -> str:
+        """Return the tokenizer of the job's pool, or an empty string if there is none."""
+        obj = None if self.pool is None else self.context.pools.get(self.pool)
+        spec = {} if obj is None else obj["spec"]
+        return str(spec.get("tokenizer") or spec.get("model") or "")
+
     async def report(self, view: RolloutJob, status: RolloutJobStatus) -> None:
         """Report the status to the control plane, in its own generations, unless it has it already."""
         plane = self.context.plane
@@ -241,8 +247,12 @@ class _JobActions:
         if self.secret is None:
             return
         context, children = self.loop.context, self.loop.children
-        build = partial(worker_pod, job=self.job, settings=context.settings, secret=self.secret.name)
-        take = partial(context.ready.take, job=self.job)
+        settings, tokenizer = context.settings, self.loop.tokenizer()
+        build = partial(
+            worker_pod, job=self.job, settings=settings, secret=self.secret.name, tokenizer=tokenizer
+        )
+        # A worker that stands ready has neither the cache nor the token of the hub.
+        take = None if needs_hub(tokenizer, settings) else partial(context.ready.take, job=self.job)
         await children.carry_out(self.job.metadata.namespace, plan, build, self.pods, take)
         for pod in children.pods(self.job.metadata.uid or "", self.loop.component):
             if not is_leaving(pod):

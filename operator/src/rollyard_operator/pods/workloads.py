@@ -89,14 +89,23 @@ def _telemetry(settings: OperatorSettings) -> dict[str, str]:
     return variables
 
 
-def _hub_env(settings: OperatorSettings) -> list[Object]:
-    """Return the variables with which a container downloads from the hub. The token is named, not copied."""
+def _hub_token(settings: OperatorSettings) -> list[Object]:
+    """Return the variable with the token of the hub, by the name of its Secret, if there is one."""
     hub = settings.hub
-    env = _env({"HF_ENDPOINT": hub.endpoint} if hub.endpoint else {})
-    if hub.token_secret:
-        source = {"secretKeyRef": {"name": hub.token_secret, "key": hub.token_key}}
-        env.append({"name": "HF_TOKEN", "valueFrom": source})
-    return env
+    if not hub.token_secret:
+        return []
+    source = {"secretKeyRef": {"name": hub.token_secret, "key": hub.token_key}}
+    return [{"name": "HF_TOKEN", "valueFrom": source}]
+
+
+def _hub_endpoint(settings: OperatorSettings) -> dict[str, str]:
+    return {"HF_ENDPOINT": settings.hub.endpoint} if settings.hub.endpoint else {}
+
+
+def needs_hub(tokenizer: str, settings: OperatorSettings) -> bool:
+    """Return whether a stage worker that needs this tokenizer gets the cache or the token of the hub."""
+    configured = bool(settings.hub.claim or settings.hub.token_secret)
+    return configured and hub_name(tokenizer) is not None
 
 
 def _hub_volume(settings: OperatorSettings) -> Object:
@@ -113,12 +122,13 @@ def _model_container(model: str, engine: str, settings: OperatorSettings) -> Obj
     model: the image, the command and the environment are the installation's.
     """
     arguments = (model, "--for", engine, "--link", MODEL_LINK)
+    env = {**_BASE_ENV, "HF_HOME": HUB_FOLDER, **_hub_endpoint(settings)}
     return {
         "name": MODEL_CONTAINER,
         "image": settings.images.worker,
         "imagePullPolicy": settings.image_pull_policy,
         "command": ["python", *HUB_MODULE, *arguments],
-        "env": [*_env({**_BASE_ENV, "HF_HOME": HUB_FOLDER}), *_hub_env(settings)],
+        "env": [*_env(env), *_hub_token(settings)],
         "resources": resources(settings.worker.resources, PodResources()),
         "volumeMounts": [_TMP, {"name": HUB_VOLUME, "mountPath": HUB_FOLDER}],
         "securityContext": restricted(read_only_root=True),
@@ -218,6 +228,7 @@ def worker_spec(
     settings: OperatorSettings,
     secret: str,
     field: str,
+    of_hub: bool = False,
 ) -> Object:
     """Return the spec of a stage worker's pod.
 
@@ -226,11 +237,12 @@ def worker_spec(
         name: The arguments that name the worker.
         secret: The name of the Secret with the worker's token.
         field: The name of the template's field, for messages.
+        of_hub: Whether the worker gets the cache and the token of the hub.
 
     Raises:
         TemplateError: The template cannot be used.
     """
-    env = {**_BASE_ENV, "ROLLYARD_HOME": "/tmp/rollyard"}
+    env = {**_BASE_ENV, "ROLLYARD_HOME": "/tmp/rollyard", **_hub_endpoint(settings)}
     if settings.control_plane_ca_file is not None:
         # SSL_CERT_FILE would hide the public authorities, which downloads of tokenizers need.
         env["ROLLYARD_CA_FILE"] = f"{TOKEN_FOLDER}/ca.crt"
@@ -245,7 +257,7 @@ def worker_spec(
             "secret": {"secretName": secret, "defaultMode": 0o440},
         }
     ]
-    if settings.hub.claim:
+    if of_hub and settings.hub.claim:
         env["HF_HOME"] = HUB_FOLDER
         mounts.append({"name": HUB_VOLUME, "mountPath": HUB_FOLDER})
         volumes.append(_hub_volume(settings))
@@ -260,18 +272,21 @@ def worker_spec(
             *("--drain-seconds", str(DRAIN_SECONDS)),
             *name,
         ],
-        "env": [*_env(env), *_hub_env(settings), own_uid],
+        "env": [*_env(env), *(_hub_token(settings) if of_hub else ()), own_uid],
         "resources": resources(settings.worker.resources, template.resources),
         "volumeMounts": mounts,
     }
     return _pod_spec(template, settings, container, volumes, field)
 
 
-def worker_pod(workload: Workload, job: RolloutJob, settings: OperatorSettings, secret: str) -> Object:
+def worker_pod(
+    workload: Workload, job: RolloutJob, settings: OperatorSettings, secret: str, tokenizer: str = ""
+) -> Object:
     """Return the pod of a stage worker.
 
     Args:
         secret: The name of the Secret with the token of the job.
+        tokenizer: The tokenizer of the job's pool.
 
     Raises:
         TemplateError: The template of the stage cannot be used.
@@ -281,7 +296,8 @@ def worker_pod(workload: Workload, job: RolloutJob, settings: OperatorSettings, 
     # The kubelet replaces the variable.
     name = ("--name", worker_name(workload.name, f"$({POD_UID})"))
     work = worker_arguments(workload, settings.control_plane_url, TOKEN_FILE)
-    spec = worker_spec(work, name, template, settings, secret, f"spec.stages.{stage}.template")
+    field, of_hub = f"spec.stages.{stage}.template", needs_hub(tokenizer, settings)
+    spec = worker_spec(work, name, template, settings, secret, field, of_hub)
     pod = _pod(workload, "stage-worker", job, template, settings, spec)
     pod["metadata"]["labels"][labels.STAGE] = stage_label(workload)
     return pod

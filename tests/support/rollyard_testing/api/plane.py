@@ -15,6 +15,7 @@ from typing import Any
 
 import httpx
 from rollyard_api.app import build
+from rollyard_api.core.wakeups import BACKENDS
 from rollyard_api.service import ControlPlane
 from rollyard_api.settings import Settings
 from rollyard_api.storage.database import Transaction
@@ -42,7 +43,8 @@ class Served:
         """Wait until so many long polls have found nothing, and are to be woken."""
 
         async def there() -> bool:
-            waits = itertools.chain(*self.plane.bus._waiting.values())
+            polled = {topic: waits for topic, waits in self.plane.bus._waiting.items() if topic != BACKENDS}
+            waits = itertools.chain(*polled.values())
             return sum(bool(wait._callbacks) for wait in waits) >= polls
 
         await eventually(there)

@@ -25,7 +25,7 @@ from typing import Any, Final
 import sqlalchemy as sa
 from rollyard_crds.weights import UNVERIFIED
 from rollyard_inference import capabilities, health, metrics
-from rollyard_inference.errors import BackendError
+from rollyard_inference.errors import BackendError, BackendUnavailable
 from rollyard_inference.metrics import ServerMetrics
 from rollyard_inference.transports.interface import Transport, base_url
 from sqlalchemy.engine import Connection
@@ -180,8 +180,10 @@ async def _sizes(transport: Transport, url: str, model: str, *, cache: bool) -> 
         if served.max_model_len is None and served.parent is not None:
             served = await health.find_model(transport, url, served.parent, READ_SECONDS)
         tokens = await capabilities.cache_tokens(transport, url, READ_SECONDS) if cache else None
-    except BackendError:
+    except BackendUnavailable:
         return None
+    except BackendError:
+        return Sizes(until=time.monotonic() + SIZES_SECONDS)
     return Sizes(served.max_model_len, tokens, time.monotonic() + SIZES_SECONDS)
 
 
@@ -215,7 +217,9 @@ class Poller:
         changes, regrown = [], False
         for row in rows:
             after, places = read.get(row.url), row.places
-            if row.ready and (after is not None or places is None):
+            # Of a server that has not answered lately, what is known is kept.
+            answered = after is not None and row.url in self._sizes
+            if row.ready and (answered or places is None):
                 sizes = after or {}
                 places = places_of(sizes.get("kvCacheTokens"), sizes.get("contextTokens"))
             regrown |= places != row.places
@@ -235,8 +239,9 @@ class Poller:
         read = metrics.parse(reply.content) if reply.status == HTTPStatus.OK else ServerMetrics()
         known = self._sizes.get(url, Sizes())
         if time.monotonic() >= known.until:
-            known = await _sizes(transport, url, model, cache=read.cache_tokens is None) or known
-            self._sizes[url] = known
+            answer = await _sizes(transport, url, model, cache=read.cache_tokens is None)
+            if answer is not None:
+                known = self._sizes[url] = answer
         window = self._windows[url]
         if read.prefix_queries is not None and read.prefix_hits is not None:
             window.add(time.monotonic(), read.prefix_queries, read.prefix_hits)

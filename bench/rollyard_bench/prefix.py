@@ -71,7 +71,9 @@ class Ours:
 
     def begin(self, rollout: Rollout) -> str:
         """Return the server that the router chooses for a rollout that begins."""
-        router = Router.of(MAX_ACTIVE, [Backend(url, active=self._active[url]) for url in self.urls])
+        router = Router.of(
+            [Backend(url, active=self._active[url], max_active=MAX_ACTIVE) for url in self.urls]
+        )
         together = GROUP - self._ended[rollout.group]
         chosen = router.choose(None, self._groups.get(rollout.group), together=together)
         if chosen is None:

@@ -45,8 +45,10 @@ FUNCTIONS = {
 """Programs that break the sandbox between the policy's processes and those of the test."""
 
 
-def played(lab: Lab, name: str, programs: dict[str, str], tests: dict[str, Any], **stage: Any) -> Any:
-    """Return the trajectories of a job whose policy answers with these programs."""
+def played(
+    lab: Lab, name: str, programs: dict[str, str], tests: dict[str, Any], *tools: str, **stage: Any
+) -> Any:
+    """Return the trajectories of a job whose policy answers with these programs, and has further tools."""
     tasks: list[dict[str, Any]] = [
         {
             "id": name, "prompt": "?", "tests": tests,
@@ -60,7 +62,7 @@ def played(lab: Lab, name: str, programs: dict[str, str], tests: dict[str, Any],
             "tasks": {"inline": tasks},
             "handler": "code",
             "minGroupSize": 1,
-            "agent": {"type": "oracle", "tools": ["submit"]},
+            "agent": {"type": "oracle", "tools": ["submit", *tools]},
             "sandbox": {"resources": {"memory": "512Mi", "disk": "16Mi", "processes": 256}, "warm": 0},
             "stages": {"eval": stage},
         },
@@ -81,7 +83,7 @@ def played(lab: Lab, name: str, programs: dict[str, str], tests: dict[str, Any],
 )
 def test_a_program_gets_one_evaluation(bubblewrap_lab: Lab) -> None:
     tests = {"cases": [{"input": "1", "output": "2"}], "time_limit_seconds": 2}
-    found = played(bubblewrap_lab, "code-rollouts", PROGRAMS, tests)
+    found = played(bubblewrap_lab, "code-rollouts", PROGRAMS, tests, "bash")
     timed_out = {each.task_id for each in found if each.reward_reason == "TestTimeout"}
     assert {"hangs", "fork-bomb"} <= timed_out
 
@@ -91,11 +93,16 @@ def test_a_program_gets_one_evaluation(bubblewrap_lab: Lab) -> None:
     "that the evaluation fails and is tried again",
     stopped_by="what an answer does there is the policy's doing, too: 0",
 )
-@pytest.mark.parametrize("where", ["shared", "fresh"])
+@pytest.mark.parametrize("where", ["shared", "fresh", "alone"])
 def test_a_program_that_breaks_the_sandbox_gets_one_evaluation(bubblewrap_lab: Lab, where: str) -> None:
-    """A fresh sandbox holds nothing of Run's, but the answer is the policy's there, too."""
+    """A fresh sandbox holds nothing of Run's, but the answer is the policy's there, too.
+
+    It is the rollout's only one if no tool needs one.
+    """
     program = "import math, sys\nfor i, got in enumerate(map(f, range(2))):\n"
     program += "    if got != i + math.ceil(0.5): sys.exit(0)"
     tests = {"entry_point": "f", "cases": [{"program": program}], "time_limit_seconds": 3}
-    found = played(bubblewrap_lab, f"code-{where}", FUNCTIONS, tests, sandbox=where)
+    of_run = () if where == "alone" else ("bash",)
+    sandbox = "fresh" if where == "alone" else where
+    found = played(bubblewrap_lab, f"code-{where}", FUNCTIONS, tests, *of_run, sandbox=sandbox)
     assert "SandboxSabotaged" in {each.reward_reason for each in found}

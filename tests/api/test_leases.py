@@ -312,7 +312,7 @@ async def test_draining_once_the_job_has_ended(served: Any, worker: Any) -> None
     body = {"worker": "w", "node": "n", "capacity": {"init": 1}, "job": "job", "namespace": "default"}
     await worker.finish_all()
     answer = await served.worker.post("/v1/leases", json=body | {"wait": 60})
-    assert answer.json() == {"leases": [], "draining": True}
+    assert answer.json() == {"leases": [], "draining": True, "places": None}
 
 
 async def test_msgpack_both_ways(served: Any, worker: Any) -> None:

@@ -102,8 +102,9 @@ class Yard:
         for url, server in servers.items():
             rate, load, seconds = self.measured.get(url, (None, 0.0, 0.0))
             pace = None if rate is None or not self.waits else Pace(rate, load, seconds)
-            backends.append(Backend(url, active=len(server.ends), speed=rate, pace=pace))
-        return Router.of(self.limit, backends, waiting=waiting if self.waits else None)
+            active = len(server.ends)
+            backends.append(Backend(url, active=active, speed=rate, pace=pace, max_active=self.limit))
+        return Router.of(backends, waiting=waiting if self.waits else None)
 
     def _fold(self, fresh: dict[str, list[tuple[float, float, int]]]) -> None:
         for url, runs in fresh.items():
@@ -187,18 +188,19 @@ PACES = st.builds(Pace, st.floats(0.01, 1e4), st.floats(1, 64), st.floats(0.01, 
 
 @st.composite
 def pools(draw: st.DrawFn) -> Router:
-    limit = draw(st.integers(1, 40))
+    limits = draw(st.lists(st.integers(1, 40), min_size=1, max_size=5))
     backends = [
         Backend(
             f"http://b{i}",
             active=draw(st.integers(0, limit + 2)),
+            max_active=limit,
             speed=draw(st.one_of(st.none(), st.floats(0.01, 1e4))),
             pace=draw(st.one_of(st.none(), PACES)),
             quiet=draw(st.sampled_from([0.0, 1e12])),
         )
-        for i in range(draw(st.integers(1, 5)))
+        for i, limit in enumerate(limits)
     ]
-    return Router.of(limit, backends, waiting=draw(st.integers(1, 2000)))
+    return Router.of(backends, waiting=draw(st.integers(1, 2000)))
 
 
 @given(pools())
@@ -206,7 +208,7 @@ def test_waiting_ends(router: Router) -> None:
     """A rollout waits only for a full backend that takes others, and the latest time for that is known
     before.
     """
-    waiting, full = router.waiting, [b for b in router.backends.values() if b.active >= router.max_active]
+    waiting, full = router.waiting, [b for b in router.backends.values() if b.active >= b.max_active]
     assert waiting is not None
     horizon = router.horizon(1)
     room = len(full) < len(router.backends)
@@ -225,10 +227,10 @@ def test_who_waits() -> None:
         quiet, pace = changes.get("quiet", 0.0) or 0.0, Pace(40.0, 16, 2.5)
         slower = None if changes.get("unknown") else Pace(changes.get("rate", 10.0) or 10.0, 16, 10.0)
         backends = [
-            Backend("fast", active=fast, speed=40.0, pace=pace, quiet=quiet),
-            Backend("slow", active=slow, speed=10.0, pace=slower),
+            Backend("fast", active=fast, speed=40.0, pace=pace, quiet=quiet, max_active=16),
+            Backend("slow", active=slow, speed=10.0, pace=slower, max_active=16),
         ]
-        return Router.of(16, backends, waiting=waiting)
+        return Router.of(backends, waiting=waiting)
 
     def where(router: Router, group: str | None = None) -> str | None:
         chosen = router.choose(None, group, together=8)

@@ -396,7 +396,17 @@ async def test_no_warm_sandboxes_for_a_job_that_is_over(served: Any, end: str) -
     assert (await asyncio.wait_for(waiting, patience(10))).warm == []
 
 
-@pytest.mark.parametrize("spec", [{"placement": "slurm"}, {"placement": "local"}, {"sandbox": {"warm": 0}}])
+@pytest.mark.parametrize(
+    "spec",
+    [
+        {"placement": "slurm"},
+        {"placement": "local"},
+        {"sandbox": {"warm": 0}},
+        # Neither the agent nor the handler needs a sandbox before Eval.
+        {"handler": "math", "agent": {"type": "oracle", "tools": ["submit"]}},
+        {"handler": "code", "agent": {"type": "single_turn"}, "backendRef": {"name": "p"}},
+    ],
+)
 async def test_no_warm_sandboxes_where_none_are_wanted(served: Any, spec: Any) -> None:
     await _put(served, _object(make_manifest(**spec)))
     await _admit(served)

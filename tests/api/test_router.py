@@ -9,10 +9,19 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from rollyard_api.backends.assignment import eligible
-from rollyard_api.backends.router import BOUND, MIN_RELATIVE_SPEED, OWN_BOUND, Backend, Router
+from rollyard_api.backends.router import (
+    BOUND,
+    MIN_RELATIVE_SPEED,
+    OWN_BOUND,
+    Backend,
+    Router,
+    limit_of,
+    places_of,
+)
 from rollyard_api.storage.rows import RoutedBackend
 
 URLS = [f"http://b{i}" for i in range(6)]
@@ -22,12 +31,12 @@ SPEEDS = st.one_of(st.none(), st.floats(0.01, 1e5))
 
 @st.composite
 def pools(draw: st.DrawFn) -> Router:
-    count = draw(st.integers(1, len(URLS)))
-    limit = draw(st.integers(1, 40))
-    backends = [
-        Backend(url, active=draw(st.integers(0, limit + 3)), speed=draw(SPEEDS)) for url in URLS[:count]
-    ]
-    return Router.of(limit, backends, reserved=draw(st.integers(0, 5)))
+    backends = []
+    for url in URLS[: draw(st.integers(1, len(URLS)))]:
+        limit = draw(st.integers(1, 40))
+        active = draw(st.integers(0, limit + 3))
+        backends.append(Backend(url, active=active, speed=draw(SPEEDS), max_active=limit))
+    return Router.of(backends, reserved=draw(st.integers(0, 5)))
 
 
 CALLS = st.lists(
@@ -45,11 +54,11 @@ CALLS = st.lists(
 def test_no_choice_breaks_a_limit_or_the_bound(
     router: Router, calls: list[tuple[str, str, int, str]]
 ) -> None:
-    free = sum(max(0, router.max_active - n) for n in router.active.values())
+    free = sum(max(0, router.limit(url) - count) for url, count in router.active.items())
     assert router.free == max(0, free - router.reserved)
     for own, group, together, avoid in calls:
         before = dict(router.active)
-        room = [url for url, count in before.items() if count < router.max_active]
+        room = [url for url, count in before.items() if count < router.limit(url)]
         bounds = {url: router.bound(url, together, OWN_BOUND) for url in before}
         chosen = router.choose(own, group, together=together, avoid=avoid)
         if chosen is None:
@@ -61,7 +70,7 @@ def test_no_choice_breaks_a_limit_or_the_bound(
         if own in room and own != avoid and before[own] + 1 <= bounds[own]:
             assert chosen.url == own
     assert sum(n for n in router.active.values()) <= sum(
-        max(b.active, router.max_active) for b in router.backends.values()
+        max(b.active, b.max_active) for b in router.backends.values()
     )
 
 
@@ -74,7 +83,7 @@ def test_stickiness_never_overloads(router: Router, together: int) -> None:
     if not others:
         return
     for _ in range(200):
-        room = any(router.active[url] < router.max_active for url in others)
+        room = any(router.active[url] < router.limit(url) for url in others)
         chosen = router.choose(target, target, together=together)
         if chosen is None:
             break
@@ -84,7 +93,7 @@ def test_stickiness_never_overloads(router: Router, together: int) -> None:
             least = min(
                 (router.active[url] + 1) / router._speeds[url]
                 for url in others
-                if router.active[url] < router.max_active
+                if router.active[url] < router.limit(url)
             )
             within = router.active[target] <= max(OWN_BOUND, BOUND) * share * total + together + 1e-6
             assert within or router.active[target] / router._speeds[target] <= least + 1e-6
@@ -92,7 +101,7 @@ def test_stickiness_never_overloads(router: Router, together: int) -> None:
 
 @given(st.lists(st.floats(1.0, 8.0), min_size=2, max_size=6), st.integers(100, 400))
 def test_load_is_in_proportion_to_speed(speeds: list[float], rollouts: int) -> None:
-    router = Router.of(10_000, [Backend(u, speed=s) for u, s in zip(URLS, speeds, strict=False)])
+    router = Router.of([Backend(u, speed=s, max_active=10_000) for u, s in zip(URLS, speeds, strict=False)])
     for _ in range(rollouts):
         router.choose(None, None)
     for url, speed in zip(URLS, speeds, strict=False):
@@ -101,41 +110,67 @@ def test_load_is_in_proportion_to_speed(speeds: list[float], rollouts: int) -> N
 
 
 def test_a_backend_four_times_slower_holds_a_quarter() -> None:
-    router = Router.of(1000, [Backend("fast", speed=400.0), Backend("slow", speed=100.0)])
+    router = Router.of([Backend("fast", speed=400.0), Backend("slow", speed=100.0)])
     taken = Counter(choice.url for _ in range(100) if (choice := router.choose(None, None)))
     assert taken == {"fast": 80, "slow": 20}
-    few = Router.of(1000, [Backend("fast", speed=400.0), Backend("slow", speed=100.0)])
+    few = Router.of([Backend("fast", speed=400.0), Backend("slow", speed=100.0)])
     first = [choice.url for _ in range(3) if (choice := few.choose(None, None))]
     assert first == ["fast"] * 3, "an idle slow backend would have taken one for four times as long"
 
 
 def test_unmeasured_and_badly_measured_backends_get_rollouts() -> None:
-    router = Router.of(1000, [Backend("a", speed=300.0), Backend("b", speed=100.0), Backend("new")])
+    router = Router.of([Backend("a", speed=300.0), Backend("b", speed=100.0), Backend("new")])
     taken = Counter(choice.url for _ in range(120) if (choice := router.choose(None, None)))
     assert taken == {"a": 60, "new": 40, "b": 20}, "the mean of the others until it is measured"
-    wrong = Router.of(1000, [Backend("a", speed=1e9), Backend("b", speed=1e-9)])
+    wrong = Router.of([Backend("a", speed=1e9), Backend("b", speed=1e-9)])
     for _ in range(170):
         wrong.choose(None, None)
     assert wrong.active["b"] == int(170 * MIN_RELATIVE_SPEED / (1 + MIN_RELATIVE_SPEED))
 
 
 def test_fewest_active_rollouts_first_and_a_finished_one_gives_its_place_back() -> None:
-    router = Router.of(2, [Backend("a", active=1), Backend("b", active=0)])
+    router = Router.of([Backend("a", active=1, max_active=2), Backend("b", active=0, max_active=2)])
     chosen = [router.choose(None, None) for _ in range(4)]
     assert [choice and choice.url for choice in chosen] == ["b", "a", "b", None]
-    assert Router.of(2, [Backend("a", active=2), Backend("b", active=1)]).free == 1
+    assert Router.of([Backend("a", active=2, max_active=2), Backend("b", active=1, max_active=2)]).free == 1
+
+
+def test_each_backend_has_a_limit_of_its_own() -> None:
+    router = Router.of([Backend("large", max_active=5), Backend("small", max_active=2)])
+    assert router.free == 7
+    taken = Counter(choice.url for _ in range(9) if (choice := router.choose(None, "small", together=9)))
+    assert taken == {"large": 5, "small": 2}
+
+
+@pytest.mark.parametrize(
+    ("cache", "context", "places"),
+    [
+        (750_000, 40_960, 73),  # Qwen3-8B on a GPU of 141 GB
+        (699_040, 2048, 1024),  # 1,365 of a tiny model would keep one server's queue longer than useful
+        (40_960, 40_960, 8),
+        (1, 1_000_000, 8),
+        (None, 40_960, 256),
+        (750_000, None, 256),
+        (None, None, 256),
+    ],
+)
+def test_places_follow_from_the_cache(cache: int | None, context: int | None, places: int) -> None:
+    assert places_of(cache, context) == places
+    assert limit_of(None, places) == places
+    assert limit_of(3, places) == 3, "the pool's own comes first"
+    assert limit_of(None, None) == 8, "until the server was asked"
 
 
 def test_places_are_kept_for_displaced_rollouts() -> None:
-    router = Router.of(4, [Backend("a", active=2)], reserved=1)
+    router = Router.of([Backend("a", active=2, max_active=4)], reserved=1)
     assert router.free == 1
-    assert Router.of(4, [Backend("a", active=2)], reserved=3).free == 0
+    assert Router.of([Backend("a", active=2, max_active=4)], reserved=3).free == 0
     assert router.choose(None, None) is not None, "one that moves gets a place all the same"
 
 
 def test_a_rollout_stays_on_its_backend() -> None:
     def pool() -> Router:
-        return Router.of(8, [Backend("a", active=5), Backend("b", active=0)])
+        return Router.of([Backend("a", active=5, max_active=8), Backend("b", active=0, max_active=8)])
 
     stays, failed_there, gone = (
         pool().choose("a", None),
@@ -143,7 +178,7 @@ def test_a_rollout_stays_on_its_backend() -> None:
         pool().choose("c", None),
     )
     assert [one and one.url for one in (stays, failed_there, gone)] == ["a", "b", "b"]
-    only = Router.of(8, [Backend("a")]).choose(None, None, avoid="a")
+    only = Router.of([Backend("a", max_active=8)]).choose(None, None, avoid="a")
     assert only is not None, "with no other backend it is better than none"
 
 
@@ -172,7 +207,7 @@ def test_who_is_eligible(draining: bool, paused: bool, weights: Any, circuit: An
             None,
             draining,
         ),
-        *(None, None, None, None, None),
+        *(None, None, None, None, None, None),
     )
     sound = (draining, paused, weights, circuit) == (False, False, "Current", "Closed")
     assert eligible(row) == sound
@@ -199,7 +234,7 @@ class Run:
         ending: list[tuple[float, int, int, str]] = []
         while queue or ending:
             backends = [Backend(u, active=active[u], speed=self.speeds.get(u)) for u in self.urls]
-            router = Router.of(256, backends)
+            router = Router.of(backends)
             while queue and len(ending) < self.places:
                 group = queue.pop()
                 chosen = router.choose(None, home.get(group), together=left[group])

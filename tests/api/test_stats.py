@@ -15,6 +15,7 @@ from rollyard_inference.transports.with_httpx import HttpxTransport
 from rollyard_testing.api.plane import Worker, make_manifest
 from rollyard_testing.crds.segments import reported
 from rollyard_testing.manifests import pool_manifest
+from rollyard_testing.waiting import eventually
 
 
 @given(
@@ -209,3 +210,72 @@ def test_speeds_leave_out_what_is_no_number() -> None:
     assert (b.pace, b.pace_seconds, b.pace_load) == (50.0, 4.0, 6.0), "tools and all"
     assert (a.pace, a.pace_load) == (50.0, 1.0), "no Run is shorter than its model time"
     assert speeds.take() == []
+
+
+CACHE = 'vllm:cache_config_info{engine="0",kv_cache_size_tokens="%d"} 1.0\n'
+CARD = {"data": [{"id": "tiny", "max_model_len": 40_960}]}
+
+
+async def test_places_follow_from_the_kv_cache_of_each_backend(
+    served: Any, scripted: Any, transport: HttpxTransport
+) -> None:
+    large, small, silent = await scripted(), await scripted(), await scripted()
+    for server, tokens in ((large, 750_000), (small, 122_880)):
+        server.models, server.metrics = CARD, CACHE % tokens
+    urls = [large.url, small.url, silent.url]
+    await served.admin.post("/v1/backendpools", json=POOL)
+    # The control plane asks at once, though the tests' one looks at metrics only once an hour otherwise.
+    await served.report_backends(*urls)
+
+    async def limits() -> list[int]:
+        status = await _status(served)
+        return [status[url]["maxActiveRollouts"] for url in urls]
+
+    async def are(*expected: int) -> bool:
+        await Poller().poll(served.plane.database, transport)
+        return await limits() == [*expected]
+
+    await eventually(lambda: are(73, 12, 256))
+    status = await _status(served)
+    assert (status[small.url]["contextTokens"], status[small.url]["kvCacheTokens"]) == (40_960, 122_880)
+    # A server that was started again is asked again.
+    small.metrics = CACHE % 204_800
+    await served.report_backends(large.url, silent.url)
+    await served.report_backends(*urls)
+    await eventually(lambda: are(73, 20, 256))
+    # One that does not answer once keeps its number.
+    small.metrics = "x" * (9 << 20)
+    assert await are(73, 20, 256)
+    await served.admin.patch("/v1/backendpools/pool", json={"spec": {"maxActiveRollouts": 5}})
+    assert await limits() == [5, 5, 5], "the pool's own comes first"
+
+
+async def test_no_more_rollouts_are_leased_than_the_kv_cache_has_room_for(
+    served: Any, scripted: Any, transport: HttpxTransport
+) -> None:
+    server = await scripted()
+    server.models, server.metrics = CARD, CACHE % 122_880
+    await served.admin.post("/v1/backendpools", json=POOL)
+    await served.report_backends(server.url)
+
+    async def asked() -> bool:
+        await Poller().poll(served.plane.database, transport)
+        return (await _status(served))[server.url]["maxActiveRollouts"] == 12
+
+    await eventually(asked)
+    tasks = {"inline": [{"id": f"t{i}", "prompt": "p"} for i in range(30)]}
+    spec = {"agent": {"type": "tools"}, "backendRef": {"name": "pool"}, "tasks": tasks}
+    await served.admin.post("/v1/rolloutjobs", json=make_manifest(**spec))
+    worker = Worker(served.worker)
+    await worker.complete(*[worker.result(lease) for lease in await worker.lease(init=30)])
+    body = {"worker": "w", "node": "n", "capacity": {"run": 30}, "job": "job", "namespace": "default"}
+    answer = (await served.worker.post("/v1/leases", json=body)).json()
+    assert (len(answer["leases"]), answer["places"]) == (12, 12)
+    empty = (await served.worker.post("/v1/leases", json=body)).json()
+    assert (empty["leases"], empty["places"]) == ([], 12), "known while all are taken, too"
+
+
+async def test_nothing_bounds_the_run_of_a_job_without_a_pool(served: Any) -> None:
+    await served.submit()
+    body = {"worker": "w", "node": "n", "capacity": {"run": 1}, "job": "job", "namespace": "default"}
+    assert (await served.worker.post("/v1/leases", json=body)).json()["places"] == 4096

@@ -110,7 +110,7 @@ VERIFIED = Observation(last=WeightStep.VERIFY, comparison=Comparison(0.0, 1, 0.1
 """What is known of a server that gives what the reference says."""
 BACKEND = BackendRow(
     *(1, "http://a", 0, True, "v2", "", "Current", "", 2, False),
-    *(None, None, None, None, None, None, None),
+    *(None, None, None, None, None, None, None, None),
 )
 
 

@@ -736,3 +736,67 @@ def test_the_tokenizer_beside_a_file_is_used_while_it_is_there(tmp_path: Path) -
     assert tokenizer_of(path) is None
     (model / "tokenizer.json").write_text("{}")
     assert tokenizer_of(path) == model
+
+
+def test_what_a_pool_takes_is_shown_with_what_it_follows_from(half_updated: BackendPool) -> None:
+    def shown(*sizes: dict[str, int], **spec: int) -> tuple[str, str]:
+        document = half_updated.to_json()
+        document["spec"] |= spec
+        for backend, more in zip(document["status"]["backends"], sizes, strict=True):
+            backend |= more
+        pool = BackendPool.model_validate(document)
+        heads, row = cells(printed(lambda out: print_table(out, pools_table([pool]))))
+        limit = re.search(r"^Limit: +(.*)$", printed(lambda out: describe_pool(out, pool)), re.M)
+        assert limit is not None
+        return dict(zip(heads, row, strict=False))["ACTIVE"], limit[1]
+
+    sizes = {"contextTokens": 40_960, "kvCacheTokens": 750_000}
+    of_all = "active rollouts on all backends together"
+    assert shown({}, {}) == (
+        "8", "not known yet; as many rollouts as the KV cache of each backend has room for",
+    )  # fmt: skip
+    assert shown({"maxActiveRollouts": 73} | sizes, {"maxActiveRollouts": 12} | sizes) == (
+        "8/85", f"85 {of_all}, by the size of the KV caches",
+    )  # fmt: skip
+    assert shown({"maxActiveRollouts": 73} | sizes, {"maxActiveRollouts": 256}) == (
+        "8/329", f"329 {of_all}, some say nothing of their KV cache",
+    )  # fmt: skip
+    own = {"maxActiveRollouts": 5}
+    assert shown(own | sizes, own, maxActiveRollouts=5) == ("8/10", "5 active rollouts for each backend")
+
+
+def test_a_job_is_described_with_the_limits_that_it_leaves_to_its_servers(half_updated: BackendPool) -> None:
+    def shown(pool: BackendPool | None, **spec: Any) -> dict[str, str]:
+        whole = {"tasks": {"stream": True}, "handler": "math", "backendRef": {"name": "p"}, **spec}
+        job = RolloutJob.model_validate({"metadata": {"name": "j"}, "spec": whole})
+        text = printed(lambda out: describe_job(out, job, Counter(), Counter(), pool=pool))
+        fields = dict(re.findall(r"^([A-Z][a-z ]+): +(.*)$", text, re.M))
+        return {
+            name: fields[name]
+            for name in ("Context", "Turn", "Tool output", "Run", "Sandboxes")
+            if name in fields
+        }
+
+    document = half_updated.to_json()
+    for backend, context in zip(document["status"]["backends"], (40_960, 32_768), strict=True):
+        backend |= {"contextTokens": context, "maxActiveRollouts": 40}
+    pool = BackendPool.model_validate(document)
+    assert shown(pool) == {
+        "Context": "32,768 to 40,960 tokens",
+        "Turn": "what is left of the context",
+        "Tool output": "32,768 bytes",
+        "Run": "up to 80 rollouts of each worker at once, 1,800 s each",
+    }
+    own = {"maxContextTokens": 16_384, "maxToolOutputBytes": 500, "tools": ["submit"]}
+    assert shown(pool, agent=own, sampling={"maxTokens": 1024}, stages={"run": {"concurrency": 8}}) == {
+        "Context": "16,384 tokens",
+        "Turn": "1,024 tokens",
+        "Tool output": "500 bytes",
+        "Run": "up to 8 rollouts of each worker at once, 1,800 s each",
+        "Sandboxes": "none in Init and Run",
+    }
+    unknown = shown(None)
+    assert unknown["Context"] == "that of the server, which is not known yet"
+    assert unknown["Tool output"] == "16,384 bytes"
+    oracle = shown(None, backendRef=None, agent={"type": "oracle"})
+    assert oracle == {"Run": "up to 64 rollouts of each worker at once, 1,800 s each"}

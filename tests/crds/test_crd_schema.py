@@ -190,8 +190,9 @@ def test_fields_that_may_change_are_not_frozen(case: dict[str, Any]) -> None:
 
 def test_stages_keep_their_own_defaults() -> None:
     stages = StagesSpec.model_validate({"run": {"replicas": 2}})
-    assert (stages.run.concurrency, stages.run.timeout_seconds, stages.run.max_attempts) == (64, 600, 2)
-    assert StagesSpec(run=StageSpec(concurrency=4)).run.timeout_seconds == 600
+    assert (stages.run.concurrency, stages.run.timeout_seconds, stages.run.max_attempts) == (None, 1800, 2)
+    assert (stages.init.concurrency, stages.eval.concurrency) == (16, 16)
+    assert StagesSpec(run=StageSpec(concurrency=4)).run.timeout_seconds == 1800
 
 
 def test_not_structural_is_said() -> None:

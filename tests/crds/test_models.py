@@ -11,7 +11,7 @@ from rollyard_crds.fields.code_tests import CodeCase, CodeTests
 from rollyard_crds.fields.dynamic_sampling import MAX_IN_FLIGHT_ROLLOUTS, DynamicSampling
 from rollyard_crds.fields.reward import RewardSpec
 from rollyard_crds.fields.swe_tests import PYTEST_PARSERS, Repository, SweTests
-from rollyard_crds.rolloutjob import TaskSource
+from rollyard_crds.rolloutjob import STAGES, AgentSpec, RolloutJobSpec, TaskSource
 from rollyard_crds.task import MAX_ANSWERS, MAX_DEPTH, Task, folder_problem
 from rollyard_crds.trajectory import Segment
 from rollyard_crds.weights import LogprobReference, WeightSource
@@ -220,3 +220,28 @@ def test_a_task_is_nested_only_so_deep(wrap: Any) -> None:
     Task.model_validate({"id": "a", "prompt": "p", "metadata": {"x": wrap(nested(within))}})
     with pytest.raises(ValidationError, match="nest 100 deep"):
         Task.model_validate({"id": "a", "prompt": "p", "metadata": {"x": wrap(nested(within + 1))}})
+
+
+@pytest.mark.parametrize(
+    ("own", "context", "limit"),
+    [
+        (None, 40_960, 40_960),
+        (None, 2048, 4096),
+        (None, 262_144, 65_536),
+        (None, None, 16_384),
+        (300, 40_960, 300),
+        (300, None, 300),
+    ],
+)
+def test_a_tools_output_is_a_share_of_the_context(own: int | None, context: int | None, limit: int) -> None:
+    assert AgentSpec(max_tool_output_bytes=own).tool_output_bytes(context) == limit
+
+
+def test_run_has_as_many_places_as_the_pool_and_other_stages_as_the_node() -> None:
+    spec = {"tasks": {"stream": True}, "handler": "math", "backendRef": {"name": "p"}}
+    job = RolloutJobSpec.model_validate(spec)
+    assert [job.places(stage) for stage in STAGES] == [16, 1024, 16]
+    alone = RolloutJobSpec.model_validate(spec | {"backendRef": None, "agent": {"type": "oracle"}})
+    assert alone.places("run") == 64, "no pool bounds it"
+    own = RolloutJobSpec.model_validate(spec | {"stages": {"run": {"concurrency": 2000}}})
+    assert own.places("run") == 2000

@@ -52,3 +52,37 @@ def test_what_is_no_number_is_left_out(text: bytes) -> None:
 
 def test_names_without_labels() -> None:
     assert parse(b"vllm:num_requests_running 4\n") == ServerMetrics(running=4.0)
+
+
+CACHE = b"""# TYPE vllm:cache_config_info gauge
+vllm:cache_config_info{block_size="32",cache_dtype="auto",effective_attention_block_size="32",engine="0",\
+hash_block_size="None",kv_cache_dtype_skip_layers="[]",kv_cache_max_concurrency="341.328125",\
+kv_cache_memory_bytes="1073741824",kv_cache_size_tokens="699040",mamba_block_size="None",\
+num_gpu_blocks="21845",num_gpu_blocks_override="None",user_specified_block_size="True"} 1.0
+""".replace(b"\\\n", b"")
+"""As vLLM 0.32 writes it, which logs `CPU KV cache size: 699,040 tokens`."""
+
+
+def test_the_size_of_the_kv_cache() -> None:
+    assert parse(CACHE).cache_tokens == 699_040
+    second = CACHE.replace(b'engine="0"', b'engine="1"')
+    assert parse(CACHE + second).cache_tokens == 2 * 699_040, "each engine has a cache of its own"
+    # Older versions say how many blocks all engines have together.
+    older = CACHE.replace(b"kv_cache_size_tokens", b"other")
+    assert parse(older + older.replace(b'engine="0"', b'engine="1"')).cache_tokens == 21_845 * 32
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        CACHE.replace(b"699040", b"None").replace(b"21845", b"None"),
+        CACHE.replace(b"699040", b"0").replace(b"21845", b"0"),
+        CACHE.replace(b"699040", b"9" * 40).replace(b"21845", b"-1"),
+        b"vllm:cache_config_info 1.0\n",
+        b'# vllm:cache_config_info{kv_cache_size_tokens="5"} 1.0\n',
+        b'vllm:cache_config_info{not_kv_cache_size_tokens="5"} 1.0\n',
+        b"",
+    ],
+)
+def test_a_size_that_is_not_known(text: bytes) -> None:
+    assert parse(text).cache_tokens is None

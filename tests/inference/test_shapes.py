@@ -11,7 +11,7 @@ import httpx
 import pytest
 from rollyard_crds.weights import WeightSource
 from rollyard_inference import metrics
-from rollyard_inference.capabilities import Capabilities, WeightInfo, probe, renamed_model
+from rollyard_inference.capabilities import Capabilities, WeightInfo, cache_tokens, probe, renamed_model
 from rollyard_inference.errors import (
     BackendError,
     BackendMismatch,
@@ -482,3 +482,24 @@ def test_a_request_to_vllm_leaves_nothing_to_the_servers_own_defaults() -> None:
     only = replace(sampling, allowed=(4, 9))
     assert VllmCompletions().body(model, (5,), only)["allowed_token_ids"] == [4, 9]
     assert VllmGenerate().body(model, (5,), only)["sampling_params"]["allowed_token_ids"] == [4, 9]
+
+
+@pytest.mark.parametrize(
+    ("info", "tokens"),
+    [
+        ({"max_total_num_tokens": 750_000, "max_total_tokens": None, "dp_size": 1}, 750_000),
+        ({"max_total_num_tokens": 1000, "dp_size": 4}, 4000),
+        ({"max_total_num_tokens": 1000}, 1000),
+        ({"max_total_num_tokens": "many"}, None),
+        ({"max_total_num_tokens": 0}, None),
+        ({"max_total_num_tokens": True}, None),
+        (None, None),
+    ],
+)
+@pytest.mark.parametrize("path", ["/server_info", "/get_server_info"])
+async def test_sglang_says_the_size_of_its_kv_cache(
+    sglang: SglangShaped, transport: Transport, path: str, info: dict[str, Any] | None, tokens: int | None
+) -> None:
+    if info is not None:
+        sglang.documents[path] = info
+    assert await cache_tokens(transport, sglang.url) == tokens

@@ -58,7 +58,7 @@ def condition(plan: Any, kind: str) -> Condition:
 def test_one_process_for_three_stages_only_where_all_have_one_replica() -> None:
     (worker,) = job_workloads(job_of(), LOCAL)
     assert worker.stages == ("init", "run", "eval")
-    assert dict(worker.concurrency) == {"init": 16, "run": 64, "eval": 16}
+    assert dict(worker.concurrency) == {"init": 16, "run": 1024, "eval": 16}, "the pool bounds Run"
     several = job_workloads(job_of(stages={"run": {"replicas": 2}}), LOCAL)
     assert [workload.stages for workload in several] == [("init",), ("run",), ("run",), ("eval",)]
     assert len({workload.name for workload in several}) == 4

@@ -60,8 +60,8 @@ def seen(
 def test_wanted_replicas(
     bounds: tuple[int, int | None], queued: int, active: int, current: int, wanted: int
 ) -> None:
-    stage = StageSpec(replicas=bounds[0], max_replicas=bounds[1], concurrency=10)
-    assert wanted_replicas(stage, StageCounts(queued=queued, active=active), current) == wanted
+    stage = StageSpec(replicas=bounds[0], max_replicas=bounds[1])
+    assert wanted_replicas(stage, 10, StageCounts(queued=queued, active=active), current) == wanted
 
 
 @given(
@@ -73,19 +73,19 @@ def test_wanted_replicas(
     st.integers(0, 40),
 )
 def test_replicas_are_within_bounds_and_settle(
-    replicas: int, more: int, concurrency: int, queued: int, active: int, current: int
+    replicas: int, more: int, places: int, queued: int, active: int, current: int
 ) -> None:
-    stage = StageSpec(replicas=replicas, max_replicas=max(1, replicas + more), concurrency=concurrency)
+    stage = StageSpec(replicas=replicas, max_replicas=max(1, replicas + more))
     counts = StageCounts(queued=queued, active=active)
     most = stage.max_replicas or 0
-    wanted = wanted_replicas(stage, counts, current)
+    wanted = wanted_replicas(stage, places, counts, current)
     assert replicas <= wanted <= most
-    assert wanted_replicas(stage, counts, wanted) == wanted, "the same counts again change nothing"
+    assert wanted_replicas(stage, places, counts, wanted) == wanted, "the same counts again change nothing"
     if wanted < min(current, most):
-        assert active == 0 or active < wanted * concurrency
+        assert active == 0 or active < wanted * places
     if queued + active:
         assert wanted >= 1
-        assert wanted == most or wanted * concurrency >= queued + active
+        assert wanted == most or wanted * places >= queued + active
 
 
 def test_a_stage_grows_with_its_queue_and_goes_on_running_meanwhile() -> None:

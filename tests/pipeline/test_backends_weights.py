@@ -12,7 +12,7 @@ from aiohttp import web
 from rollyard_crds.lease import RouteResponse
 from rollyard_inference.errors import BackendUnavailable, WeightsChanged
 from rollyard_pipeline.backends import BackendClient, Sampling, client, session
-from rollyard_pipeline.chat.tokenizer import vocabulary_size
+from rollyard_pipeline.chat.tokenizer import ModelSizes, model_sizes
 from rollyard_testing.pace import patience
 
 SAMPLING = Sampling(temperature=1.0, top_p=1.0, top_k=-1, max_tokens=8, seed=7)
@@ -294,13 +294,16 @@ async def test_a_mode_that_cannot_be_found_out_is_unknown(backend: Any) -> None:
 
 
 def test_the_vocabulary_is_the_models_own(tmp_path: Path) -> None:
-    assert vocabulary_size(tmp_path, 100) == 100
-    for text, size in (
-        ('{"vocab_size": 128}', 128),
-        ('{"vocab_size": 64}', 100),
-        ('{"text_config": {"vocab_size": 256}}', 256),
-        ("[1]", 100),
-        ("{", 100),
+    assert model_sizes(tmp_path, 100) == ModelSizes(100)
+    for text, size, context in (
+        ('{"vocab_size": 128}', 128, None),
+        ('{"vocab_size": 64, "max_position_embeddings": 40960}', 100, 40_960),
+        ('{"text_config": {"vocab_size": 256, "max_position_embeddings": 512}}', 256, 512),
+        ('{"max_position_embeddings": 8, "text_config": {"max_position_embeddings": 512}}', 100, 512),
+        ('{"max_position_embeddings": -1}', 100, None),
+        ('{"max_position_embeddings": true}', 100, None),
+        ("[1]", 100, None),
+        ("{", 100, None),
     ):
         (tmp_path / "config.json").write_text(text)
-        assert vocabulary_size(tmp_path, 100) == size
+        assert model_sizes(tmp_path, 100) == ModelSizes(size, context)

@@ -524,13 +524,34 @@ class Node:
         return sorted(self.used)
 
 
-def held(number: int, stage: str = "eval") -> HeldLease:
+def held(number: int, stage: str = "eval", *, alone: bool = False) -> HeldLease:
+    """Return a lease, in Eval beside the sandbox of Run unless the rollout has none."""
+    box = SandboxHandle(provider="p", id=f"run{number}", node="n", address="unix:/x")
     return HeldLease(
         Lease(
             rollout=f"r{number}", token=1, stage=stage, job="j", namespace="d", job_uid="u", group_id="g",
             sample_index=0, attempt=0, queued_seconds=0.0, lease_seconds=30.0, task=Task(id="t", prompt="q"),
+            sandbox=box if stage == "eval" and not alone else None,
         )
     )  # fmt: skip
+
+
+async def test_the_only_sandbox_of_a_rollout_needs_no_reserved_place() -> None:
+    node = Node()
+    places = SandboxPlaces(node, usual=99, limit=4, evals=4)
+    one, two = held(1, alone=True), held(2, alone=True)
+    async with places.for_eval(one), places.for_eval(two):
+        for number, holding in enumerate((one, two)):
+            handle = SandboxHandle(provider="p", id=f"e{number}", node="n", address="unix:/x")
+            holding.eval_sandbox = handle
+            node.used.add(handle.id)
+        assert places.room(0) == 2, "they take places as other sandboxes do, and none is reserved for them"
+        async with places.for_eval(held(3)):
+            assert places.room(0) == 1, "now one is, for those that hold two"
+        node.used |= {"run1", "run2"}
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.05), places.for_eval(held(4, alone=True)):
+                pass
 
 
 @pytest.mark.attack(

@@ -44,13 +44,13 @@ def answered(said: str, **fields: Any) -> Task:
 KINDS: dict[str, tuple[dict[str, Any], str, str, bool]] = {
     "code": (
         {"tests": {"entry_point": "add", "cases": [{"program": "assert add(1, 2) == 3"}]}},
-        "def add(a, b): return a + b", "def add(a, b): return a", True,
+        "def add(a, b): return a + b", "def add(a, b): return a", False,
     ),
     "shell": ({"test_script": '[ "$ROLLYARD_ANSWER" = yes ]'}, "yes", "no", True),
     "stem": ({"choices": ["one", "two"], "answer": "B"}, "B", "A", False),
     "math": ({"answer": "1/2"}, "0.5", "2", False),
 }  # fmt: skip
-"""For each handler the fields of a task, a right and a wrong answer, and whether there is a sandbox."""
+"""For each handler the fields of a task, a right and a wrong answer, and whether Run has a sandbox."""
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -424,7 +424,13 @@ class Echo(Tool):
 
 
 def agent_context(
-    chat: ChatFormat, session: Any, *, dead: bool = False, sampling: int = 100, **spec: Any
+    chat: ChatFormat,
+    session: Any,
+    *,
+    dead: bool = False,
+    sampling: int | None = 100,
+    model: int | None = None,
+    **spec: Any,
 ) -> AgentContext:
     async def own_end() -> str:
         return "SandboxOutOfMemory" if dead else ""
@@ -439,6 +445,7 @@ def agent_context(
         tool_context=ToolContext(client=client, timeout=1.0, max_output_bytes=100, own_end=own_end),
         parser=HermesParser(),
         session=session,
+        model_context=model,
     )
 
 
@@ -461,13 +468,36 @@ async def test_a_turn_has_the_smaller_of_two_contexts_and_what_is_left_of_it(
         assert session.asked == [(length, most, 0)]
         cut = "" if most >= 5 else "MaxContext"
         assert (context.episode.truncated_reason, turn.finish_reason) == (cut, "length" if cut else "stop")
-    for own, models, said in ((length, None, f"Tokens is {length}"), (1000, length, f"is {length}: raise")):
+    for own, models, said in (
+        (length, None, f"Tokens is {length}"),
+        (1000, length, f"is {length}: raise"),
+        (None, length, rf"the server's context \(max_model_len\) is {length}: raise"),
+    ):
         session = Turns(chat, models, "done")
         context = agent_context(chat, session, max_context_tokens=own)
         context.say(more)
         with pytest.raises(PermanentFailure, match=said):
             await context.turn()
         assert (session.asked, context.episode.truncated_reason) == ([], "")
+
+
+async def test_without_limits_a_turn_has_what_is_left_of_the_context(formats: dict[str, ChatFormat]) -> None:
+    chat = formats["chatml"]
+    length = len(episode_of(chat).recorder.prompt().ids)
+    for reported, model, most in (
+        (40_960, None, 40_960 - length), (length + 3, 40_960, 3), (None, length + 3, 3),
+        (None, None, 8192 - length),
+    ):  # fmt: skip
+        session = Turns(chat, reported, "done")
+        context = agent_context(chat, session, sampling=None, model=model)
+        turn = await context.turn()
+        assert session.asked == [(length, most, 0)]
+        # No limit of the job's has cut it, so the context has.
+        cut = "MaxContext" if most == 3 else ""
+        assert (context.episode.truncated_reason, turn.finish_reason) == (cut, "length" if cut else "stop")
+    session = Turns(chat, None, "done")
+    with pytest.raises(PermanentFailure, match=f"agent.maxContextTokens is not set .* is {length}: raise"):
+        await agent_context(chat, session, sampling=None, model=length).turn()
 
 
 @pytest.mark.attack(

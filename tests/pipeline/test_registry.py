@@ -7,9 +7,11 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
+from rollyard_crds.rolloutjob import RolloutJobSpec
 from rollyard_pipeline.handlers import Handler
 from rollyard_pipeline.handlers.mixed import MixedHandler
 from rollyard_pipeline.registry import AGENTS, HANDLERS, Registry
+from rollyard_pipeline.stages.contexts import agent_of, sandbox_use
 
 DOCS = Path(__file__).parents[2] / "docs" / "handlers.md"
 
@@ -53,3 +55,20 @@ def test_each_of_our_handlers_names_the_sandbox_of_its_evaluation() -> None:
             assert said[name] == f"`{handler.eval_sandbox}`"
         else:
             assert said[name] == "none"
+
+
+def test_the_control_plane_knows_which_of_our_jobs_start_no_sandbox_before_eval() -> None:
+    """It loads no extension, so it has a table, which names of ours must agree with."""
+    registry = Registry()
+    agents = {"single_turn": ["bash"], "tools": ["submit"], "oracle": ["bash", "submit"]}
+    service = {"reward": {"service": {"url": "http://a/"}}}
+    for name, handler in own_handlers().items():
+        for agent, tools in agents.items():
+            spec = RolloutJobSpec.model_validate(
+                {
+                    "tasks": {"stream": True}, "handler": name, "backendRef": {"name": "p"},
+                    "agent": {"type": agent, "tools": tools}, **(service if name == "unscored" else {}),
+                }
+            )  # fmt: skip
+            use = sandbox_use(handler(), agent_of(registry, spec)[1])
+            assert spec.needs_early_sandboxes == (use == "run"), (name, agent)

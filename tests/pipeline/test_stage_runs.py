@@ -143,6 +143,7 @@ async def test_the_policy_sees_what_went_wrong_and_goes_on(rollout: Rollout, mod
         ({}, {"maxTokens": 4}, 8192, "MaxTokens"),
         # The server's context is smaller than it says.
         ({}, {}, 1500, "MaxContext"),
+        ({"maxContextTokens": 8192}, {"maxTokens": 500}, 1500, "MaxContext"),
     ],
 )
 async def test_limits_truncate_and_go_to_eval(
@@ -159,6 +160,40 @@ async def test_limits_truncate_and_go_to_eval(
         assert len(segment.prompt_ids) + len(segment.response_ids) <= limit
         assert segment.loss_mask[-1] == 1  # There is no tool output that was not answered.
     assert (await rollout.score()).reward == 1.0
+
+
+async def test_a_job_without_options_is_cut_by_nothing_but_the_servers_context(
+    rollout: Rollout, model: UseModel
+) -> None:
+    """A thought of thousands of tokens ends, and one that does not end is cut where the context ends."""
+    steps = ["<think>" + "so " * 3000 + "</think>" + call("bash", command="echo x"), "so " * 40_000]
+    model(lambda prompt: steps[prompt.count("<tool_response>")])
+    rollout.model.card["max_model_len"] = rollout.model.context = 30_000
+    trajectory = await rollout.play()
+    assert [turn.finish_reason for turn in trajectory.turns] == ["tool_calls", "length"]
+    assert (trajectory.truncated, trajectory.truncated_reason) == (True, "MaxContext")
+    last = trajectory.segments[-1]  # The template leaves out the thoughts of earlier turns.
+    assert len(last.prompt_ids) + len(last.response_ids) == 30_000
+    assert trajectory.sampling.max_tokens is None
+    assert (await rollout.score()).reward == 1.0
+
+
+@pytest.mark.parametrize(
+    ("agent", "context", "limit"),
+    [
+        ({}, 12_000, 12_000),
+        ({"maxContextTokens": 9000}, 12_000, 9000),
+        ({"maxToolOutputBytes": 300}, 12_000, 300),
+    ],
+)
+async def test_the_output_of_a_call_is_a_share_of_the_context(
+    rollout: Rollout, model: UseModel, agent: dict[str, Any], context: int, limit: int
+) -> None:
+    model(lambda prompt: call("bash", command="seq 1 20000"), {"maxTurns": 1, **agent})
+    rollout.model.card["max_model_len"] = context
+    trajectory = await rollout.play()
+    (output,) = (message.content for message in trajectory.messages if message.role == "tool")
+    assert limit <= len(output) <= limit + 100, "with a note about what is left out"
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from rollyard_pipeline.handlers.shell import ShellHandler
 from rollyard_pipeline.sandboxes.errors import NodeDiskFull, SandboxLost
 from rollyard_pipeline.sandboxes.interface import SandboxRequest
 from rollyard_pipeline.stages.stages import Stages
-from rollyard_pipeline.worker.worker import PACE_SECONDS
+from rollyard_pipeline.worker.worker import PACE_SECONDS, WorkerOptions
 from rollyard_process.backoff import Backoff
 from rollyard_testing.pace import patience
 from rollyard_testing.pipeline.workerlab import Answer, Plane, Provider, Steered, lease, spec, working
@@ -458,6 +458,41 @@ async def test_init_waits_while_the_node_is_full_of_sandboxes(handler: type[Stee
         assert len(plane.queues["init"]) == 1
         provider.claims = ["a"]
         await plane.wait_for(2)
+
+
+@pytest.mark.parametrize(
+    ("needs", "early", "trouble", "goes_on"),
+    [(True, True, "", False), (True, False, "", True), (False, True, "", True), (True, False, "full", False),
+     (False, True, "full", True)],
+)  # fmt: skip
+async def test_init_waits_for_no_place_of_a_sandbox_that_it_does_not_start(
+    handler: type[Steered], needs: bool, early: bool, trouble: str, goes_on: bool
+) -> None:
+    handler.needs_sandbox, handler.sandbox_before_eval = needs, early
+    plane, provider = Plane(spec()), Provider()
+    provider.claims, provider.full = ["a", "b"], trouble
+    handler.gate.set()
+    async with working(plane, handler, provider, max_sandboxes=2, job="j") as (worker, _):
+        await eventually(lambda: worker._sandbox_use != "run" or (needs and early))
+        plane.offer(lease(1), lease(2, "eval", "box"))
+        await plane.wait_for(2 if goes_on else 1)
+        assert len(plane.queues["init"]) == (0 if goes_on else 1)
+
+
+async def test_as_many_sandboxes_are_prepared_as_the_pool_takes_rollouts(handler: type[Steered]) -> None:
+    """A worker has 1,024 places in Run, which the pool bounds; sandboxes beyond that would stand idle."""
+    plane, provider = Plane(spec()), Provider()
+    handler.gate.set()
+    places = {"init": 2, "run": 1024, "eval": 2}
+    async with working(plane, handler, provider, concurrency=places) as (worker, _):
+        for known, limit in ((None, 64 + 2 + 4), (10, 10 + 2 + 4), (5000, 1024 + 2 + 4)):
+            plane.places = known
+            plane.offer(lease(limit, "run", "box"))
+            await plane.wait_for(len(plane.outcomes) + 1)
+            provider.claims = [f"s{number}" for number in range(limit - 1)]
+            assert await asyncio.to_thread(worker._room) == 1
+    bounded = WorkerOptions("w", "n", places, max_sandboxes=7)
+    assert (bounded.sandbox_limit(), bounded.sandbox_limit(500)) == (7, 7), "the installer's comes first"
 
 
 async def test_init_takes_no_more_at_once_than_the_node_may_have_sandboxes(handler: type[Steered]) -> None:

@@ -84,20 +84,29 @@ async def appears(path: Path, log: Path) -> str:
     return path.read_text()
 
 
+SHELL: dict[str, Any] = {
+    "solution": [{"name": "bash", "arguments": {"command": "cp made answer; echo > other"}}],
+    "test_script": '[ "$(cat answer)" = xy ] && [ -e other ]',
+}
+FRESH = SHELL | {"test_script": '[ "$(cat answer given made)" = "xy\nxxy" ] && [ ! -e other ]'}
+CODE: dict[str, Any] = {
+    "solution": [{"name": "submit", "arguments": {"answer": "def f(i): return i + 1"}}],
+    "tests": {"entry_point": "f", "cases": [{"program": "assert f(2) == 3"}]},
+}
+
+
 @pytest.mark.parametrize(
-    ("stages", "test", "each"),
+    ("task", "job", "each"),
     [
-        ({}, '[ "$(cat answer)" = xy ] && [ -e other ]', 1),
-        (
-            {"eval": {"carry": {"files": ["answer"]}}},
-            '[ "$(cat answer given made)" = "xy\nxxy" ] && [ ! -e other ]',
-            2,
-        ),
+        (SHELL, {"handler": "shell"}, 1),
+        (FRESH, {"handler": "shell", "stages": {"eval": {"carry": {"files": ["answer"]}}}}, 2),
+        # Init and Run have none, and the one of Eval is prepared as Init's would be.
+        (CODE, {"handler": "code", "agent": {"type": "oracle", "tools": ["submit"]}}, 1),
     ],
-    ids=["shared", "fresh"],
+    ids=["shared", "fresh", "eval-alone"],
 )
 async def test_every_rollout_gets_its_sandboxes_and_gives_them_back(
-    pods: Any, bundle: Path, tmp_path: Path, stages: dict[str, Any], test: str, each: int
+    pods: Any, bundle: Path, tmp_path: Path, task: dict[str, Any], job: dict[str, Any], each: int
 ) -> None:
     root = tmp_path / "root"
     root.mkdir()
@@ -109,14 +118,11 @@ async def test_every_rollout_gets_its_sandboxes_and_gives_them_back(
         sys.executable, "-m", "rollyard_api", "--state-dir", str(state), "--port", "0",
         "--port-file", str(tmp_path / "port"), log=log,
     )  # fmt: skip
-    task = {
-        "id": "t", "prompt": "q", "sandbox": {"files": {"given": "x"}, "setup": "echo $(cat given)y > made"},
-        "solution": [{"name": "bash", "arguments": {"command": "cp made answer; echo > other"}}],
-        "test_script": test,
-    }  # fmt: skip
+    sandbox = {"files": {"given": "x"}, "setup": "echo $(cat given)y > made"}
+    task = {"id": "t", "prompt": "q", "sandbox": sandbox, **task}
     manifest = job_manifest("claimed", {
-            "tasks": {"inline": [task]}, "handler": "shell", "samplesPerTask": ROLLOUTS,
-            "agent": {"type": "oracle"}, "sandbox": {"image": "docker://some/image:1"}, "stages": stages,
+            "tasks": {"inline": [task]}, "samplesPerTask": ROLLOUTS, "agent": {"type": "oracle"},
+            "sandbox": {"image": "docker://some/image:1"}, **job,
         })  # fmt: skip
     async with api:
         url = f"http://127.0.0.1:{(await appears(tmp_path / 'port', log)).strip()}"

@@ -7,7 +7,6 @@ import contextlib
 import ctypes
 import gc
 import logging
-import resource
 import signal
 import socket
 import ssl
@@ -19,6 +18,7 @@ from typing import Final
 import uvicorn
 from fastapi import FastAPI
 from rollyard_process.log_text import log_to
+from rollyard_process.open_files import open_many_files
 from rollyard_process.telemetry.options import trace_options
 from rollyard_process.telemetry.variables import TraceOptionError
 
@@ -79,12 +79,6 @@ GARBAGE_THRESHOLD: Final = 10_000
 """The number of new objects after which the youngest are searched for cycles."""
 
 
-def open_many_files() -> None:
-    """Raise the limit on open files to the permitted maximum, because each long poll is a connection."""
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-
-
 def return_large_blocks() -> None:
     """Let the C library give large blocks of memory back to the system when they are freed.
 
@@ -129,7 +123,7 @@ def run(options: ControlPlaneOptions) -> int:
     for each in [sock] if prorl is None else [sock, prorl.socket]:
         if each.family != socket.AF_UNIX:
             cut_off_stalled(each, options.stall_seconds)
-    open_many_files()
+    open_many_files()  # Each long poll is a connection.
     return serve(settings, sock, prorl)
 
 

@@ -26,7 +26,7 @@ from rollyard_api.core import entrypoints
 from rollyard_api.core.bulkhead import Bulkhead
 from rollyard_api.core.limits import Limit
 from rollyard_api.core.problems import RETRY_AFTER, ApiError, StorageFull, TimedOut, Unavailable
-from rollyard_api.core.wakeups import Bus, EmptyAnswers
+from rollyard_api.core.wakeups import BACKENDS, Bus, EmptyAnswers
 from rollyard_api.jobs import jobs
 from rollyard_api.jobs.blobs import Uploads
 from rollyard_api.jobs.events import EventHub
@@ -301,7 +301,13 @@ class ControlPlane:
         await monitoring.check_all(self.database, self.transport, ready=ready)
 
 
-async def _every(seconds: float, retry: float, name: str, work: Callable[[], Awaitable[None]]) -> None:
+async def _every(
+    seconds: float,
+    retry: float,
+    name: str,
+    work: Callable[[], Awaitable[None]],
+    sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+) -> None:
     """Call `work` in a loop; a refusal of the database or the store is logged once, and retried."""
     refused = ""
     while True:
@@ -320,7 +326,7 @@ async def _every(seconds: float, retry: float, name: str, work: Callable[[], Awa
             # One failure, whatever it is, must not end the work for all others.
             log.exception("%s: failed, and will be tried again", name)
             pause = max(retry, 1.0)
-        await asyncio.sleep(pause)
+        await sleep(pause)
 
 
 @asynccontextmanager
@@ -359,6 +365,11 @@ async def running(settings: Settings) -> AsyncIterator[ControlPlane]:
             asyncio.create_task(_every(seconds, retry, name, work))
             for seconds, retry, name, work in _background(plane)
         ]
+        # A backend that has just become ready gets few rollouts until the size of its cache is known.
+        pause = settings.stats_seconds
+        stats = partial(plane.poller.poll, plane.database, plane.transport)
+        soon = partial(plane.bus.sleep, BACKENDS)
+        background.append(asyncio.create_task(_every(pause, pause, "backend metrics", stats, soon)))
         plane.ready = True
         try:
             yield plane
@@ -379,7 +390,6 @@ def _background(plane: ControlPlane) -> list[tuple[float, float, str, Callable[[
     serving = partial(plane.check_health, ready=True)
     starting = partial(plane.check_health, ready=False)
     circuit = partial(circuits.probe_all, plane.database, plane.transport)
-    stats = partial(plane.poller.poll, plane.database, plane.transport)
     trains = partial(plane.poller.assess, plane.database, plane.transport)
     speeds = partial(plane.speeds.write, plane.database)
     return [
@@ -389,7 +399,6 @@ def _background(plane: ControlPlane) -> list[tuple[float, float, str, Callable[[
         (settings.health_seconds, settings.health_seconds, "health", serving),
         (settings.health_seconds, settings.health_seconds, "first requests", starting),
         (settings.circuit_seconds, settings.circuit_seconds, "circuits", circuit),
-        (settings.stats_seconds, settings.stats_seconds, "backend metrics", stats),
         (settings.stats_seconds, settings.stats_seconds, "fitness for training", trains),
         (settings.speeds_seconds, settings.stats_seconds, "measured speeds", speeds),
         (settings.folding_seconds, settings.stats_seconds, "statistics", plane.views.folding.round),

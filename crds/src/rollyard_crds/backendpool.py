@@ -111,8 +111,10 @@ class BackendPoolSpec(Model):
     template: PodTemplate = Field(default_factory=PodTemplate)
     """Kubernetes only: image, resources and placement of the backends' pods. `engine.resources.gpu` asks
     for GPUs."""
-    max_active_rollouts: Annotated[int, Field(ge=1, le=100_000)] = 256
-    """Rollouts in Run on each backend; more wait in the Run queue."""
+    max_active_rollouts: Annotated[int, Field(ge=1, le=100_000)] | None = None
+    """Rollouts in Run on each backend; more wait in the Run queue. Default: as many as the KV cache of the
+    backend has room for, each with a quarter of the model's context, from 8 to 1,024; 256 for a server that
+    does not report both."""
     placement: (
         Annotated[PlacementName, Field(json_schema_extra=cel(("self == oldSelf", _IMMUTABLE)))] | None
     ) = None
@@ -139,6 +141,12 @@ class BackendStatus(Model):
     """Healthy: it has answered its health check and a first completion."""
     active_rollouts: Annotated[int, Field(ge=0)] = 0
     """Unfinished rollouts that are assigned to it."""
+    max_active_rollouts: Annotated[int, Field(ge=1)] | None = None
+    """The most of them: the pool's `maxActiveRollouts`, or what follows from its KV cache."""
+    context_tokens: Annotated[int, Field(ge=1)] | None = None
+    """The context of its model, as the server says."""
+    kv_cache_tokens: Annotated[int, Field(ge=1)] | None = None
+    """The tokens that its KV cache holds, as the server says."""
     policy_version: Annotated[str, Field(max_length=128)] = ""
     """Label of the weights with which it samples."""
     weights: BackendWeights = "Current"

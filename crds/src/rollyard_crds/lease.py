@@ -23,6 +23,8 @@ from rollyard_crds.trajectory import (
 )
 
 MAX_BATCH: Final = 64
+MOST_PLACES: Final = 4096
+"""The largest number of rollouts that a worker holds at once in a stage."""
 MAX_LIVE_TURNS: Final = 64
 """The largest number of messages of one rollout in one heartbeat."""
 MAX_LIVE_TEXT: Final = 4096
@@ -60,7 +62,7 @@ class LeaseRequest(Record):
 
     worker: Annotated[str, Field(min_length=1, max_length=253)]
     node: Annotated[str, Field(min_length=1, max_length=253)]
-    capacity: dict[StageName, Annotated[int, Field(ge=0, le=4096)]]
+    capacity: dict[StageName, Annotated[int, Field(ge=0, le=MOST_PLACES)]]
     """Free places per stage; at most MAX_BATCH rollouts come back in all."""
     job: str | None = None
     """Only rollouts of this job."""
@@ -103,6 +105,9 @@ class LeaseResponse(Record):
     leases: list[Lease]
     draining: bool = False
     """Whether the job has ended: this worker may stop once its leases are done."""
+    places: Annotated[int, Field(ge=0)] | None = None
+    """The rollouts that the pool of a named job takes in Run at once, from all jobs, if it is known. For a
+    job without a pool it is the most that a worker has places for."""
 
 
 class LeaseRef(Record):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from datetime import datetime
 from typing import Annotated, Any, Final, Literal
 
@@ -144,6 +145,13 @@ class TaskSource(Model):
         return self
 
 
+ASSUMED_CONTEXT: Final = 8192
+"""The context, in tokens, of a model for which neither the job nor the server nor a config.json states it."""
+_LEAST_OUTPUT: Final = 4096  # The bounds of a derived `maxToolOutputBytes`, in bytes.
+_MOST_OUTPUT: Final = 65_536
+_UNKNOWN_CONTEXT_OUTPUT: Final = 16_384
+
+
 class AgentSpec(Model):
     """The agent that talks to the model: an entry point of the group `rollyard.agents`."""
 
@@ -164,13 +172,25 @@ class AgentSpec(Model):
     max_turns: Annotated[int, Field(ge=1, le=10_000)] = 20
     """The most sampled assistant turns; a rollout that needs more is evaluated as truncated. Calls that an
     agent replays do not count."""
-    max_context_tokens: Annotated[int, Field(ge=16, le=10_000_000)] = 8192
+    max_context_tokens: Annotated[int, Field(ge=16, le=10_000_000)] | None = None
     """The most tokens of the prompt, the samples and the tools together. A task whose prompt leaves no room
-    fails."""
+    fails. Default: the context of the server; where it reports none, `max_position_embeddings` of the
+    config.json beside the tokenizer, else 8,192."""
     tool_timeout_seconds: Seconds = 60
     """The limit of one tool call; the call is interrupted and the session continues."""
-    max_tool_output_bytes: Annotated[int, Field(ge=256, le=1 << 20)] = 16_384
-    """The limit of one tool call's output; longer output keeps its head and tail."""
+    max_tool_output_bytes: Annotated[int, Field(ge=256, le=1 << 20)] | None = None
+    """The limit of one tool call's output; longer output keeps its head and tail. Default: about a quarter of
+    the context, which is a byte for each of its tokens, from 4,096 to 65,536; 16,384 for an unknown
+    context."""
+
+    def tool_output_bytes(self, context: int | None) -> int:
+        """Return the limit of one tool call's output in a context of so many tokens, or an unknown one."""
+        if self.max_tool_output_bytes is not None:
+            return self.max_tool_output_bytes
+        if context is None:
+            return _UNKNOWN_CONTEXT_OUTPUT
+        # A token has about four bytes, so this is a quarter of the context.
+        return min(max(context, _LEAST_OUTPUT), _MOST_OUTPUT)
 
 
 class SamplingSpec(Model):
@@ -182,8 +202,8 @@ class SamplingSpec(Model):
     """1: no limit."""
     top_k: Annotated[int, Field(ge=-1, le=1_000_000)] = -1
     """-1: no limit."""
-    max_tokens: Annotated[int, Field(ge=1, le=1_000_000)] = 1024
-    """The most sampled tokens of a turn."""
+    max_tokens: Annotated[int, Field(ge=1, le=1_000_000)] | None = None
+    """The most sampled tokens of a turn; default: what is left of the context."""
     seed: Annotated[int, Field(ge=0, le=(1 << 53) - 1)] = 0
     """Base of every request's seed."""
 
@@ -212,7 +232,7 @@ class StageSpec(Model):
     """Worker processes; with `maxReplicas`, the smallest number of them."""
     max_replicas: Annotated[int, Field(ge=1, le=10_000)] | None = None
     """As many workers as the queue keeps busy, at most this many; default: always `replicas`."""
-    concurrency: Annotated[int, Field(ge=1, le=4096)] = 16
+    concurrency: Annotated[int, Field(ge=1, le=4096)] | None = None
     """Rollouts that each worker holds at once."""
     timeout_seconds: Seconds = 300
     """The limit of the work, without the time in the queue."""
@@ -231,6 +251,8 @@ class StageSpec(Model):
 class InitStageSpec(StageSpec):
     """Init: makes the sandbox ready."""
 
+    concurrency: Annotated[int, Field(ge=1, le=4096)] = 16
+    """Rollouts that each worker holds at once."""
     timeout_seconds: Seconds = 120
     """The limit of the work, without the time in the queue."""
 
@@ -238,15 +260,20 @@ class InitStageSpec(StageSpec):
 class RunStageSpec(StageSpec):
     """Run: the agent and the model."""
 
-    concurrency: Annotated[int, Field(ge=1, le=4096)] = 64
-    """Rollouts that each worker holds at once."""
-    timeout_seconds: Seconds = 600
+    concurrency: Annotated[int, Field(ge=1, le=4096)] | None = None
+    """Rollouts that each worker holds at once. Default: as many as the pool has places for (the
+    `maxActiveRollouts` of its backends), at most 1,024; 64 without a `backendRef`."""
+    timeout_seconds: Seconds = 1800
     """The limit of the work, without the time in the queue; past it a rollout is evaluated as truncated."""
     max_attempts: Annotated[int, Field(ge=1, le=100)] = 2
     """Tries of one rollout in this stage before it ends as Failed."""
 
 
 EvalSandbox = Literal["shared", "fresh"]
+
+_MOST_OF_A_POOL: Final = 1024  # Where a pool bounds Run, its places are the bound up to this number.
+DEFAULT_PLACES: Final[Mapping[StageName, int]] = {"init": 16, "run": 64, "eval": 16}
+"""The rollouts that a worker holds at once in each stage where neither a job nor a pool says more."""
 
 
 class EvalStageSpec(StageSpec):
@@ -268,6 +295,8 @@ class EvalStageSpec(StageSpec):
         )
     )
 
+    concurrency: Annotated[int, Field(ge=1, le=4096)] = 16
+    """Rollouts that each worker holds at once."""
     sandbox: EvalSandbox | None = None
     """`shared`: the sandbox that Run used, with all that it left. `fresh`: a new one that only Init has
     prepared, with what `carry` names. Default: `fresh` where `carry` or a network is given, else what the
@@ -322,6 +351,12 @@ class FailurePolicy(Model):
 
     max_failed_fraction: Annotated[float, Field(ge=0.0, le=1.0)] = 0.1
     """The job succeeds while at most this share of its rollouts failed for infrastructure reasons."""
+
+
+_NONE_BEFORE_EVAL: Final = frozenset({"code", "math", "stem", "unscored"})
+"""Our handlers for which no sandbox is started before Eval."""
+_TOOLS_WITHOUT: Final = frozenset({"submit"})
+"""Our tools that need no sandbox."""
 
 
 class RolloutJobSpec(Model):
@@ -407,6 +442,19 @@ class RolloutJobSpec(Model):
         if options is not None and options.network == "allow" and "allowlist" not in networks:
             raise ValueError(_NETWORK_TO_ALLOW)
         return self
+
+    @property
+    def needs_early_sandboxes(self) -> bool:
+        """Whether Init and Run may need sandboxes. Of extensions of other packages it is assumed."""
+        tools = () if self.agent.type == "single_turn" else self.agent.tools
+        return self.handler not in _NONE_BEFORE_EVAL or any(tool not in _TOOLS_WITHOUT for tool in tools)
+
+    def places(self, stage: StageName) -> int:
+        """Return how many rollouts each worker holds at once in a stage."""
+        spec: StageSpec = getattr(self.stages, stage)
+        if spec.concurrency is not None:
+            return spec.concurrency
+        return DEFAULT_PLACES[stage] if self.backend_ref is None else _MOST_OF_A_POOL
 
 
 class WorkerJobSpec(RolloutJobSpec):

@@ -202,7 +202,8 @@ class SamplingRecord(Record):
     temperature: float
     top_p: float
     top_k: int = -1
-    max_tokens: int
+    max_tokens: int | None = None
+    """The most tokens of a turn; None: what was left of the context."""
     seed: int
     logprobs_mode: str = "processed_logprobs"
 

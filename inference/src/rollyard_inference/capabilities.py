@@ -25,6 +25,7 @@ _ABORT: Final = "/inference/v1/abort_requests"  # vLLM has it exactly where it h
 _WEIGHT_INFO: Final = "/weight_info"  # This is the path of vLLM.
 # These are the paths of SGLang; the second is the older name.
 _MODEL_INFO: Final = ("/model_info", "/get_model_info")
+_SERVER_INFO: Final = ("/server_info", "/get_server_info")
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,6 +181,21 @@ async def weight_info(transport: Transport, url: str, seconds: float = PROBE_SEC
                 folder = body["model_path"]
                 return WeightInfo(path, label, folder if isinstance(folder, str) else None)
     return WeightInfo()
+
+
+async def cache_tokens(transport: Transport, url: str, seconds: float = PROBE_SECONDS) -> int | None:
+    """Return the number of tokens that the KV caches of an SGLang server hold, or None if it does not say.
+
+    Raises:
+        BackendUnavailable: The server did not answer.
+    """
+    for path in _SERVER_INFO:
+        status, body = await get(transport, base_url(url) + path, seconds)
+        if status == 200 and isinstance(body, dict):
+            tokens, engines = body.get("max_total_num_tokens"), body.get("dp_size", 1)
+            if type(tokens) is int and type(engines) is int and tokens > 0 and engines > 0:
+                return tokens * engines
+    return None
 
 
 async def get(transport: Transport, url: str, seconds: float = PROBE_SECONDS) -> tuple[int, Any]:

@@ -28,7 +28,7 @@ _NAMES: Final[Mapping[bytes, str]] = {
 }
 _SAMPLE: Final = re.compile(rb"^(%s)(?:\{[^\n]*\})?[ \t]+([^\s]+)" % b"|".join(_NAMES), re.MULTILINE)
 _CACHE: Final = re.compile(rb"^vllm:cache_config_info\{([^\n]*)\}", re.MULTILINE)
-_CACHE_LABEL: Final = re.compile(
+_LABEL: Final = re.compile(
     rb'\b(enable_prefix_caching|kv_cache_size_tokens|num_gpu_blocks|block_size)="([^"]{1,20})"'
 )
 
@@ -51,6 +51,8 @@ class ServerMetrics:
     """The number of those tokens that were found in the prefix cache."""
     computed: float | None = None
     """A number that grows while the server computes tokens."""
+    cache_tokens: int | None = None
+    """The number of tokens that the KV caches of all engines hold. It is None if the server does not say."""
 
 
 def parse(text: bytes) -> ServerMetrics:
@@ -66,7 +68,7 @@ def parse(text: bytes) -> ServerMetrics:
             continue
         if math.isfinite(value) and value >= 0:
             totals[_NAMES[match[1]]] += value
-    return ServerMetrics(**totals)
+    return ServerMetrics(**totals, cache_tokens=cache_config(text).tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,22 +82,20 @@ class CacheConfig:
 
 
 def cache_config(text: bytes) -> CacheConfig:
-    """Return the configuration of the KV cache in an exposition; its fields are None if it has none."""
+    """Return the configuration of the KV cache in an exposition; its fields are None if it has none.
+
+    There is a line for each engine, whose tokens are those of one engine. Versions without them have the
+    number of blocks, which is the same in all lines, because vLLM adds up the blocks of all engines.
+    """
     caching: bool | None = None
-    sizes: list[int] = []
+    tokens = blocks = 0
     for match in _CACHE.finditer(text):
-        labels = {
-            name.decode(): value.decode("ascii", "replace") for name, value in _CACHE_LABEL.findall(match[1])
-        }
+        labels = {name.decode(): value.decode("ascii", "replace") for name, value in _LABEL.findall(match[1])}
         caching = {"True": True, "False": False}.get(labels.get("enable_prefix_caching", ""), caching)
-        size = _count(labels.get("kv_cache_size_tokens"))
-        blocks, length = _count(labels.get("num_gpu_blocks")), _count(labels.get("block_size"))
-        if size is None and blocks is not None and length is not None:
-            size = blocks * length  # Before version 0.32, vLLM names no tokens.
-        if size is not None:
-            sizes.append(size)
-    return CacheConfig(caching, sum(sizes) if sizes else None)
+        tokens += _count(labels.get("kv_cache_size_tokens"))
+        blocks = max(blocks, _count(labels.get("num_gpu_blocks")) * _count(labels.get("block_size")))
+    return CacheConfig(caching, tokens or blocks or None)
 
 
-def _count(text: str | None) -> int | None:
-    return int(text) if text is not None and text.isascii() and text.isdigit() else None
+def _count(text: str | None) -> int:
+    return int(text) if text is not None and text.isascii() and text.isdigit() else 0

@@ -20,9 +20,10 @@ from typing import Any, Final, TypeVar
 import uvloop
 from rollyard_crds.base import build_all
 from rollyard_crds.names import NODE, PROVIDER, STAGES, StageName
-from rollyard_crds.rolloutjob import StagesSpec
+from rollyard_crds.rolloutjob import DEFAULT_PLACES
 from rollyard_crds.workers import Assignment, AssignmentRequest
 from rollyard_process.log_text import log_to
+from rollyard_process.open_files import open_many_files
 from rollyard_process.telemetry.export import SpanExport, exporting
 from rollyard_process.telemetry.options import TraceOptions, add_log_option, add_trace_options, trace_options
 from rollyard_process.telemetry.variables import TraceOptionError
@@ -99,6 +100,7 @@ def _main(runner: asyncio.Runner, options: argparse.Namespace, ready: Readiness)
     except TraceOptionError as error:
         print(f"rollyard worker: {error.reason}: {error}", file=sys.stderr)
         return 2
+    open_many_files()  # A rollout in Run has a connection to its backend and one to its sandbox.
     # What the imports made stays until the end, and rollouts make few cycles.
     gc.freeze()
     gc.set_threshold(GARBAGE_THRESHOLD)
@@ -225,11 +227,11 @@ async def _places(
     Raises:
         ControlPlaneRefused: The places were not given for every stage, and the job is gone.
     """
-    if options.job is None or not set(stages) - set(concurrency):
-        spec = StagesSpec()
-    else:
-        spec = (await control.job_when_there(options.namespace, options.job)).stages
-    return {stage: concurrency.get(stage, getattr(spec, stage).concurrency) for stage in stages}
+    places = dict(DEFAULT_PLACES)
+    if options.job is not None and set(stages) - set(concurrency):
+        spec = await control.job_when_there(options.namespace, options.job)
+        places = {stage: spec.places(stage) for stage in stages}
+    return {stage: concurrency.get(stage, places[stage]) for stage in stages}
 
 
 def _worker_options(

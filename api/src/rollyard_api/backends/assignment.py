@@ -12,7 +12,7 @@ from rollyard_crds.lease import MAX_BATCH, NoBackend
 from sqlalchemy import bindparam
 
 from rollyard_api.backends.circuits import Breaker
-from rollyard_api.backends.router import Backend, Pace, Router
+from rollyard_api.backends.router import Backend, Pace, Router, limit_of
 from rollyard_api.machine.states import RolloutState
 from rollyard_api.storage.database import Transaction
 from rollyard_api.storage.rows import RoutedBackend, columns, read_all
@@ -99,7 +99,15 @@ def _pace(row: RoutedBackend, now: float) -> Pace | None:
 
 
 def _backend(row: RoutedBackend, active: int, now: float) -> Backend:
-    return Backend(row.url, row.policy_version, active, row.speed, row.policy_index, _pace(row, now))
+    return Backend(
+        row.url,
+        row.policy_version,
+        active,
+        row.speed,
+        row.policy_index,
+        _pace(row, now),
+        max_active=limit_of(row.max_active, row.places),
+    )
 
 
 def eligible(row: RoutedBackend) -> bool:
@@ -122,7 +130,6 @@ class Routers:
         displaced = self._displaced(tx, running) if self._rows else {}
         self._routers = {
             key: Router.of(
-                rows[0].max_active,
                 [_backend(row, load[row.url], tx.now) for row in rows if eligible(row)],
                 displaced.get(key, 0),
             )
@@ -150,6 +157,14 @@ class Routers:
     def get(self, key: Key) -> Router | None:
         """Return the pool's router, or None if the pool has no ready backend."""
         return self._routers.get(key)
+
+    def places(self, key: Key) -> int | None:
+        """Return how many rollouts a pool takes at once, or None if it has no ready backend.
+
+        Backends that take none at the moment, such as those whose weights are updated, count as well.
+        """
+        rows = [row for row in self._rows.get(key, ()) if not row.draining]
+        return sum(limit_of(row.max_active, row.places) for row in rows) or None
 
     def admit(self, key: Key) -> bool:
         """Return whether the pool takes another rollout, with all promises of this transaction counted."""

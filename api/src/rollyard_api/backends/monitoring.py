@@ -27,8 +27,8 @@ from typing import Any, Final
 
 import sqlalchemy as sa
 from rollyard_crds.weights import UNVERIFIED
-from rollyard_inference import fitness, health, metrics
-from rollyard_inference.errors import BackendError
+from rollyard_inference import capabilities, fitness, health, metrics
+from rollyard_inference.errors import BackendError, BackendUnavailable
 from rollyard_inference.metrics import ServerMetrics
 from rollyard_inference.transports.interface import Transport, base_url
 from sqlalchemy.engine import Connection
@@ -36,10 +36,11 @@ from sqlalchemy.engine import Connection
 from rollyard_api.backends import pools
 from rollyard_api.backends.circuits import each
 from rollyard_api.backends.pools import Seen
+from rollyard_api.backends.router import places_of
 from rollyard_api.core.codec import dumps, loads
 from rollyard_api.storage import pools as pool_rows
 from rollyard_api.storage.database import Database, Measured
-from rollyard_api.storage.pools import MeasuredRuns
+from rollyard_api.storage.pools import MeasuredRuns, ReportedStats
 from rollyard_api.storage.rows import BackendRow, PoolRow
 from rollyard_api.storage.schema import backends
 from rollyard_api.storage.schema import pools as pools_table
@@ -102,6 +103,8 @@ WINDOW_SECONDS: Final = 300.0
 """The length in seconds of the window of the prefix cache's hit rate."""
 READ_SECONDS: Final = 2.0
 """The time within which a server must return its metrics, in seconds."""
+SIZES_SECONDS: Final = 60.0
+"""The age up to which the context and the cache of a server that stays ready are not asked for again."""
 MATERIAL_HIT_RATE: Final = 0.005
 """The smallest change of the hit rate that is written."""
 ASSESSED_SECONDS: Final = 300.0
@@ -156,10 +159,45 @@ def material(before: dict[str, Any] | None, after: dict[str, Any] | None) -> boo
     return rest[0] != rest[1] or drift >= MATERIAL_HIT_RATE
 
 
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """What a server says about its model's context and, unless its metrics do, about its KV cache."""
+
+    context: int | None = None
+    """In tokens, or None if it does not say."""
+    cache: int | None = None
+    """In tokens, or None if it does not say."""
+    until: float = 0.0
+    """The monotonic time from which they are asked for again."""
+
+    def document(self, read: ServerMetrics) -> dict[str, Any]:
+        """Return the fields of BackendStatus that follow from these sizes and a reading of the metrics."""
+        sizes = {"contextTokens": self.context, "kvCacheTokens": read.cache_tokens or self.cache}
+        return {name: tokens for name, tokens in sizes.items() if tokens is not None}
+
+
+async def _sizes(transport: Transport, url: str, model: str, *, cache: bool) -> Sizes | None:
+    """Return what a server says about its sizes, or None if it does not answer.
+
+    Args:
+        cache: Whether to ask for the size of the KV cache, too.
+    """
+    try:
+        served = await health.find_model(transport, url, model, READ_SECONDS)
+        if served.max_model_len is None and served.parent is not None:
+            served = await health.find_model(transport, url, served.parent, READ_SECONDS)
+        tokens = await capabilities.cache_tokens(transport, url, READ_SECONDS) if cache else None
+    except BackendUnavailable:
+        return None
+    except BackendError:
+        return Sizes(until=time.monotonic() + SIZES_SECONDS)
+    return Sizes(served.max_model_len, tokens, time.monotonic() + SIZES_SECONDS)
+
+
 def _rows(conn: Connection) -> Sequence[Any]:
-    return conn.execute(
-        sa.select(backends.c.pool_id, backends.c.url, backends.c.ready, backends.c.stats)
-    ).all()
+    wanted = [backends.c[name] for name in ("pool_id", "url", "ready", "places", "stats")]
+    query = sa.select(*wanted, pools_table.c.model)
+    return conn.execute(query.join_from(backends, pools_table, pools_table.c.id == backends.c.pool_id)).all()
 
 
 def _samplers(conn: Connection) -> list[tuple[BackendRow, PoolRow]]:
@@ -170,34 +208,45 @@ def _samplers(conn: Connection) -> list[tuple[BackendRow, PoolRow]]:
 
 @dataclass(slots=True)
 class Poller:
-    """Reads the metrics of every backend of every pool, and keeps a window for each URL."""
+    """Reads the metrics and the sizes of every backend of every pool, and keeps a window for each URL."""
 
     _windows: dict[str, Window] = field(default_factory=dict)
     _trains: dict[str, tuple[str, float]] = field(default_factory=dict)
     """By URL, whether a server has what training needs, and when it was asked."""
+    _sizes: dict[str, Sizes] = field(default_factory=dict)
 
     async def poll(self, database: Database, transport: Transport) -> None:
         """Read all metrics once, and write the changes in one transaction."""
         rows = await database.read(_rows)
-        self._windows = {url: self._windows.get(url) or Window() for url in {row.url for row in rows}}
+        urls = {row.url for row in rows}
+        self._windows = {url: self._windows.get(url) or Window() for url in urls}
+        # A server that has just become ready may be another process than before.
+        fresh = {row.url for row in rows if row.places is None}
+        self._sizes = {url: sizes for url, sizes in self._sizes.items() if url in urls - fresh}
         # A server that is not ready may come back with other options.
-        self._trains = {
-            row.url: self._trains[row.url] for row in rows if row.ready and row.url in self._trains
-        }
+        ready = {row.url for row in rows if row.ready}
+        self._trains = {url: answer for url, answer in self._trains.items() if url in ready}
         read: dict[str, dict[str, Any] | None] = {}
 
-        async def one(url: str) -> None:
-            read[url] = await self._read(transport, url)
+        async def one(url: str, model: str) -> None:
+            read[url] = await self._read(transport, url, model)
 
-        await each([(url,) for url in sorted({row.url for row in rows if row.ready})], one)
-        changes = []
+        await each(sorted({row.url: row.model for row in rows if row.ready}.items()), one)
+        changes, regrown = [], False
         for row in rows:
-            after = read.get(row.url)
-            if material(None if row.stats is None else loads(row.stats), after):
+            after, places = read.get(row.url), row.places
+            # Of a server that has not answered lately, what is known is kept.
+            answered = after is not None and row.url in self._sizes
+            if row.ready and (answered or places is None):
+                sizes = after or {}
+                places = places_of(sizes.get("kvCacheTokens"), sizes.get("contextTokens"))
+            regrown |= places != row.places
+            if places != row.places or material(None if row.stats is None else loads(row.stats), after):
                 stats = None if after is None else dumps(after)
-                changes.append((row.pool_id, row.url, stats))
+                changes.append(ReportedStats(row.pool_id, row.url, stats, places))
         if changes:
-            await database.write(partial(pool_rows.put_stats, stats=changes), durable=False)
+            write = partial(pool_rows.put_stats, reported=changes, places=regrown)
+            await database.write(write, durable=False)
 
     async def assess(self, database: Database, transport: Transport) -> None:
         """Ask each server that samples, and has not been asked for some minutes, what it lacks for training.
@@ -223,25 +272,28 @@ class Poller:
         }
         await each(due.items(), one)
 
-    async def _read(self, transport: Transport, url: str) -> dict[str, Any] | None:
-        fields = await self._metrics(transport, url)
+    async def _read(self, transport: Transport, url: str, model: str) -> dict[str, Any] | None:
+        fields = await self._metrics(transport, url, model)
         if url in self._trains:
             fields = {**(fields or {}), "trains": self._trains[url][0]}
         return fields
 
-    async def _metrics(self, transport: Transport, url: str) -> dict[str, Any] | None:
+    async def _metrics(self, transport: Transport, url: str, model: str) -> dict[str, Any] | None:
         address = f"{base_url(url)}/metrics"
         try:
             reply = await transport.request("GET", address, seconds=READ_SECONDS, limit=_MAX_BYTES)
         except BackendError:
             return None
         read = metrics.parse(reply.content) if reply.status == HTTPStatus.OK else ServerMetrics()
-        if read == ServerMetrics():
-            return None
+        known = self._sizes.get(url, Sizes())
+        if time.monotonic() >= known.until:
+            answer = await _sizes(transport, url, model, cache=read.cache_tokens is None)
+            if answer is not None:
+                known = self._sizes[url] = answer
         window = self._windows[url]
         if read.prefix_queries is not None and read.prefix_hits is not None:
             window.add(time.monotonic(), read.prefix_queries, read.prefix_hits)
-        return document(read, window.rate)
+        return document(read, window.rate) | known.document(read) or None
 
 
 MIN_TOKENS: Final = 16

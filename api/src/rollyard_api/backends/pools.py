@@ -14,6 +14,7 @@ from rollyard_crds.weights import UNVERIFIED
 from sqlalchemy.engine import Connection
 
 from rollyard_api.backends import circuits
+from rollyard_api.backends.router import limit_of
 from rollyard_api.core.codec import dumps, loads, validated
 from rollyard_api.core.conditions import differs, merge_status, stored_metadata, stored_spec, timestamp
 from rollyard_api.core.problems import Conflict, Invalid
@@ -112,6 +113,7 @@ def _found(tx: Transaction, pool: PoolRow, row: BackendRow, seen: Seen) -> dict[
     label, began = seen.policy_version, seen.ready and not row.ready
     if began:
         values |= circuits.values(circuits.of(row).restarted(tx.now)) | {"restart_requested": False}
+        values["places"] = None  # Its cache may have another size now.
     if row.weights == "Updating" or (label is not None and label.startswith(UNVERIFIED)):
         return values  # Labels concern only the weight update now.
     # Drivers know a label from the start of a server. The control plane reads the labels of external
@@ -291,12 +293,12 @@ def _document(pool: PoolRow, rows: Sequence[BackendRow], active: dict[str, int])
             "readyReplicas": sum(bool(b.ready and b.weights == "Current" and not b.draining) for b in rows),
             "policyVersion": pool.policy_version,
             "paused": bool(pool.paused),
-            "backends": [_backend(b, active.get(b.url, 0)) for b in rows],
+            "backends": [_backend(pool, b, active.get(b.url, 0)) for b in rows],
         },
     }
 
 
-def _backend(row: BackendRow, active: int) -> dict[str, Any]:
+def _backend(pool: PoolRow, row: BackendRow, active: int) -> dict[str, Any]:
     """Return a BackendStatus without the values that are not known yet."""
     message = row.message
     if not message and row.weights != "Current":
@@ -307,6 +309,7 @@ def _backend(row: BackendRow, active: int) -> dict[str, Any]:
         "url": row.url,
         "ready": bool(row.ready),
         "activeRollouts": active,
+        "maxActiveRollouts": limit_of(pool.max_active, row.places),
         "policyVersion": row.policy_version,
         "weights": row.weights,
         "circuit": row.circuit,

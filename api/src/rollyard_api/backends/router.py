@@ -19,6 +19,11 @@ BOUND: Final = 1.25
 """A group's samples stay together while their backend has at most this multiple of its fair share."""
 OWN_BOUND: Final = 2.0
 """The same multiple for a rollout on its own backend, whose cache holds more than the group's prompt."""
+UNKNOWN_PLACES: Final = 256
+"""The most rollouts in Run on a backend that does not report the size of its KV cache."""
+FEWEST_PLACES: Final = 8
+"""The least of what is derived from the size of a KV cache, and the limit until that size was asked for."""
+MOST_PLACES: Final = 1024
 MIN_RELATIVE_SPEED: Final = 1 / 16
 """The floor of relative speeds, so that a backend once measured as slow still gets rollouts to measure."""
 _EVEN: Final = 0.5
@@ -29,6 +34,31 @@ SPREAD: Final = 1.3
 """An allowance for rollouts of different lengths: the longest one on a slow backend ends last."""
 _SATURATED: Final = 0.25
 """The share of the limit from which more rollouts are assumed to share the same throughput."""
+
+
+def places_of(cache: int | None, context: int | None) -> int:
+    """Return the number of rollouts in Run that a server has room for.
+
+    A rollout grows, so over its life it holds half of its final length, and final lengths average at most
+    half of the context: each takes a quarter of it.
+
+    Args:
+        cache: The tokens that the server's KV cache holds, or None if the server does not say.
+        context: The context of its model in tokens, or None if the server does not say.
+    """
+    if not cache or not context:
+        return UNKNOWN_PLACES
+    return min(max(4 * cache // context, FEWEST_PLACES), MOST_PLACES)
+
+
+def limit_of(own: int | None, places: int | None) -> int:
+    """Return the most rollouts in Run on a backend.
+
+    Args:
+        own: The pool's `maxActiveRollouts`, if it has one.
+        places: The number that the backend has room for, or None until it was asked.
+    """
+    return own or places or FEWEST_PLACES
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +87,8 @@ class Backend:
     """What recently completed Runs have shown, or None if nothing is known."""
     quiet: float = 0.0
     """The seconds since a rollout last began on the backend."""
+    max_active: int = UNKNOWN_PLACES
+    """The most rollouts that it holds at once."""
 
 
 def relative_speeds(backends: Iterable[Backend]) -> dict[str, float]:
@@ -73,7 +105,6 @@ def relative_speeds(backends: Iterable[Backend]) -> dict[str, float]:
 class Router:
     """A pool's eligible backends while a batch of leases is being granted."""
 
-    max_active: int
     backends: dict[str, Backend]
     reserved: int = 0
     """The places kept for rollouts whose backend is gone, because those already hold a sandbox and tokens."""
@@ -94,11 +125,9 @@ class Router:
         heapq.heapify(self._heap)
 
     @classmethod
-    def of(
-        cls, max_active: int, backends: Iterable[Backend], reserved: int = 0, waiting: int | None = None
-    ) -> Router:
-        """Return a router over these backends, with at most `max_active` rollouts on each."""
-        return cls(max_active, {backend.url: backend for backend in backends}, reserved, waiting)
+    def of(cls, backends: Iterable[Backend], reserved: int = 0, waiting: int | None = None) -> Router:
+        """Return a router over these backends."""
+        return cls({backend.url: backend for backend in backends}, reserved, waiting)
 
     def copy(self) -> Router:
         """Return another router in the state that this one had before its first choice."""
@@ -107,8 +136,12 @@ class Router:
     @property
     def free(self) -> int:
         """The number of further rollouts that the pool takes from the queue."""
-        places = sum(max(0, self.max_active - count) for count in self.active.values())
+        places = sum(max(0, self.limit(url) - count) for url, count in self.active.items())
         return max(0, places - self.reserved)
+
+    def limit(self, url: str) -> int:
+        """Return the most rollouts on a backend."""
+        return self.backends[url].max_active
 
     def bound(self, url: str, together: int, factor: float = BOUND) -> float:
         """Return the load up to which a sticky choice may fill the backend, including the rollout to place.
@@ -149,12 +182,12 @@ class Router:
         idle = dict.fromkeys(self.active, 0)
         reach = 0.0
         for url in self.active:
-            fuller = min(self.active[url] + batch, self.max_active)
+            fuller = min(self.active[url] + batch, self.limit(url))
             reach = max(reach, self._worth_waiting(url, idle | {url: fuller}))
         return int(reach)
 
     def _fits(self, url: str, together: int, factor: float) -> bool:
-        if url not in self.active or self.active[url] >= self.max_active:
+        if url not in self.active or self.active[url] >= self.limit(url):
             return False
         return self.active[url] + 1 <= self.bound(url, together, factor) + 1e-9
 
@@ -163,13 +196,13 @@ class Router:
             return False
         return self.waiting <= self._worth_waiting(url, self.active)
 
-    def _per_token(self, pace: Pace, active: int) -> float:
-        """Return the expected seconds in Run per sampled token with `active` rollouts on the backend.
+    def _per_token(self, url: str, pace: Pace, active: int) -> float:
+        """Return the expected seconds in Run per sampled token with `active` rollouts on a backend.
 
         The pace was measured under one load. Beyond that load, a saturated backend shares its throughput
         among all rollouts. Below it, nothing shows that the backend is faster.
         """
-        return max(1.0, active / max(pace.load, _SATURATED * self.max_active)) / pace.rate
+        return max(1.0, active / max(pace.load, _SATURATED * self.limit(url))) / pace.rate
 
     def _worth_waiting(self, here: str, active: Mapping[str, int]) -> float:
         """Return up to how many waiting rollouts clearly faster backends are the better choice for all.
@@ -184,19 +217,23 @@ class Router:
             here: The URL of a backend.
             active: The number of active rollouts on each backend.
         """
-        limit = self.max_active
         paces = {url: backend.pace for url, backend in self.backends.items() if backend.pace is not None}
         # The seconds per token for a rollout that begins now, or as soon as a place is free.
-        soonest = {url: self._per_token(pace, min(active[url] + 1, limit)) for url, pace in paces.items()}
+        soonest = {
+            url: self._per_token(url, pace, min(active[url] + 1, self.limit(url)))
+            for url, pace in paces.items()
+        }
         faster = [url for url in soonest if here in soonest and soonest[url] * CLEARLY <= soonest[here]]
         if not faster:
             return 0.0
         seconds, best = soonest[here], min(faster, key=soonest.__getitem__)
-        free = sum(max(0, limit - active[url]) for url in faster)
+        free = sum(max(0, self.limit(url) - active[url]) for url in faster)
         quiet = min(self.backends[url].quiet for url in faster)
         if not free and quiet > paces[best].seconds * seconds / soonest[best]:
             return 0.0
-        throughput = sum(limit / self._per_token(paces[url], limit) for url in faster)
+        throughput = sum(
+            self.limit(url) / self._per_token(url, paces[url], self.limit(url)) for url in faster
+        )
         return free + (SPREAD * seconds - soonest[best]) * throughput
 
     def _least(self, avoid: str | None, fresh: bool) -> Backend | None:
@@ -205,7 +242,7 @@ class Router:
         chosen: str | None = None
         while self._heap and chosen is None:
             key, url = self._heap[0]
-            if self.active[url] >= self.max_active:
+            if self.active[url] >= self.limit(url):
                 heapq.heappop(self._heap)  # Counts only grow while a router is in use.
             elif key != self._key(url):
                 # The entry is stale because the backend has since been chosen; its current load is pushed

@@ -14,6 +14,8 @@ T = TypeVar("T")
 QUEUE: Final = "queue"
 """The topic that is woken when something can be leased that could not be leased before. It stands for the
 queues of all stages: its waits are woken with those of any stage, and waking it wakes them all."""
+BACKENDS: Final = "backends"
+"""The topic that is woken when a backend has become ready."""
 CLAIMS: Final = "claims"
 """The topic that is woken when a claim, or the set of sandboxes that drivers keep warm, has changed."""
 UNFINISHED: Final = "unfinished"
@@ -76,6 +78,22 @@ class Bus:
                 if not future.done():
                     future.set_result(None)
 
+    async def sleep(self, topic: str, seconds: float) -> None:
+        """Wait until the topic is woken, for up to `seconds`."""
+        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting[topic].add(future)
+        try:
+            await asyncio.wait([future], timeout=seconds)
+        finally:
+            self._forget(topic, future)
+
+    def _forget(self, topic: str, future: asyncio.Future[None]) -> None:
+        if topic in self._waiting:
+            self._waiting[topic].discard(future)
+            if not self._waiting[topic]:
+                del self._waiting[topic]
+        future.cancel()
+
     def close(self) -> None:
         """End all present and future waits at once, because the process is about to stop."""
         self.closing = True
@@ -110,11 +128,7 @@ class Bus:
                 if disconnected is not None and await disconnected():
                     return answer
             finally:
-                if topic in self._waiting:
-                    self._waiting[topic].discard(future)
-                    if not self._waiting[topic]:
-                        del self._waiting[topic]
-                future.cancel()
+                self._forget(topic, future)
 
 
 IDLE_SECONDS: Final = 1.0

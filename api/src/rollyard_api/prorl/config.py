@@ -74,8 +74,9 @@ class ProrlConfig(Model):
     """The longest wait of one `/process` call, in seconds."""
     max_jobs: Annotated[int, Field(ge=1, le=64)] = 4
     """The largest number of open RolloutJobs, one for each combination of sampling parameters in use."""
-    max_active_rollouts: Annotated[int, Field(ge=1, le=100_000)] = 256
-    """The rollouts that each server holds at the same time; more wait in the Run queue."""
+    max_active_rollouts: Annotated[int, Field(ge=1, le=100_000)] | None = None
+    """The rollouts that each server holds at the same time; more wait in the Run queue. By default as many as
+    its KV cache has room for, as in every BackendPool."""
     data_sources: Annotated[dict[str, FormatName], Field(max_length=256)] = Field(default_factory=dict)
     """The task formats of further data sources, by the name in `instance.data_source`."""
     specs: dict[str, Any] | None = None

@@ -11,12 +11,12 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final, TypeVar
+from typing import Any, Final, NamedTuple, TypeVar
 
 import msgspec
 import orjson
 import sqlalchemy as sa
-from rollyard_crds.lease import MAX_BATCH, LeaseRequest, NoBackend, RouteRequest
+from rollyard_crds.lease import MAX_BATCH, MOST_PLACES, LeaseRequest, NoBackend, RouteRequest
 from rollyard_crds.rolloutjob import StageName
 
 from rollyard_api.backends import circuits
@@ -97,10 +97,19 @@ def allocate(
     return taken
 
 
+class Granted(NamedTuple):
+    """What a request for leases gets."""
+
+    leases: list[dict[str, Any]]
+    """It is empty if nothing waits for the worker."""
+    places: int | None = None
+    """See `LeaseResponse.places`."""
+
+
 def grant(
     tx: Transaction, ask: LeaseRequest, only: int | None, lease_seconds: float, max_bytes: int
-) -> list[dict[str, Any]]:
-    """Lease up to MAX_BATCH rollouts within the worker's capacity; return [] if nothing waits for it.
+) -> Granted:
+    """Lease up to MAX_BATCH rollouts within the worker's capacity.
 
     Args:
         tx: The transaction.
@@ -120,7 +129,7 @@ def grant(
         and only in (None, row.id)
     }
     if not live:
-        return []
+        return Granted([])
     pools = {(row.namespace, row.pool) for row in live.values() if row.pool is not None}
     routed = bool(pools) and ask.capacity.get("run", 0) > 0
     if routed:
@@ -131,6 +140,7 @@ def grant(
     for row in active:
         loads[row.job_id] += row.n
     leases: list[dict[str, Any]] = []
+    pool_places = MOST_PLACES if ask.job is not None and not pools else None
     for stage in SERVED_ORDER:
         places = min(ask.capacity.get(stage, 0), MAX_BATCH - len(leases))
         if places <= 0 or room <= 0:
@@ -139,6 +149,8 @@ def grant(
         if stage == "run" and routed:
             routers = Routers(tx, active)
             routers.count_waiting(tx, pools)
+            if ask.job is not None and len(pools) == 1:
+                pool_places = routers.places(*pools)
         shares = [
             Share(job_id, row.priority, loads[job_id])
             for job_id, row in live.items()
@@ -159,7 +171,7 @@ def grant(
             room -= size
         if routers is not None:
             tx.loads.update(routers.loads())
-    return leases
+    return Granted(leases, pool_places)
 
 
 def _admit(live: dict[int, LeasableJob], routers: Routers | None, job_id: int) -> bool:
@@ -340,7 +352,7 @@ def _elsewhere(tx: Transaction, router: Router, row: Rollout, failed_url: str) -
         # The rollout was moved by an earlier call whose answer was lost.
         return router.backends[row.backend]
     group = group_rows.named(tx.conn, row.job_id, [row.group_no])[row.group_no]
-    others = Router.of(router.max_active, [b for url, b in router.backends.items() if url != failed_url])
+    others = Router.of([b for url, b in router.backends.items() if url != failed_url])
     chosen = others.choose(None, group.backend, together=group.remaining)
     if chosen is None:
         return router.backends.get(failed_url)

@@ -48,6 +48,7 @@ from rollyard_api.core.problems import Conflict, Forbidden, NotFound
 from rollyard_api.core.wakeups import CLAIMS, QUEUE, claim_topic, queue_topic, ready_topic
 from rollyard_api.jobs import job_views, reward_services
 from rollyard_api.rollouts import assignments, claims, heartbeats, leasing, reports, sweeps
+from rollyard_api.rollouts.leasing import Granted
 from rollyard_api.routes.common import Call, Named, RestCall, StrictRoute, Wait, answer, body_schema
 from rollyard_api.service import ControlPlane
 from rollyard_api.storage import jobs as job_rows
@@ -78,40 +79,40 @@ async def lease(request: Request) -> Response:
     plane.views.seen_workers.heard(job_id, body.worker, body.node, time.time(), body.capacity)
     stages = sorted(stage for stage, places in body.capacity.items() if places > 0)
     with plane.worker_polls.held(body.namespace or "") if body.wait > 0 else nullcontext():
-        leases, draining = await plane.bus.until(
+        granted, draining = await plane.bus.until(
             queue_topic(stages[0]) if len(stages) == 1 else QUEUE,
             partial(_granted, plane, body, job_id, stages),
-            lambda got: bool(got[0]) or got[1],
+            lambda got: bool(got[0].leases) or got[1],
             body.wait,
             request.is_disconnected,
         )
-    return _reply(request, {"leases": leases, "draining": draining})
+    return _reply(request, {**granted._asdict(), "draining": draining})
 
 
 async def _granted(
     plane: ControlPlane, ask: LeaseRequest, job_id: int | None, stages: list[StageName]
-) -> tuple[list[dict[str, Any]], bool]:
+) -> tuple[Granted, bool]:
     """Return the leases that can be granted now, and whether the requested job has ended."""
     now = asyncio.get_running_loop().time
     same = (ask.namespace, ask.job, job_id, ask.node, *stages)
     async with plane.grants.turn(ask.namespace or ""):
         changes, begun = plane.bus.queue_changes(stages), now()
         if plane.empty_answers.is_known(same, changes, begun):
-            return [], False
-        leases, over = await plane.database.write(partial(_grant, plane, ask, job_id), durable=False)
-        if not leases and not over:
+            return Granted([]), False
+        granted, over = await plane.database.write(partial(_grant, plane, ask, job_id), durable=False)
+        if not granted.leases and not over:
             plane.empty_answers.note(same, changes, begun)
-        return leases, over
+        return granted, over
 
 
 def _grant(
     plane: ControlPlane, ask: LeaseRequest, job_id: int | None, tx: Transaction
-) -> tuple[list[dict[str, Any]], bool]:
-    leases = leasing.grant(tx, ask, job_id, plane.settings.lease_seconds, plane.settings.page_bytes)
-    if leases or ask.job is None:
-        return leases, False
+) -> tuple[Granted, bool]:
+    granted = leasing.grant(tx, ask, job_id, plane.settings.lease_seconds, plane.settings.page_bytes)
+    if granted.leases or ask.job is None:
+        return granted, False
     job = job_rows.named(tx.conn, ask.namespace or "default", ask.job)
-    return [], job is None or job.finished_at is not None or job_id not in (None, job.id)
+    return granted, job is None or job.finished_at is not None or job_id not in (None, job.id)
 
 
 @router.post(

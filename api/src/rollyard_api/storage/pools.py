@@ -14,7 +14,7 @@ from sqlalchemy import bindparam
 from sqlalchemy.engine import Connection
 
 from rollyard_api.core.problems import NotFound
-from rollyard_api.core.wakeups import QUEUE
+from rollyard_api.core.wakeups import BACKENDS, QUEUE
 from rollyard_api.storage.database import Transaction
 from rollyard_api.storage.rows import BackendRow, PoolRow, read_all, read_one
 from rollyard_api.storage.schema import backends, jobs, pools, weight_updates
@@ -177,14 +177,14 @@ def add_backends(tx: Transaction, pool_id: int, rows: Sequence[Mapping[str, Any]
     """Insert backends of a pool, all with the same columns. Their circuits are closed."""
     if rows:
         tx.conn.execute(sa.insert(backends), [{"pool_id": pool_id, **row} for row in rows])
-        tx.wake(QUEUE)
+        tx.wake(QUEUE, BACKENDS)
 
 
 def change_backend(tx: Transaction, pool_id: int, url: str, values: Mapping[str, Any]) -> None:
     """Write what was found out about a backend. Without columns nothing is done."""
     if values:
         tx.conn.execute(_UPDATE_BACKEND, {"b_pool": pool_id, "b_url": url, **values})
-        tx.wake(QUEUE)
+        tx.wake(QUEUE, *([BACKENDS] if values.get("ready") else []))
 
 
 def remove_backends(tx: Transaction, pool_id: int, urls: Iterable[str]) -> None:
@@ -200,10 +200,29 @@ def reset_failures(tx: Transaction, job_id: int, url: str) -> None:
     tx.conn.execute(_RESET_FAILURES, {"b_job": job_id, "b_url": url})
 
 
-def put_stats(tx: Transaction, stats: Sequence[tuple[int, str, bytes | None]]) -> None:
-    """Write the values of servers' own metrics as JSON, each with the pool and the URL of the backend."""
-    rows = [{"b_pool": pool_id, "b_url": url, "stats": document} for pool_id, url, document in stats]
+class ReportedStats(NamedTuple):
+    """What a backend of a pool reports about itself."""
+
+    pool_id: int
+    url: str
+    stats: bytes | None
+    """The values of the server's own metrics as JSON."""
+    places: int | None
+
+
+def put_stats(tx: Transaction, reported: Sequence[ReportedStats], *, places: bool) -> None:
+    """Write what backends report about themselves.
+
+    Args:
+        places: Whether the places of some have changed, so that more rollouts may be leased.
+    """
+    rows = [
+        {"b_pool": row.pool_id, "b_url": row.url, "stats": row.stats, "places": row.places}
+        for row in reported
+    ]
     tx.conn.execute(_UPDATE_BACKEND, rows)
+    if places:
+        tx.wake(QUEUE)
 
 
 def fold_averages(tx: Transaction, measured: Iterable[MeasuredRuns]) -> None:

@@ -201,7 +201,7 @@ class PoolRow:
     status: bytes
     model: str
     tokenizer: str
-    max_active: int
+    max_active: int | None
     external: bool
     created_at: float
     pause_mode: PauseMode | None
@@ -239,6 +239,8 @@ class BackendRow:
     pace_seconds: float | None
     pace_load: float | None
     measured_at: float | None
+    places: int | None
+    """The rollouts in Run for which its KV cache has room, or null until the server was asked."""
     stats: bytes | None
     """The last values of the server's own metrics, as JSON."""
     restart_requested: bool = False
@@ -257,7 +259,7 @@ class RoutedBackend:
     model: str
     served_model: str | None
     tokenizer: str
-    max_active: int
+    max_active: int | None
     paused: bool
     url: str
     policy_version: str
@@ -272,6 +274,7 @@ class RoutedBackend:
     pace_seconds: float | None
     pace_load: float | None
     measured_at: float | None
+    places: int | None
 
 
 @dataclass(frozen=True, slots=True)

@@ -174,6 +174,18 @@ MAX_RETRIED: Final = 10_000
 """The largest number of retried rollouts whose attempts are counted."""
 
 
+def _pool_of(client: Client, job: RolloutJob) -> BackendPool | None:
+    """Return the pool of a job, or None if it has none or the pool does not exist."""
+    from rollyard_client.errors import NotFound
+
+    if job.spec.backend_ref is None:
+        return None
+    try:
+        return client.pool(job.spec.backend_ref.name, job.metadata.namespace)
+    except NotFound:
+        return None
+
+
 @click.command()
 @click.argument("kind", metavar="[KIND]")
 @click.argument("name", required=False)
@@ -205,7 +217,7 @@ def describe(kind: str, name: str | None, server: Server) -> None:
                 for attempt in item.attempts
             )
             link = link_if_any(opened, meta.namespace, meta.name)
-            describe_job(console, thing, reasons, attempts, link)
+            describe_job(console, thing, reasons, attempts, link, _pool_of(client, thing))
         else:
             describe_pool(console, thing)
 

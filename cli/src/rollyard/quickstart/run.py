@@ -230,9 +230,9 @@ def _vllm_servers(options: QuickstartOptions, job: RolloutJob, console: Console)
         return None
     from rollyard.quickstart.vllm_servers import VllmServers, run_places
 
-    run = job.spec.stages.run
     if options.vllm.update_weights:
-        run.concurrency = run_places(run.concurrency, options.tasks * options.samples)
+        places = run_places(job.spec.places("run"), options.tasks * options.samples)
+        job.spec.stages.run.concurrency = places
     return VllmServers(options.vllm, options.out, console)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
 
 import yaml
@@ -20,6 +20,7 @@ from rollyard.render.tables import (
     age,
     backend_row,
     fits,
+    places_of,
     plain_table,
     print_table,
     trains_of,
@@ -57,6 +58,7 @@ def describe_job(
     failures: Counter[tuple[str, str]],
     attempts: Counter[tuple[str, str, bool]],
     link: str = "",
+    pool: BackendPool | None = None,
 ) -> None:
     """Print a job's status, counts per stage, reasons of failures and retries, conditions and spec.
 
@@ -66,6 +68,7 @@ def describe_job(
         failures: The failed rollouts, counted by reason and message.
         attempts: The attempts that did not end well, counted by stage, reason and whether they counted.
         link: The link of the job's page, or "" if there is none.
+        pool: The job's pool, from which limits follow that the job leaves open, or None if there is none.
     """
     status, counts = job.status, job.status.counts
     _field(console, "Name", job.metadata.name)
@@ -82,6 +85,7 @@ def describe_job(
     _field(console, "Reward mean", "-" if status.reward_mean is None else f"{status.reward_mean:.4f}")
     ended = f"{counts.succeeded} with a reward, {counts.failed} failed, {counts.cancelled} cancelled"
     _field(console, "Rollouts", f"{counts.total} in all: {ended}")
+    _limits(console, job, () if pool is None else pool.status.backends)
     if link:
         _field(console, "Page", link)
     if status.dynamic_sampling is not None:
@@ -108,6 +112,33 @@ def describe_job(
     if inline:
         spec["tasks"]["inline"] = f"{len(inline)} tasks"
     _spec(console, spec)
+
+
+def _limits(console: Console, job: RolloutJob, backends: Sequence[BackendStatus]) -> None:
+    """Print the limits that are in force, which the job may leave to the servers of its pool."""
+    agent, tokens = job.spec.agent, job.spec.sampling.max_tokens
+    if job.spec.backend_ref is not None:
+        reported = [backend.context_tokens for backend in backends if backend.context_tokens is not None]
+        contexts = sorted({min(context, agent.max_context_tokens or context) for context in reported})
+        if not contexts and agent.max_context_tokens is not None:
+            contexts = [agent.max_context_tokens]
+        _field(console, "Context", _tokens(contexts) or "that of the server, which is not known yet")
+        _field(console, "Turn", "what is left of the context" if tokens is None else f"{tokens:,} tokens")
+        smallest = contexts[0] if contexts else None
+        _field(console, "Tool output", f"{agent.tool_output_bytes(smallest):,} bytes")
+    places, own = places_of(backends), job.spec.places("run")
+    run = f"up to {own if places is None else min(own, places):,} rollouts of each worker at once"
+    _field(console, "Run", f"{run}, {job.spec.stages.run.timeout_seconds:,} s each")
+    if not job.spec.needs_early_sandboxes:
+        _field(console, "Sandboxes", "none in Init and Run")
+
+
+def _tokens(contexts: Sequence[int]) -> str:
+    """Return the contexts of a pool's backends, from the smallest to the largest, or "" if there are none."""
+    if not contexts:
+        return ""
+    least, most = contexts[0], contexts[-1]
+    return f"{most:,} tokens" if least == most else f"{least:,} to {most:,} tokens"
 
 
 def _dynamic_sampling(console: Console, sampling: DynamicSamplingStatus) -> None:
@@ -143,6 +174,20 @@ def _backends(console: Console, backends: Iterable[BackendStatus]) -> None:
         console.print(Text("\n".join([*lines, *([f"  {message}"] if message else [])])), soft_wrap=True)
 
 
+def _limit(pool: BackendPool) -> str:
+    """Return the most active rollouts of a pool's backends, and what they follow from."""
+    own = pool.spec.max_active_rollouts
+    if own is not None:
+        return f"{own} active rollouts for each backend"
+    backends = pool.status.backends
+    places = places_of(backends)
+    if places is None:
+        return "not known yet; as many rollouts as the KV cache of each backend has room for"
+    silent = any(backend.kv_cache_tokens is None or backend.context_tokens is None for backend in backends)
+    source = "some say nothing of their KV cache" if silent else "by the size of the KV caches"
+    return f"{places} active rollouts on all backends together, {source}"
+
+
 def describe_pool(console: Console, pool: BackendPool) -> None:
     """Print a pool's state, backends, conditions and spec."""
     _field(console, "Name", pool.metadata.name)
@@ -155,7 +200,7 @@ def describe_pool(console: Console, pool: BackendPool) -> None:
     _field(console, "Engine", engine.type)
     _field(console, "Version", version_of(pool))
     _field(console, "Trains", trains_of(pool))
-    _field(console, "Limit", f"{pool.spec.max_active_rollouts} active rollouts for each backend")
+    _field(console, "Limit", _limit(pool))
     _field(console, "Created", _when(pool.metadata.creation_timestamp))
     console.print("\nBackends:")
     _backends(console, pool.status.backends)

@@ -138,7 +138,7 @@ def pools_table(pools: Iterable[BackendPool]) -> Table:
             _short(pool.spec.model),
             pool.spec.engine.type,
             version_of(pool),
-            str(sum(backend.active_rollouts for backend in backends)),
+            _active(backends),
             _sum(backend.waiting_requests for backend in backends),
             _share(mean(backend.prefix_cache_hit_rate for backend in backends)),
             "Paused" if pool.status.paused else _reason(pool.status.conditions, "Ready")[1],
@@ -165,7 +165,7 @@ def backend_row(backend: BackendStatus) -> list[str]:
         backend.circuit,
         backend.weights,
         backend.policy_version or "-",
-        str(backend.active_rollouts),
+        _active([backend]),
         _sum([backend.running_requests]),
         _sum([backend.waiting_requests]),
         _share(backend.prefix_cache_hit_rate),
@@ -232,6 +232,20 @@ def _short(model: str) -> str:
 def _sum(values: Iterable[int | None]) -> str:
     known = [value for value in values if value is not None]
     return str(sum(known)) if known else "-"
+
+
+def _active(backends: Sequence[BackendStatus]) -> str:
+    """Return the active rollouts of some backends and, if all of them say it, how many they take at most."""
+    active = sum(backend.active_rollouts for backend in backends)
+    places = places_of(backends)
+    return str(active) if places is None else f"{active}/{places}"
+
+
+def places_of(backends: Sequence[BackendStatus]) -> int | None:
+    """Return how many rollouts some backends take at once, or None if one of them does not say it."""
+    limits = [backend.max_active_rollouts for backend in backends]
+    known = [limit for limit in limits if limit is not None]
+    return sum(known) if known and len(known) == len(limits) else None
 
 
 def _share(value: float | None) -> str:

@@ -64,7 +64,8 @@ class SandboxSpec(Model):
     env: Annotated[dict[str, str], Field(max_length=256), CheckedEnv] = Field(default_factory=dict)
     """Environment variables of every command."""
     warm: Annotated[int, Field(ge=0, le=1024)] = 4
-    """Sandboxes that each Init worker keeps started and unclaimed; on Kubernetes, for the whole job.
+    """Sandboxes that each Init worker keeps started and unclaimed; on Kubernetes, for the whole job. None
+    where neither the agent nor the handler needs a sandbox before Eval.
     Bubblewrap starts one in about 10 ms, and keeps none unless its worker has `--no-sandbox-templates`."""
     template: Placement = Field(default_factory=Placement)
     """Kubernetes only: where sandbox pods may run."""

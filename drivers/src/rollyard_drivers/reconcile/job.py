@@ -40,25 +40,19 @@ def job_workloads(
     """Return the stage workers that a running job wants, by its counts and the workers that it has."""
     owner = owner_of(job)
     specs = {stage: getattr(job.spec.stages, stage) for stage in STAGES}
+    places = {stage: job.spec.places(stage) for stage in STAGES}
+
+    def replicas_of(stage: StageName, role: str) -> int:
+        current = _current(owner, role, observed)
+        return wanted_replicas(specs[stage], places[stage], getattr(job.status.counts, stage), current)
+
     fixed_one = all(spec.replicas == 1 and not scales(spec) for spec in specs.values())
     if profile.combine_stages and fixed_one:
         groups: list[tuple[str, tuple[StageName, ...], int]] = [("worker", STAGES, 1)]
     elif profile.node_workers:
-        there = _current(owner, "worker", observed)
-        counts = job.status.counts
-        most = max(wanted_replicas(specs[stage], getattr(counts, stage), there) for stage in STAGES)
-        groups = [("worker", STAGES, most)]
+        groups = [("worker", STAGES, max(replicas_of(stage, "worker") for stage in STAGES))]
     else:
-        groups = [
-            (
-                stage,
-                (stage,),
-                wanted_replicas(
-                    specs[stage], getattr(job.status.counts, stage), _current(owner, stage, observed)
-                ),
-            )
-            for stage in STAGES
-        ]
+        groups = [(stage, (stage,), replicas_of(stage, stage)) for stage in STAGES]
     return tuple(
         Workload(
             name=child_name(owner, role, index),
@@ -66,7 +60,7 @@ def job_workloads(
             owner=owner,
             index=index,
             stages=stages,
-            concurrency=tuple((stage, specs[stage].concurrency) for stage in stages),
+            concurrency=tuple((stage, places[stage]) for stage in stages),
             made_of=made_of(specs[stages[0]].template, job.metadata.labels, profile),
         )
         for role, stages, replicas in groups
@@ -407,11 +401,12 @@ def _job_status(
     )
 
 
-def wanted_replicas(stage: StageSpec, counts: StageCounts, current: int = 0) -> int:
+def wanted_replicas(stage: StageSpec, places: int, counts: StageCounts, current: int = 0) -> int:
     """Return the number of workers that a stage needs, between `replicas` and `maxReplicas`.
 
     Args:
         stage: The spec of the stage.
+        places: The number of rollouts that each worker holds at once.
         counts: The current counts of the stage.
         current: The number of workers that the stage has. The number is reduced only once fewer rollouts are
             active than the smaller number of workers has places for, because the rollouts of a worker that is
@@ -419,8 +414,8 @@ def wanted_replicas(stage: StageSpec, counts: StageCounts, current: int = 0) -> 
     """
     most = stage.replicas if stage.max_replicas is None else stage.max_replicas
     load = counts.queued + counts.active
-    need = min(most, max(stage.replicas, -(-load // stage.concurrency)))
-    if need >= current or not counts.active or counts.active < need * stage.concurrency:
+    need = min(most, max(stage.replicas, -(-load // places)))
+    if need >= current or not counts.active or counts.active < need * places:
         return need
     return min(current, most)
 

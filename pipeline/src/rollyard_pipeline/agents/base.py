@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Final
 
-from rollyard_crds.rolloutjob import AgentSpec, SamplingSpec
+from rollyard_crds.rolloutjob import ASSUMED_CONTEXT, AgentSpec, SamplingSpec
 from rollyard_crds.task import Task
 from rollyard_crds.trajectory import FinishReason
 from rollyard_inference.errors import ContextOverflow
@@ -75,8 +75,24 @@ class AgentTurn:
     finish_reason: FinishReason
 
 
+def stated_context(own: int | None, reported: int | None, configured: int | None) -> int | None:
+    """Return the most tokens of an episode, or None if nothing states it.
+
+    Args:
+        own: The job's `agent.maxContextTokens`.
+        reported: The context that the server reports.
+        configured: The context in the model's config.json, for a job and a server that state none.
+    """
+    limits = [tokens for tokens in (own, reported) if tokens is not None]
+    return min(limits) if limits else configured
+
+
 class AgentContext:
-    """The operations of an agent: sample a turn, run a call, append a message, end the episode."""
+    """The operations of an agent: sample a turn, run a call, append a message, end the episode.
+
+    Args:
+        model_context: The context in the model's config.json, in tokens, or None.
+    """
 
     def __init__(
         self,
@@ -89,6 +105,7 @@ class AgentContext:
         tool_context: ToolContext,
         parser: ToolCallParser | TokenParser | None,
         session: BackendSession | None,
+        model_context: int | None = None,
     ) -> None:
         self.task = task
         self.spec = spec
@@ -98,6 +115,7 @@ class AgentContext:
         self._tool_context = tool_context
         self._parser = parser
         self._session = session
+        self._model_context = model_context
         self._open: tuple[Prompt, float] | None = None
         """The prompt of the turn that is being sampled, and the model's seconds before it."""
 
@@ -123,15 +141,18 @@ class AgentContext:
             self.episode.truncate("MaxTurns")
             return None
         prompt = recorder.prompt()
-        own = self.spec.max_context_tokens
-        context = min(own, await session.context_limit() or own)
+        own, reported = self.spec.max_context_tokens, await session.context_limit()
+        context = stated_context(own, reported, self._model_context) or ASSUMED_CONTEXT
         room = context - len(prompt.ids)
         if room <= 0:
             whose = "agent.maxContextTokens" if context == own else "the server's context (max_model_len)"
+            if own is None and reported is None:
+                whose = "agent.maxContextTokens is not set and the server reports no context, so the limit"
             self._out_of_context(len(prompt.ids), f"{whose} is {context}")
             return None
         before = session.model_seconds
-        max_tokens = min(self._sampling.max_tokens, room)
+        most = self._sampling.max_tokens
+        max_tokens = room if most is None else min(most, room)
         self._open = prompt, before
         try:
             sample = await session.turn(prompt.ids, max_tokens, len(self.episode.turns))
@@ -146,7 +167,7 @@ class AgentContext:
         parsed = await self._parsed(text, prompt, sample)
         self.episode.add_assistant(text, parsed, sample.finish_reason, session.model_seconds - before)
         if sample.finish_reason == "length":
-            full = len(sample.token_ids) >= self._sampling.max_tokens
+            full = most is not None and len(sample.token_ids) >= most
             self.episode.truncate("MaxTokens" if full else "MaxContext")
         return AgentTurn(parsed.text, parsed.calls, sample.finish_reason)
 

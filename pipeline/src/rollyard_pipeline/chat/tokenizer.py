@@ -6,6 +6,7 @@ import importlib
 import json
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -236,8 +237,18 @@ def _template_source(folder: Path, config: dict[str, Any]) -> str:
     )
 
 
-def vocabulary_size(folder: Path, tokenizer_size: int) -> int:
-    """Return the bound of the model's ids: `config.json`'s `vocab_size`, but at least the tokenizer's size.
+@dataclass(frozen=True, slots=True)
+class ModelSizes:
+    """What the config.json of a model says of it."""
+
+    vocabulary: int
+    """The bound of the model's ids, which is at least the size of its tokenizer."""
+    context: int | None = None
+    """The longest sequence in tokens (`max_position_embeddings`), or None if it is not stated."""
+
+
+def model_sizes(folder: Path, tokenizer_size: int) -> ModelSizes:
+    """Return the sizes in a model's config.json.
 
     Embeddings are often padded beyond the tokenizer's last id.
 
@@ -248,10 +259,14 @@ def vocabulary_size(folder: Path, tokenizer_size: int) -> int:
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
-        return tokenizer_size
-    sizes = [tokenizer_size]
-    for part in (config, config.get("text_config")) if isinstance(config, dict) else ():
-        size = part.get("vocab_size") if isinstance(part, dict) else None
-        if type(size) is int:
-            sizes.append(size)
-    return max(sizes)
+        return ModelSizes(tokenizer_size)
+    parts = (config, config.get("text_config")) if isinstance(config, dict) else ()
+    sizes = _numbers(parts, "vocab_size")
+    contexts = [length for length in _numbers(parts, "max_position_embeddings") if length > 0]
+    return ModelSizes(max([tokenizer_size, *sizes]), contexts[-1] if contexts else None)
+
+
+def _numbers(parts: Sequence[object], name: str) -> list[int]:
+    """Return the whole numbers that parts of a configuration have under a name."""
+    values = (part.get(name) for part in parts if isinstance(part, dict))
+    return [value for value in values if type(value) is int]

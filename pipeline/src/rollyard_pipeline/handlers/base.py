@@ -269,6 +269,12 @@ class Handler(ABC):
 
     If it does not, a sandbox is started only if the agent's tools need one, and Eval does not prepare it.
     """
+    sandbox_before_eval: ClassVar[bool] = True
+    """Whether Init and Run have the sandbox that the handler needs.
+
+    If not, a sandbox is started there only if the agent's tools need one. Otherwise Eval gets a fresh one, in
+    which `init` runs first.
+    """
     needs_tokens: ClassVar[bool] = False
     """Whether `eval` reads the token lists of a trajectory, which are `ctx.trajectory.segments`.
 

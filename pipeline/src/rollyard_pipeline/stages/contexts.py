@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import json
-from typing import Final
+from collections.abc import Mapping
+from typing import Final, Literal
 
 from rollyard_crds.fields.allowed_hosts import HostRule, installers_rule
 from rollyard_crds.fields.eval_carry import WORKDIR
@@ -74,6 +75,18 @@ def agent_of(extensions: registry.Registry, spec: RolloutJobSpec) -> tuple[Agent
             tool: Tool = extensions.load(registry.TOOLS, name)()
             tools[tool.name] = tool
     return agent, tools
+
+
+SandboxUse = Literal["run", "eval", "none"]
+
+
+def sandbox_use(handler: Handler, tools: Mapping[str, Tool]) -> SandboxUse:
+    """Return where rollouts have a sandbox: from Init on (`run`), in Eval alone, or nowhere."""
+    if any(tool.needs_sandbox for tool in tools.values()):
+        return "run"
+    if not handler.needs_sandbox:
+        return "none"
+    return "run" if handler.sandbox_before_eval else "eval"
 
 
 def narrowed(spec: SandboxSpec, task: TaskSandbox) -> SandboxSpec:

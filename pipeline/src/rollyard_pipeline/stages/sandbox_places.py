@@ -36,7 +36,8 @@ class SandboxPlaces:
         self, provider: SandboxProvider | None, *, usual: int, limit: int | None = None, evals: int = 1
     ) -> None:
         self._provider = provider
-        self._usual = usual
+        self.usual = usual
+        """The number of sandboxes beyond which Init waits if the node has no limit."""
         self._limit = limit
         self._kept = max(1, evals)
         if limit is not None:
@@ -56,10 +57,15 @@ class SandboxPlaces:
             coming: The number of this worker's rollouts in Init that have no sandbox yet.
         """
         if self._provider is None:
-            return self._usual
-        fresh = {lease.eval_sandbox.id for lease in list(self._evaluating) if lease.eval_sandbox is not None}
-        of_run = len(set(self._provider.in_use()) - fresh)
-        return self._for_run() - coming - of_run
+            return self.usual
+        # The only sandbox of a rollout takes a place, wherever it has it.
+        fresh = {
+            holding.eval_sandbox.id
+            for holding in list(self._evaluating)
+            if holding.eval_sandbox is not None and _is_second(holding)
+        }
+        others = len(set(self._provider.in_use()) - fresh)
+        return self._for_run() - coming - others
 
     @asynccontextmanager
     async def for_init(self, holding: HeldLease) -> AsyncIterator[None]:
@@ -95,8 +101,11 @@ class SandboxPlaces:
 
     @asynccontextmanager
     async def for_eval(self, holding: HeldLease) -> AsyncIterator[None]:
-        """Wait for one of the places that are reserved for Eval's fresh sandboxes, and hold it."""
-        self._wanted = True
+        """Wait for a place for Eval's fresh sandbox, and hold it.
+
+        It is one of the reserved places if the rollout holds another sandbox, and any of them otherwise.
+        """
+        self._wanted |= _is_second(holding)
         while not await self._entered_eval(holding):
             await self._change()
         try:
@@ -114,7 +123,8 @@ class SandboxPlaces:
     async def _entered_eval(self, holding: HeldLease) -> bool:
         self._changed.clear()
         async with self._look:
-            if len(self._evaluating) >= self._kept:
+            held = sum(_is_second(evaluating) for evaluating in self._evaluating)
+            if _is_second(holding) and held >= self._kept:
                 return False
             # Other workers of the node may hold more sandboxes than they should. One Eval always proceeds
             # nevertheless, because only a finished Eval frees a place.
@@ -127,5 +137,10 @@ class SandboxPlaces:
 
     def _for_run(self) -> int:
         if self._limit is None:
-            return self._usual
+            return self.usual
         return self._limit - self._kept if self._wanted else self._limit
+
+
+def _is_second(holding: HeldLease) -> bool:
+    """Return whether the rollout of an Eval holds the sandbox of Run beside a fresh one."""
+    return holding.lease.sandbox is not None

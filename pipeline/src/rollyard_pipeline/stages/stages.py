@@ -27,10 +27,10 @@ from rollyard_inference.errors import BackendUnavailable
 from rollyard_sandbox.errors import ConnectionLost
 
 from rollyard_pipeline import registry
-from rollyard_pipeline.agents.base import Agent, AgentContext
+from rollyard_pipeline.agents.base import Agent, AgentContext, stated_context
 from rollyard_pipeline.backends import BackendClient, BackendSession
 from rollyard_pipeline.chat.format import ChatFormat, FormatCache
-from rollyard_pipeline.chat.tokenizer import locate, vocabulary_size
+from rollyard_pipeline.chat.tokenizer import ModelSizes, locate, model_sizes
 from rollyard_pipeline.control_plane.calls import ControlPlaneUnavailable, JobSpecs, WorkerCalls
 from rollyard_pipeline.control_plane.leases import HeldLease
 from rollyard_pipeline.errors import (
@@ -52,6 +52,7 @@ from rollyard_pipeline.sandboxes.errors import SandboxLost, SandboxProviderError
 from rollyard_pipeline.sandboxes.interface import Sandbox, SandboxProvider, SandboxRequest
 from rollyard_pipeline.sandboxes.start_span import sandbox_started
 from rollyard_pipeline.stages.contexts import (
+    SandboxUse,
     agent_of,
     checked_carry,
     eval_network,
@@ -60,6 +61,7 @@ from rollyard_pipeline.stages.contexts import (
     pins_of,
     prepare,
     sandbox_request,
+    sandbox_use,
     stage_context,
 )
 from rollyard_pipeline.stages.eval_sandboxes import EvalSandboxes, eval_sandbox, reaches
@@ -200,7 +202,7 @@ class Stages:
         self._loading: dict[str, asyncio.Future[Handler]] = {}
         self._rewards = Rewards(extensions)
         self._readers = Readers()
-        self._vocabularies: dict[str, int] = {}
+        self._model_sizes: dict[str, ModelSizes] = {}
         self._met: set[str] = set()
         """The jobs for which a sandbox was started here."""
         self._warmed: set[str] = set()
@@ -249,6 +251,15 @@ class Stages:
             if holding.lease.stage == "run":
                 times.own_seconds = max(0.0, times.active_seconds - times.model_seconds - times.tool_seconds)
 
+    async def sandbox_use(self, spec: RolloutJobSpec) -> SandboxUse:
+        """Return where the rollouts of a job have sandboxes, as far as its handler says so for all tasks.
+
+        Raises:
+            PipelineError: An extension of the job cannot be loaded.
+        """
+        await self._load(spec.handler)
+        return sandbox_use(self._handler(spec), agent_of(self._extensions, spec)[1])
+
     async def _init(self, holding: HeldLease, spec: RolloutJobSpec, times: StageTimes) -> StageResult:
         lease, timeout = holding.lease, spec.stages.init.timeout_seconds
         handler, (_, tools) = self._handler(spec).for_task(lease.task), agent_of(self._extensions, spec)
@@ -256,16 +267,16 @@ class Stages:
         eval_network(spec, handler, lease.task)
         self._extensions.load(registry.TOOL_PARSERS, spec.agent.tool_parser)
         await self._rewards.check(self._handler(spec), spec)
-        needed = handler.needs_sandbox or any(tool.needs_sandbox for tool in tools.values())
+        use = sandbox_use(handler, tools)
         context = stage_context(lease, spec, timeout)
         try:
-            if needed:
+            if use == "run":
                 async with self._init_place(holding, spec, handler), asyncio.timeout(timeout):
                     sandbox = await self._acquire(holding, spec)
                     async with sandbox, self._lent(sandbox, context):
                         context.client, context.workdir = sandbox.client, sandbox.workdir
                         await prepare(handler, context)
-            else:
+            elif use == "none":
                 async with asyncio.timeout(timeout):
                     await prepare(handler, context)
         except TimeoutError as error:
@@ -289,12 +300,17 @@ class Stages:
         episode = Episode(messages=lease.task.chat())
         holding.live = functools.partial(_live_turns, episode, session)
         parser: ToolCallParser | TokenParser | None = None
+        model_context: int | None = None
+        stated: int | None = None
         if session is not None:
             schemas, arguments = [tool.schema() for tool in tools.values()], spec.agent.chat_template_kwargs
             chat = await self._formats.get(session.backend.tokenizer, schemas, arguments)
             if tools:
                 episode.tool_parser, parser = await self._parser(spec, session, chat, tools)
-            session.vocabulary = await self._vocabulary(session.backend.tokenizer, chat)
+            sizes = await self._sizes(session.backend.tokenizer, chat)
+            session.vocabulary, model_context = sizes.vocabulary, sizes.context
+            reported = await session.context_limit()
+            stated = stated_context(spec.agent.max_context_tokens, reported, model_context)
             episode.recorder = TrajectoryRecorder(chat, chat.opening(episode.messages))
         context = stage_context(lease, spec, timeout)
         try:
@@ -307,9 +323,10 @@ class Stages:
                     sampling=spec.sampling,
                     episode=episode,
                     tools=tools,
-                    tool_context=self._tool_context(sandbox, spec),
+                    tool_context=self._tool_context(sandbox, spec, stated),
                     parser=parser,
                     session=session,
+                    model_context=model_context,
                 )
                 limits = RunLimits(session, agent_context)
                 context.agent_steps = runs = AgentRuns(agent, agent_context, limits)
@@ -352,10 +369,11 @@ class Stages:
         context = stage_context(lease, spec, timeout)
         context.trajectory = evaluated(lease, handler)
         _first_crash_fails(lease, _end_in_run(lease), None)
-        fresh = eval_sandbox(spec, handler, lease.task) == "fresh"
+        alone = handler.needs_sandbox and lease.sandbox is None
+        fresh = alone or eval_sandbox(spec, handler, lease.task) == "fresh"
         untouched = fresh and not reaches(spec, handler, lease.task)
         try:
-            async with self._eval_place(holding, spec, handler, context) as sandbox:
+            async with self._eval_place(holding, spec, handler, context, fresh=fresh) as sandbox:
                 if sandbox is not None:
                     context.client, context.workdir = sandbox.client, sandbox.workdir
                 lend, seconds = self._lend(sandbox, handler, context), timeout + self._eval_grace
@@ -432,7 +450,7 @@ class Stages:
 
     async def _acquire(self, holding: HeldLease, spec: RolloutJobSpec) -> Sandbox:
         if self._provider is None:
-            raise PermanentFailure("this worker has no sandboxes (start it with --sandbox)", "SandboxMissing")
+            raise _no_sandboxes()
         request = sandbox_request(spec, self._handler(spec), holding.lease.task)
         sandbox = await sandbox_started(self._provider, request, holding.ref)
         holding.sandbox = sandbox.handle
@@ -464,13 +482,23 @@ class Stages:
             yield
 
     def _eval_place(
-        self, holding: HeldLease, spec: RolloutJobSpec, handler: Handler, context: StageContext
+        self,
+        holding: HeldLease,
+        spec: RolloutJobSpec,
+        handler: Handler,
+        context: StageContext,
+        *,
+        fresh: bool,
     ) -> AbstractAsyncContextManager[Sandbox | None]:
-        """Return the sandbox for Eval: Run's own, a fresh one, or none if Run had none."""
-        task = holding.lease.task
-        fresh = holding.lease.sandbox is not None and eval_sandbox(spec, handler, task) == "fresh"
-        if not fresh or self._eval_sandboxes is None:
+        """Return the sandbox for Eval: Run's own, a fresh one, or none if Run had none and none is needed.
+
+        Raises:
+            PermanentFailure: A fresh one is needed, and this worker has no sandboxes.
+        """
+        if not fresh:
             return self._attached(holding.lease)
+        if self._eval_sandboxes is None:
+            raise _no_sandboxes()
         return self._eval_sandboxes.fresh(holding, spec, handler, context)
 
     @asynccontextmanager
@@ -529,14 +557,14 @@ class Stages:
         schemas = {tool.name: tool.parameters for tool in tools.values()}
         return await configured(name, parser, model, schemas, self._readers)
 
-    async def _vocabulary(self, tokenizer: str, chat: ChatFormat) -> int:
-        """Return the number of token ids that the model has."""
-        if tokenizer not in self._vocabularies:
+    async def _sizes(self, tokenizer: str, chat: ChatFormat) -> ModelSizes:
+        """Return what the folder of the tokenizer says of the model."""
+        if tokenizer not in self._model_sizes:
             folder = await asyncio.to_thread(locate, tokenizer)
-            self._vocabularies[tokenizer] = await asyncio.to_thread(
-                vocabulary_size, folder, chat.tokenizer.vocabulary_size
+            self._model_sizes[tokenizer] = await asyncio.to_thread(
+                model_sizes, folder, chat.tokenizer.vocabulary_size
             )
-        return self._vocabularies[tokenizer]
+        return self._model_sizes[tokenizer]
 
     def _session(self, lease: Lease, spec: RolloutJobSpec) -> BackendSession:
         if lease.backend is None:
@@ -565,12 +593,14 @@ class Stages:
             budget=self._backend_budget,
         )
 
-    def _tool_context(self, sandbox: Sandbox | None, spec: RolloutJobSpec) -> ToolContext:
+    def _tool_context(
+        self, sandbox: Sandbox | None, spec: RolloutJobSpec, context: int | None
+    ) -> ToolContext:
         provider = self._provider
         return ToolContext(
             client=sandbox.client if sandbox is not None else None,
             timeout=float(spec.agent.tool_timeout_seconds),
-            max_output_bytes=spec.agent.max_tool_output_bytes,
+            max_output_bytes=spec.agent.tool_output_bytes(context),
             oom_killed=functools.partial(provider.oom_killed, sandbox.handle)
             if provider is not None and sandbox is not None
             else None,
@@ -588,6 +618,10 @@ def _live_turns(episode: Episode, session: BackendSession | None, first: int) ->
         running = running_turn(episode, *sampled)
         turns += [running] if running is not None else []
     return turns
+
+
+def _no_sandboxes() -> PermanentFailure:
+    return PermanentFailure("this worker has no sandboxes (start it with --sandbox)", "SandboxMissing")
 
 
 def _end_in_run(lease: Lease) -> str:

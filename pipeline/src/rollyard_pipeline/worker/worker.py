@@ -27,7 +27,12 @@ from rollyard_sandbox.errors import SandboxError as ExecError
 
 from rollyard_pipeline.backends import BackendClient
 from rollyard_pipeline.chat.format import FormatCache
-from rollyard_pipeline.control_plane.calls import TRY_AGAIN, ControlPlaneUnavailable, WorkerCalls
+from rollyard_pipeline.control_plane.calls import (
+    TRY_AGAIN,
+    ControlPlaneUnavailable,
+    WorkerCalls,
+    persistent,
+)
 from rollyard_pipeline.control_plane.leases import HeldLease, LeaseTable
 from rollyard_pipeline.errors import ControlPlaneRefused, JobEnded, PipelineError
 from rollyard_pipeline.handlers.isolated.places import message_of
@@ -35,6 +40,7 @@ from rollyard_pipeline.registry import Registry
 from rollyard_pipeline.sandboxes.egress.egress import Egress
 from rollyard_pipeline.sandboxes.errors import DiskFull, SandboxProviderError
 from rollyard_pipeline.sandboxes.interface import SandboxProvider, SandboxRequest
+from rollyard_pipeline.stages.contexts import SandboxUse
 from rollyard_pipeline.stages.sandbox_places import SandboxPlaces
 from rollyard_pipeline.stages.stages import Stages
 from rollyard_pipeline.trajectories.sanitize import clean_text
@@ -69,6 +75,8 @@ for it, because its places would stand idle."""
 _ROOM_CHECK: Final = (
     1.0  # The time between two checks for room that another process may have made, in seconds.
 )
+UNKNOWN_PLACES: Final = 64
+"""The places of a pool for which sandboxes are prepared until the control plane has said how many it has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +94,7 @@ class WorkerOptions:
     max_sandboxes: int | None = None
     """The number of sandboxes on the node beyond which Init waits (see `stages.sandbox_places`).
 
-    If it is None, `sandbox_limit` applies.
+    If it is None, `sandbox_limit()` applies.
     """
     sandboxes_end: bool = False
     """Whether the sandboxes that the worker starts end with it, as those of a batch job do."""
@@ -105,16 +113,18 @@ class WorkerOptions:
     traces: SpanExport | None = None
     """The export of spans, or None if nothing is traced."""
 
-    @property
-    def sandbox_limit(self) -> int:
+    def sandbox_limit(self, pool_places: int = UNKNOWN_PLACES) -> int:
         """Return a limit that keeps Run and Eval busy while Init prepares the next sandboxes.
 
         A higher limit would only use more memory.
+
+        Args:
+            pool_places: The number of rollouts that the job's pool takes at once.
         """
         if self.max_sandboxes is not None:
             return self.max_sandboxes
         places = dict(self.concurrency)
-        later = places.get("run", 0) + places.get("eval", 0)
+        later = min(places.get("run", 0), pool_places) + places.get("eval", 0)
         return later + 2 * places.get("init", 0) if later else 4096
 
 
@@ -134,12 +144,14 @@ class Worker:
         provider: SandboxProvider | None,
         options: WorkerOptions,
     ) -> None:
+        self._control = control
         self._options = options
         self._provider = provider
+        self._sandbox_use: SandboxUse = "run"
         self._table = LeaseTable()
         self._places = SandboxPlaces(
             provider,
-            usual=options.sandbox_limit,
+            usual=options.sandbox_limit(),
             limit=options.max_sandboxes,
             evals=options.concurrency.get("eval", 0),
         )
@@ -176,6 +188,7 @@ class Worker:
                 stage,
                 self._start,
                 self._room if stage == "init" and provider is not None else None,
+                self._known_places,
             )
             for stage in STAGES
             if options.concurrency.get(stage, 0) > 0
@@ -218,6 +231,8 @@ class Worker:
             self._group = leases
             async with asyncio.TaskGroup() as polls:
                 self._polls = [polls.create_task(pool.run()) for pool in self._pools.values()]
+                if "init" in self._pools and self._options.job is not None and self._provider is not None:
+                    self._polls.append(polls.create_task(self._look_at(self._options.job)))
                 if self._draining.is_set():
                     self._stop_polls()
             await self._finish()
@@ -254,16 +269,31 @@ class Worker:
             return False
         return True
 
+    async def _look_at(self, job: str) -> None:
+        """Find out where the rollouts of the job have sandboxes. Until then, Init waits for room for them."""
+        try:
+            spec = await persistent(lambda: self._control.job_spec(self._options.namespace or "default", job))
+            self._sandbox_use = await self._stages.sandbox_use(spec)
+        except Exception as error:
+            # The rollouts will fail in the same way, and their reports say more.
+            log.info("it is not known where the rollouts of %s have sandboxes: %s", job, error)
+
     def _room(self) -> int:
-        if self._provider is None:
-            return self._options.sandbox_limit
+        if self._provider is None or self._sandbox_use == "none":
+            return MAX_BATCH
         trouble = self._provider.trouble()
         self._tell(trouble)
         if trouble:
             return 0
+        if self._sandbox_use == "eval":
+            return MAX_BATCH
         # Rollouts in Init that have no sandbox yet are about to claim one.
         coming = sum(holding.lease.stage == "init" and holding.sandbox is None for holding in self._table)
         return self._places.room(coming)
+
+    def _known_places(self, places: int) -> None:
+        """Prepare as many sandboxes as the job's pool takes rollouts at once."""
+        self._places.usual = self._options.sandbox_limit(places)
 
     def _tell(self, trouble: str) -> None:
         """Report what keeps this node from starting sandboxes, once for each change."""
@@ -439,6 +469,7 @@ class StagePool:
         stage: The stage: init, run or eval.
         start: Begins work on a lease. Its place is free again when `release` is called.
         room: Returns how many more rollouts the node can take now. Sandboxes limit this for Init.
+        places: Called with the number of rollouts that the job's pool takes at once, when an answer says it.
     """
 
     def __init__(
@@ -448,11 +479,13 @@ class StagePool:
         stage: StageName,
         start: Callable[[Lease], None],
         room: Callable[[], int] | None = None,
+        places: Callable[[int], None] | None = None,
     ) -> None:
         self._control = control
         self._options = options
         self._start = start
         self._room = room
+        self._pool_places = places
         self._busy = 0
         self._freed = asyncio.Event()
         self._idle = asyncio.Event()
@@ -499,6 +532,8 @@ class StagePool:
                 continue
             tries = 0
             self._answered = time.monotonic()
+            if answer.places is not None and self._pool_places is not None:
+                self._pool_places(answer.places)
             for lease in answer.leases:
                 self._busy += 1
                 self._start(lease)

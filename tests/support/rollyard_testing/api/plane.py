@@ -14,10 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import sqlalchemy as sa
 from rollyard_api.app import build
+from rollyard_api.core.wakeups import BACKENDS
 from rollyard_api.service import ControlPlane
 from rollyard_api.settings import Settings
 from rollyard_api.storage.database import Transaction
+from rollyard_api.storage.schema import backends
 
 from rollyard_testing.crds.segments import reported
 from rollyard_testing.manifests import job_manifest
@@ -42,7 +45,8 @@ class Served:
         """Wait until so many long polls have found nothing, and are to be woken."""
 
         async def there() -> bool:
-            waits = itertools.chain(*self.plane.bus._waiting.values())
+            polled = {topic: waits for topic, waits in self.plane.bus._waiting.items() if topic != BACKENDS}
+            waits = itertools.chain(*polled.values())
             return sum(bool(wait._callbacks) for wait in waits) >= polls
 
         await eventually(there)
@@ -70,10 +74,16 @@ class Served:
         assert answer.status_code == 201, answer.text
 
     async def report_backends(self, *urls: str, pool: str = "pool", ready: bool = True) -> None:
-        """Report the backends of a pool as its driver does."""
+        """Report the backends of a pool as its driver does. They have been asked for their sizes then."""
         body = {"backends": [{"url": url, "ready": ready} for url in urls]}
         answer = await self.driver.put(f"/v1/backendpools/{pool}/backends", json=body)
         assert answer.status_code == 200, answer.text
+
+        async def asked() -> bool:
+            query = sa.select(backends.c.url).where(backends.c.ready, backends.c.places.is_(None))
+            return not await self.plane.database.read(lambda conn: conn.execute(query).all())
+
+        await eventually(asked)
 
     async def counts(self, name: str = "job") -> dict[str, Any]:
         """Return the counts of a job's status."""

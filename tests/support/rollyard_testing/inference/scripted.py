@@ -38,6 +38,8 @@ class Scripted(ABC):
         self.gates: dict[str, threading.Event] = {}
         self.seen: list[str] = []
         self.bodies: list[tuple[str, dict[str, Any]]] = []
+        self.documents: dict[str, dict[str, Any]] = {}
+        """Further answers by path."""
         self.stale = False
         """If true, it answers that it has loaded, and keeps its weights."""
         self.adapters: list[str] = []
@@ -104,6 +106,8 @@ class Scripted(ABC):
             self.gates[step].wait(patience(60))
         if path == "/health":
             return 200, {}
+        if path in self.documents:
+            return 200, self.documents[path]
         if path == "/v1/models":
             adapters = [{"id": name, "parent": self.served} for name in self.adapters]
             return 200, {"data": [{"id": self.served, "root": f"/models/{self.served}"}, *adapters]}

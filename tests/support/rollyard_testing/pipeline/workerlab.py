@@ -60,6 +60,8 @@ class Plane(WorkerCalls):
         self.beats: list[HeartbeatRequest] = []
         self.away = False
         self.over = False
+        self.places: int | None = None
+        """The places of the job's pool, as answers of Run say it."""
         self.asked: list[LeaseRequest] = []
         self.refuse: Callable[[Outcome], bool] = lambda outcome: False
         self.refusal = "refused"
@@ -97,7 +99,8 @@ class Plane(WorkerCalls):
             queue = self.queues[stage]
             leases = [queue.popleft() for _ in range(min(capacity, len(queue)))]
             if leases or self.over:
-                return LeaseResponse(leases=leases, draining=self.over)
+                places = self.places if stage == "run" else None
+                return LeaseResponse(leases=leases, draining=self.over, places=places)
             await self._changed.wait()
             self._changed.set()
             await asyncio.sleep(0)

@@ -19,6 +19,7 @@ from rollyard_crds.rolloutjob import STAGES, Phase, StageName
 from sqlalchemy.engine import Connection
 
 from rollyard_api.backends import pools as pool_rows
+from rollyard_api.backends.router import limit_of
 from rollyard_api.core.codec import loads
 from rollyard_api.storage.database import Database
 from rollyard_api.storage.rows import BackendRow, PoolRow, columns, read_all
@@ -90,7 +91,7 @@ def _backend(pool: PoolRow, row: BackendRow, active: int) -> dict[str, Any]:
         "weights": row.weights,
         "policy_version": row.policy_version,
         "active": active,
-        "max_active": pool.max_active,
+        "max_active": limit_of(pool.max_active, row.places),
         "speed": None if row.speed is None else round(row.speed, 1),
         "kv_hits": stats.get("prefixCacheHitRate"),
         "draining": bool(row.draining),

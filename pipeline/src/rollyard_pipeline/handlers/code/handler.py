@@ -88,7 +88,8 @@ class CodeHandler(Handler):
     reward_range = SHIPPED["code"].reward
     components = SHIPPED["code"].components
     judges_answers = True
-    eval_sandbox = "shared"  # The program is in the answer, and the tests load no file of Run.
+    sandbox_before_eval = False  # The program is in the answer, and the tests load no file of Run.
+    eval_sandbox = "shared"
 
     def check(self, task: Task) -> list[str]:
         """Return the problems of the tests."""

@@ -111,7 +111,8 @@ class IsolatedHandler(Handler):
         self._processes = processes
         # These are attributes of the class, which an instance can only hide.
         names = words(
-            "needs_sandbox needs_tokens judges_answers reward_range components eval_sandbox fetches",
+            "needs_sandbox sandbox_before_eval eval_sandbox fetches",
+            "needs_tokens judges_answers reward_range components",
             "dockerfile eval_apart eval_hosts artifacts check judges_answer changes folder",
         )
         # What the base class does needs no process.

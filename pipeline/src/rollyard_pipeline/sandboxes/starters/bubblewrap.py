@@ -24,6 +24,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from rollyard_process.open_files import open_many_files
+
 from rollyard_pipeline.sandboxes.errors import ImageNotUsable, NodeUnusable, SandboxStartFailed
 from rollyard_pipeline.sandboxes.host.cgroups import CgroupPlace
 from rollyard_pipeline.sandboxes.host.processes import ProcessRef, kill_and_wait
@@ -461,8 +463,7 @@ class Templates:
     """
 
     def __init__(self, launch: Callable[[str | None, int], Awaitable[object]]) -> None:
-        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+        open_many_files()
         self._launch = launch
         self._running: OrderedDict[str | None, Template] = OrderedDict()
         self._starting = asyncio.Lock()

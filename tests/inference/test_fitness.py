@@ -115,7 +115,7 @@ def test_the_size_of_the_kv_cache_is_the_sum_over_the_engines() -> None:
     line = 'vllm:cache_config_info{block_size="16",enable_prefix_caching="True",engine="%d",%s} 1.0\n'
     sized = "".join(line % (no, 'kv_cache_size_tokens="1000",num_gpu_blocks="9"') for no in (0, 1))
     assert metrics.cache_config(sized.encode()) == metrics.CacheConfig(True, 2000)
-    # Older versions name no tokens. vLLM adds up the blocks of all engines, and repeats their sum in each line.
+    # Older versions name no tokens. vLLM adds up the blocks of all engines, and repeats the sum in each line.
     blocks = "".join(line % (no, 'num_gpu_blocks="100"') for no in (0, 1))
     assert metrics.cache_config(blocks.encode()) == metrics.CacheConfig(True, 1600)
     unknown = line % (0, 'kv_cache_size_tokens="None",num_gpu_blocks="None"')

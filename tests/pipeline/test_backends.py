@@ -120,7 +120,7 @@ async def test_each_server_and_each_model_is_known_by_itself(backend: Any) -> No
             found = []
             for assignment in (first.assignment, large, second.assignment):
                 await client.sample(assignment, [1], SAMPLING)
-                mode = await client.logprobs_mode(assignment, [1])
+                mode = await client.logprobs_mode(assignment)
                 found.append((await client.max_model_len(assignment), mode))
             assert found == [
                 (64, "raw_logprobs"), (32, "processed_logprobs"), (16, "processed_logprobs"),

@@ -290,7 +290,7 @@ class Scripted:
             raise label
         return label
 
-    async def logprobs_mode(self, backend: BackendAssignment, ids: Sequence[int]) -> str:
+    async def logprobs_mode(self, backend: BackendAssignment) -> str:
         modes = self.modes.get(backend.url.removeprefix("http://"), ["raw_logprobs"])
         return modes.pop(0) if len(modes) > 1 else modes[0]
 

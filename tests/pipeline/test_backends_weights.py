@@ -249,7 +249,7 @@ Logprob = Callable[[dict[str, Any]], float]
     [
         (lambda params: 0.0 if "allowed_token_ids" in params else -1.5, "processed_logprobs"),
         (
-            lambda params: {1: -0.0001, 2: -8.75}.get(params.get("allowed_token_ids", [0])[0], -1.5),
+            lambda params: {0: -0.0001, 1: -8.75}.get(params.get("allowed_token_ids", [5])[0], -1.5),
             "raw_logprobs",
         ),
     ],
@@ -274,7 +274,7 @@ async def test_what_the_logprobs_are_is_found_out_once(backend: Any, logprob: Lo
         await talks[0].turn([1, 1, 2], 8, 1)
         assert {talk.logprobs_mode for talk in talks} == {mode}
     probes = [body for _, body in server.requests if "allowed_token_ids" in body["sampling_params"]]
-    assert [body["sampling_params"]["allowed_token_ids"] for body in probes] == [[1], [2]]
+    assert [body["sampling_params"]["allowed_token_ids"] for body in probes] == [[0], [1]]
     assert all(body["sampling_params"]["max_tokens"] == 1 for body in probes)
 
 

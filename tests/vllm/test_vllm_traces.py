@@ -87,7 +87,7 @@ async def test_a_rollout_that_is_not_sampled_silences_the_server(
     await _play(traced_vllm, "job-1-1-0", None)
     async with BackendClient() as client:
         backend = BackendAssignment(pool="p", url=traced_vllm.url, model=SERVED, tokenizer="t")
-        await client.logprobs_mode(backend, PROMPT)
+        await client.logprobs_mode(backend)
     await _play(traced_vllm, "job-1-2-0", Kept())
     await asyncio.to_thread(receiver.until, lambda spans: len(_requests(spans, "job-1-2-0")) == 2)
     requests = [span for span in receiver.spans if span.name == "llm_request"][before:]

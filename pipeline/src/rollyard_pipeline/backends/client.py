@@ -8,9 +8,10 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any, Final
+from typing import Final
 
 from rollyard_crds.lease import BackendAssignment
+from rollyard_inference import fitness
 from rollyard_inference.capabilities import Capabilities, get, label_in, probe
 from rollyard_inference.errors import (
     BackendError,
@@ -273,22 +274,24 @@ class BackendClient:
             del known.named[next(iter(known.named))]
         return known.label
 
-    async def logprobs_mode(self, backend: BackendAssignment, ids: Sequence[int]) -> str:
+    async def logprobs_mode(self, backend: BackendAssignment) -> str:
         """Return the kind of log-probabilities that the backend gives, as vLLM names the modes.
 
         It is determined once, by two requests of one token. The result is `unknown` if that fails.
-
-        Args:
-            ids: Token ids of the model's vocabulary, such as a prompt.
         """
         known = self._known.setdefault(backend.url, _Backend())
         if backend.model in known.modes:
             return known.modes[backend.model]
         try:
             async with asyncio.timeout(_MODE_SECONDS), known.lock:
+                facts = known.facts
+                if facts is None:
+                    return UNKNOWN_MODE
                 if backend.model not in known.modes and known.mode_tries < _MODE_TRIES:
                     known.mode_tries += 1
-                    known.modes[backend.model] = await self._mode(known, backend, ids)
+                    known.modes[backend.model] = await fitness.logprobs_mode(
+                        self._transport, backend.url, facts, facts.model(backend.model)
+                    )
         except (TimeoutError, BackendError):
             return UNKNOWN_MODE
         return known.modes.get(backend.model, UNKNOWN_MODE)
@@ -364,20 +367,6 @@ class BackendClient:
                 f"{backend.url} does not serve the model '{backend.model}'; it serves {_names(known.facts)}"
             )
         return known.facts
-
-    async def _mode(self, known: _Backend, backend: BackendAssignment, ids: Sequence[int]) -> str:
-        facts = known.facts
-        if facts is None:
-            return UNKNOWN_MODE
-        model = facts.model(backend.model)
-        if model.logprobs_mode is not None:
-            return model.logprobs_mode
-        pair = _two(ids)
-        answers: list[object] = []
-        for body in facts.call.mode_probes(model, pair):
-            url = base_url(backend.url) + facts.call.path
-            answers.append(sampled(url, await self._transport.request("POST", url, body)))
-        return facts.call.mode(answers, pair)
 
     async def _one_version(
         self,
@@ -504,9 +493,3 @@ def _about_model(url: str, reply: Reply) -> bool:
 
 def _differ(new: Capabilities, old: Capabilities) -> bool:
     return (new.call.path, new.models) != (old.call.path, old.models)
-
-
-def _two(ids: Sequence[int]) -> tuple[int, int]:
-    first = ids[0] if ids else 0
-    second: Any = next((token for token in ids if token != first), None)
-    return first, (second if second is not None else int(first == 0))

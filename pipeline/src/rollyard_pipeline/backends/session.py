@@ -392,7 +392,7 @@ class BackendSession:
                 self.stats.discarded_tokens += len(sample.token_ids) - verified
                 unverified = await self._until_verified(unverified)
             elif sample.finish_reason != "abort":
-                await self._learn_mode(prompt)
+                await self._learn_mode()
                 return done(sample.finish_reason)
             elif len(ids) == room:
                 return done("length")
@@ -543,9 +543,9 @@ class BackendSession:
         if self.on_wait is not None:
             self.on_wait(seconds)
 
-    async def _learn_mode(self, prompt: Sequence[int]) -> None:
+    async def _learn_mode(self) -> None:
         if self._modes.get(self.backend.url, UNKNOWN_MODE) == UNKNOWN_MODE:
-            self._modes[self.backend.url] = await self._client.logprobs_mode(self.backend, prompt)
+            self._modes[self.backend.url] = await self._client.logprobs_mode(self.backend)
 
     def _mode(self, mode: str) -> str:
         if mode == "temperature_logprobs" and self._sampling.top_p == 1.0 and self._sampling.top_k <= 0:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from rollyard_testing.hub import Hub, hub_server
 from rollyard_testing.kubernetes.faultrun import TASKS
 from rollyard_testing.kubernetes.installed import Release, a_release
 from rollyard_testing.kubernetes.installedchart import PATIENCE_SECONDS, Installation
@@ -21,8 +22,19 @@ LEASE_SECONDS = 5
 
 
 @pytest.fixture(scope="session")
+def hub(cluster: Cluster) -> Iterator[Hub]:
+    """Yield a hub on this machine, which pods reach by the address of their node."""
+    address = cluster.kubectl(
+        "get", "nodes", "-o", "jsonpath={.items[0].status.addresses[?(@.type=='InternalIP')].address}"
+    )
+    with hub_server(address.split()[0]) as server:
+        server.large = 1 << 30  # Pods cannot resolve the name of its content network.
+        yield server
+
+
+@pytest.fixture(scope="session")
 def installation(
-    cluster: Cluster, images: str, tmp_path_factory: pytest.TempPathFactory
+    cluster: Cluster, images: str, hub: Hub, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Installation]:
     """Yield control plane and operator for five namespaces. The tests say what each of them is for.
 
@@ -32,7 +44,10 @@ def installation(
     namespaces = tuple(cluster.namespace(restricted=True) for _ in range(5))
     made = Installation(cluster, release, namespaces, f"registry.local/rollyard-sandbox-default:{images}")
     values = tmp_path_factory.mktemp("values") / "values.yaml"
-    values.write_text(yaml.safe_dump(chart_values(namespaces, images)))
+    chosen = chart_values(namespaces, images)
+    # Only pools with a model of the hub use its claim and its Secret.
+    chosen["hub"] = {"endpoint": hub.url, "claim": "state", "tokenSecret": "hub-token"}
+    values.write_text(yaml.safe_dump(chosen))
     cluster.volume(release, tmp_path_factory.mktemp("state"))
     try:
         cluster.helm(

@@ -64,7 +64,11 @@ class HubModel:
 class Hub:
     """The models of a server, what it was asked for, and the faults that it shows."""
 
-    def __init__(self) -> None:
+    def __init__(self, host: str) -> None:
+        self.host = host
+        """The address by which clients reach the server."""
+        self.large = LARGE
+        """The size in bytes from which the content network serves a file."""
         self.models: dict[str, HubModel] = {}
         self.revisions = {"main": COMMIT, COMMIT: COMMIT}
         self.requests: list[HubRequest] = []
@@ -77,7 +81,7 @@ class Hub:
     @property
     def url(self) -> str:
         """The value of HF_ENDPOINT."""
-        return f"http://127.0.0.1:{self.port}"
+        return f"http://{self.host}:{self.port}"
 
     def environment(self, home: Path, token: str = "") -> dict[str, str]:
         """Return an environment for a process that uses this hub and the cache in `home` alone."""
@@ -122,10 +126,10 @@ def use_hub(patch: pytest.MonkeyPatch, hub: Hub, home: Path, token: str = "") ->
 
 
 @contextmanager
-def hub_server() -> Iterator[Hub]:
-    """Run a hub without models until the block ends."""
-    hub = Hub()
-    server = ThreadingHTTPServer(("127.0.0.1", 0), _handler(hub))
+def hub_server(host: str = "127.0.0.1") -> Iterator[Hub]:
+    """Run a hub without models until the block ends. It listens on an address of this machine."""
+    hub = Hub(host)
+    server = ThreadingHTTPServer((host, 0), _handler(hub))
     server.daemon_threads = True
     hub.port = server.server_address[1]
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True)
@@ -196,7 +200,7 @@ def _handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
                     "siblings": [{"rfilename": path} for path in files],
                 }
             else:
-                document = [_entry(path, content) for path, content in files.items()]
+                document = [_entry(path, content, hub.large) for path, content in files.items()]
             self._send(200, json.dumps(document).encode(), {"Content-Type": "application/json"})
 
         def _resolve(self, name: str, revision: str, path: str, token: str) -> None:
@@ -213,7 +217,7 @@ def _handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
 
         def _file(self, revision: str, content: bytes) -> None:
             headers = {"X-Repo-Commit": hub.revisions[revision], "ETag": f'"{_blob_id(content)}"'}
-            if len(content) <= LARGE:
+            if len(content) <= hub.large:
                 self._send(200, content, headers)
                 return
             digest = hashlib.sha256(content).hexdigest()
@@ -261,14 +265,14 @@ def _handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
     return Handler
 
 
-def _entry(path: str, content: bytes) -> dict[str, object]:
+def _entry(path: str, content: bytes, large: int) -> dict[str, object]:
     entry: dict[str, object] = {
         "type": "file",
         "path": path,
         "oid": _blob_id(content),
         "size": len(content),
     }
-    if len(content) > LARGE:
+    if len(content) > large:
         digest = hashlib.sha256(content).hexdigest()
         entry["lfs"] = {"oid": digest, "size": len(content), "pointerSize": 135}
     return entry

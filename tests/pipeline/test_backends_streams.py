@@ -85,6 +85,23 @@ async def test_the_tokens_of_a_stream_that_is_cut_are_continued(backend: Any) ->
     assert (talk.stats.sampled_tokens, talk.stats.discarded_tokens) == (4, 0)
 
 
+@pytest.mark.parametrize("spans", [SPANS, None])
+@pytest.mark.parametrize("end", ["cut", "freeze"])
+async def test_a_turn_that_ended_before_its_stream_broke_is_whole(backend: Any, spans: Any, end: str) -> None:
+    """Nothing may be sampled after the token that ended the turn."""
+
+    def reply(body: dict[str, Any]) -> Awaitable[Any]:
+        last = server.event(body, 6, finish_reason="stop", weight_versions=spans)
+        return server.stream(server.event(body, 4, 5), last, end=end)
+
+    states = {"/metrics": still()}
+    async with backend(generate=reply, states=states) as server, BackendClient(stall_timeout=0.3) as backends:
+        sample = await server.session(backends, Router(server.assignment)).turn([1, 2], 8, 0)
+    assert (sample.token_ids, sample.finish_reason) == ((4, 5, 6), "stop")
+    assert sample.policy_versions == (("w1", "w1", "w2") if spans else ("assigned",) * 3)
+    assert len(server.requests) == 1
+
+
 @pytest.mark.parametrize(
     ("after", "kept"),
     [

@@ -307,3 +307,21 @@ def test_the_vocabulary_is_the_models_own(tmp_path: Path) -> None:
     ):
         (tmp_path / "config.json").write_text(text)
         assert model_sizes(tmp_path, 100) == ModelSizes(size, context)
+
+
+async def test_the_first_turns_after_an_update_are_not_thrown_away(
+    backend: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their version is the label before and after them, so the one before must be that of now."""
+    monkeypatch.setattr(client, "_LABEL_SECONDS", 0.05)
+    label = "w1"
+    server = backend(
+        completions=backend.completed, states={"/weight_info": lambda: {"weight_version": label}}
+    )
+    async with server, BackendClient() as backends:
+        assert (await backends.sample(server.assignment, [1], SAMPLING)).policy_versions == ("w1", "w1")
+        label = "w2"
+        await asyncio.sleep(0.1)
+        samples = await asyncio.gather(*(backends.sample(server.assignment, [1], SAMPLING) for _ in range(4)))
+    assert {sample.policy_versions for sample in samples} == {("w2", "w2")}
+    assert len(server.requests) == 5

@@ -38,6 +38,7 @@ _MODE_TRIES: Final = 3
 _METRICS_BYTES: Final = 4 << 20
 _MOST_LABELS: Final = 4  # Weight versions whose times are kept, of each backend.
 _PAUSE_POLL: Final = 1.0  # The time between two checks of whether a backend is paused, in seconds.
+_LABEL_SECONDS: Final = 1.0  # The age up to which a weight version counts as that of now, in seconds.
 _LABEL_POLL: Final = 2.0  # The time between two checks of a backend's weight version, in seconds.
 _PULSE_POLL: Final = 5.0  # The time between two checks of whether a silent backend computes, in seconds.
 _LOOK_SECONDS: Final = 5.0  # The limit of each of these checks, in seconds.
@@ -70,6 +71,7 @@ class _Backend:
     alive_at: float = 0.0
     """When it last sent a token or was seen to compute."""
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    label_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     def forget(self) -> None:
         """Forget everything known about the backend, because the server may be another process now."""
@@ -167,6 +169,7 @@ class BackendClient:
         known = self._known.setdefault(backend.url, _Backend())
         request = request or SampleRequest(backend)
         facts = await self._facts(known, backend)
+        await self._refresh_label(known, backend)
         request.label = known.label
         request.reader = reader = facts.call.reader(prompt, sampling)
         url = base_url(backend.url) + facts.call.path
@@ -220,13 +223,17 @@ class BackendClient:
 
         Tokens are kept if it is certain which weights sampled them. Servers name these at the end of an
         answer. Without it, that is certain if the backend names the same version now as before the request,
-        and else for the tokens that came until it did so last.
+        and else for the tokens that came until it did so last. The sample ends as `abort`, unless the
+        request was cut after the end of its answer.
         """
         reader = request.reader
         if reader is None or not reader.token_ids:
             return None
         known = self._known[request.backend.url]
         count, version = len(reader.token_ids), request.label
+        if reader.finish_reason is not None and (named := reader.answer().versions) is not None:
+            versions = tuple(name or request.backend.policy_version for name in named)
+            return Sample(tuple(reader.token_ids), tuple(reader.logprobs), versions, reader.finish_reason)
         if known.facts is not None and known.facts.weights.path is None:
             version = request.backend.policy_version
         elif reader.label is not None:
@@ -243,7 +250,9 @@ class BackendClient:
         if not count:
             return None
         versions = (version or request.backend.policy_version,) * count
-        return Sample(tuple(reader.token_ids[:count]), tuple(reader.logprobs[:count]), versions, "abort")
+        whole = count == len(reader.token_ids)
+        reason = (reader.finish_reason if whole else None) or "abort"
+        return Sample(tuple(reader.token_ids[:count]), tuple(reader.logprobs[:count]), versions, reason)
 
     async def max_model_len(self, backend: BackendAssignment) -> int | None:
         """Return the context length of the backend's model in tokens, or None if it is not reported."""
@@ -273,6 +282,23 @@ class BackendClient:
         if len(known.named) > _MOST_LABELS:
             del known.named[next(iter(known.named))]
         return known.label
+
+    async def _refresh_label(self, known: _Backend, backend: BackendAssignment) -> None:
+        """Ask for the weight version, which is compared afterwards, if the backend has not named it lately.
+
+        A backend that loads weights may not answer. The version that it named last then remains.
+        """
+        stale = time.monotonic() - _LABEL_SECONDS
+        if (
+            known.facts is None
+            or known.facts.weights.path is None
+            or known.named.get(known.label, 0.0) > stale
+        ):
+            return
+        with contextlib.suppress(BackendError, TimeoutError):
+            async with asyncio.timeout(_LABEL_SECONDS), known.label_lock:
+                if known.named.get(known.label, 0.0) <= stale:
+                    await self.weight_label(backend)
 
     async def logprobs_mode(self, backend: BackendAssignment) -> str:
         """Return the kind of log-probabilities that the backend gives, as vLLM names the modes.

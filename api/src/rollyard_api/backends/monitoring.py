@@ -217,7 +217,7 @@ class Poller:
         changes, regrown = [], False
         for row in rows:
             after, places = read.get(row.url), row.places
-            # Of a server that has not answered lately, what is known is kept.
+            # A server that has not answered lately keeps what is known of it.
             answered = after is not None and row.url in self._sizes
             if row.ready and (answered or places is None):
                 sizes = after or {}

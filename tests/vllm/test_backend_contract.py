@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import pytest
+from rollyard_api.backends.router import places_of
 from rollyard_crds.lease import BackendAssignment, RouteResponse
 from rollyard_crds.rolloutjob import SamplingSpec
+from rollyard_inference import metrics
 from rollyard_inference.errors import BackendRefused, ContextOverflow, ModelNotServed
 from rollyard_pipeline.backends import BackendClient, BackendSession, Sampling
 from rollyard_pipeline.trajectories.recorder import Sample
@@ -269,3 +272,11 @@ async def test_a_paused_server_is_waited_for(server: VllmServer) -> None:
     assert talk.stats.requests == 2
     assert talk.waited_seconds >= 8.0
     assert talk.failing is None
+
+
+def test_its_metrics_say_how_many_tokens_its_cache_holds(server: VllmServer) -> None:
+    """The places of a backend follow from that number, which vLLM also writes into its log."""
+    read = metrics.parse(str(server.call("/metrics", method="GET")).encode())
+    logged = re.findall(r"KV cache size: ([\d,]+) tokens", server.log.read_text(errors="replace"))
+    assert read.cache_tokens == int(logged[-1].replace(",", ""))
+    assert places_of(read.cache_tokens, MAX_MODEL_LEN) == min(1024, 4 * read.cache_tokens // MAX_MODEL_LEN)

@@ -236,6 +236,8 @@ class Poller:
             reply = await transport.request("GET", address, seconds=READ_SECONDS, limit=_MAX_BYTES)
         except BackendError:
             return None
+        if reply.status >= HTTPStatus.INTERNAL_SERVER_ERROR:
+            return None
         read = metrics.parse(reply.content) if reply.status == HTTPStatus.OK else ServerMetrics()
         known = self._sizes.get(url, Sizes())
         if time.monotonic() >= known.until:

@@ -98,6 +98,7 @@ async def test_a_real_engines_metrics(
     for name, value in (
         ("ready", 1.0),
         ("active_rollouts", 0.0),
+        ("max_active_rollouts", 256.0),
         ("waiting_requests", 0.0),
         ("prefix_cache_hit_ratio", mine["prefixCacheHitRate"]),
         ("circuit_closed", 1.0),

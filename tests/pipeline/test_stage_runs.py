@@ -162,6 +162,12 @@ async def test_limits_truncate_and_go_to_eval(
     assert (await rollout.score()).reward == 1.0
 
 
+@pytest.mark.attack(
+    "a policy never ends its turn, to keep its place on a backend",
+    boundary="evaluation",
+    surface="jobs without limits of their own",
+    stopped_by="the context of the server, and the time of Run: the rollout is truncated and scored",
+)
 async def test_a_job_without_options_is_cut_by_nothing_but_the_servers_context(
     rollout: Rollout, model: UseModel
 ) -> None:

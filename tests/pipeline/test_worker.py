@@ -491,7 +491,10 @@ async def test_as_many_sandboxes_are_prepared_as_the_pool_takes_rollouts(handler
             await plane.wait_for(len(plane.outcomes) + 1)
             provider.claims = [f"s{number}" for number in range(limit - 1)]
             assert await asyncio.to_thread(worker._room) == 1
-    bounded = WorkerOptions("w", "n", places, max_sandboxes=7)
+    for memory, limit in ((16 << 30, 256 + 2 + 4), (1 << 40, 1024 + 2 + 4), (1 << 30, 64 + 2 + 4)):
+        options = WorkerOptions("w", "n", places, memory=memory)
+        assert (options.sandbox_limit(5000), options.sandbox_limit(10)) == (limit, 16)
+    bounded = WorkerOptions("w", "n", places, max_sandboxes=7, memory=1 << 30)
     assert (bounded.sandbox_limit(), bounded.sandbox_limit(500)) == (7, 7), "the installer's comes first"
 
 

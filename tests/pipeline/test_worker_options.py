@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from rollyard_pipeline.program import main
+from rollyard_pipeline.sandboxes.host.cgroups import memory_limit
 
 
 @pytest.mark.parametrize(
@@ -93,3 +94,27 @@ def test_a_worker_looks_for_no_plugins_of_pydantic_by_itself() -> None:
             [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=env
         )
         assert done.stdout.strip() == found
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_the_memory_of_a_batch_job_is_that_of_its_groups(tmp_path: Path, version: int) -> None:
+    """Slurm limits the group of a job, and the worker is in one of a step below."""
+    proc, mount = tmp_path / "proc", tmp_path / "mount"
+    step = mount / "job_7" / "step_0"
+    step.mkdir(parents=True)
+    proc.mkdir()
+    kind, name, file = (
+        ("cgroup cgroup rw,memory", "4:memory", "memory.limit_in_bytes")
+        if version == 1
+        else ("cgroup2 cgroup2 rw", "0:", "memory.max")
+    )
+    (proc / "mountinfo").write_text(f"31 23 0:27 / {mount} rw,nosuid - {kind}\n")
+    (proc / "cgroup").write_text(f"{name}:/job_7/step_0\n")
+    machine = memory_limit(proc)
+    assert machine == memory_limit(tmp_path / "missing") > 1 << 28, "no group has a limit"
+    (step / file).write_text("max\n" if version == 2 else "9223372036854771712\n")
+    assert memory_limit(proc) == machine
+    (step.parent / file).write_text(f"{1 << 28}\n")
+    assert memory_limit(proc) == 1 << 28
+    (tmp_path / file).write_text("5\n")
+    assert memory_limit(proc) == 1 << 28, "what is above the mount is no group"

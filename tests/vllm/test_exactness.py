@@ -15,10 +15,11 @@ from pathlib import Path
 import pytest
 from rollyard_testing.families import FAMILIES
 from rollyard_testing.invariants import invariant
+from rollyard_testing.manifests import job_manifest
 from rollyard_testing.pace import patience
 from rollyard_testing.vllm.checker import Answer, compare, judge, passes
 from rollyard_testing.vllm.forward import Forward
-from rollyard_testing.vllm.servers import VllmServer
+from rollyard_testing.vllm.servers import MAX_MODEL_LEN, VllmServer
 from rollyard_testing.vllm.stage import MAX_TOKENS, Stage, Trajectory, tasks
 
 MakeStage = Callable[..., AbstractContextManager[Stage]]
@@ -100,6 +101,37 @@ def test_a_fresh_forward_pass_agrees(played: Played, forward: Forward, vllm_mode
     recorded = [value for one in asked for value in one.recorded]
     mean = sum(recorded) / len(recorded)
     assert sum((value - mean) ** 2 for value in recorded) / len(recorded) >= 1.0
+
+
+def test_without_options_a_thought_ends_with_the_model_or_its_context(
+    vllm_servers: list[VllmServer], stage: MakeStage
+) -> None:
+    questions = [{"id": f"q{n}", "prompt": f"What is {n} + {n}?", "answer": str(2 * n)} for n in range(2)]
+    with stage() as there:
+        there.product.worker("w0")
+        spec = {
+            "tasks": {"inline": questions},
+            "handler": "math",
+            "samplesPerTask": 3,
+            "agent": {"type": "single_turn"},
+            "backendRef": {"name": there.pool("qwen3")},
+        }
+        with there.product.http() as http:
+            http.post("/v1/rolloutjobs", json=job_manifest("plain", spec)).raise_for_status()
+        expected = {(question["id"], sample) for question in questions for sample in range(3)}
+        found = there.product.results("plain", expected, SECONDS)
+        verdict = judge(found, there.served())
+    assert verdict.findings == []
+    assert {one["status"] for one in found} == {"succeeded"}
+    sampled = []
+    for one in found:
+        (segment,), (turn,) = one["segments"], one["turns"]
+        sampled.append(len(segment["response_ids"]))
+        whole = len(segment["prompt_ids"]) + len(segment["response_ids"])
+        ends = (one["truncated_reason"], turn["finish_reason"], whole == MAX_MODEL_LEN)
+        assert ends in {("", "stop", False), ("MaxContext", "length", True)}, one["id"]
+    # The random model ends its turn once in some thousand tokens.
+    assert max(sampled) > 1024
 
 
 def forward_checks(forward: Forward, model: Path, trajectories: list[Trajectory]) -> tuple[int, int]:

@@ -136,6 +136,7 @@ def _of_claims(conn: Connection) -> GaugeMetricFamily:
 _BACKEND: Final = (
     ("ready", "ready", "Whether a backend is ready"),
     ("active_rollouts", "activeRollouts", "Rollouts in Run on a backend"),
+    ("max_active_rollouts", "maxActiveRollouts", "The most rollouts in Run on a backend"),
     ("draining", "draining", "Whether a backend takes no further rollouts and ends when it has none"),
     ("running_requests", "runningRequests", "Requests that a backend computes, as its metrics say"),
     ("waiting_requests", "waitingRequests", "Requests that wait in a backend, as its metrics say"),

@@ -38,6 +38,7 @@ from rollyard_pipeline.sandboxes import PROVIDERS, open_provider
 from rollyard_pipeline.sandboxes.allowed_images import ANY
 from rollyard_pipeline.sandboxes.apptainer.starter import ApptainerOptions
 from rollyard_pipeline.sandboxes.egress.egress import Egress
+from rollyard_pipeline.sandboxes.host.cgroups import memory_limit
 from rollyard_pipeline.sandboxes.interface import SandboxProvider
 from rollyard_pipeline.sandboxes.provider import NodeProvider
 from rollyard_pipeline.worker.worker import Worker, WorkerOptions
@@ -247,6 +248,7 @@ def _worker_options(
         job=options.job,
         namespace=options.namespace if options.job is not None else None,
         max_sandboxes=options.max_sandboxes,
+        memory=None if options.sandbox == PROVIDER else memory_limit(),
         sandboxes_end=options.sandboxes_end,
         trouble_file=options.trouble_file,
         drain_seconds=options.drain_seconds,

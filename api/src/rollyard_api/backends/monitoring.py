@@ -235,7 +235,7 @@ class Poller:
         changes, regrown = [], False
         for row in rows:
             after, places = read.get(row.url), row.places
-            # What is known of a server that has not answered lately is kept.
+            # A server that has not answered lately keeps what is known of it.
             answered = after is not None and row.url in self._sizes
             if row.ready and (answered or places is None):
                 sizes = after or {}
@@ -283,6 +283,8 @@ class Poller:
         try:
             reply = await transport.request("GET", address, seconds=READ_SECONDS, limit=_MAX_BYTES)
         except BackendError:
+            return None
+        if reply.status >= HTTPStatus.INTERNAL_SERVER_ERROR:
             return None
         read = metrics.parse(reply.content) if reply.status == HTTPStatus.OK else ServerMetrics()
         known = self._sizes.get(url, Sizes())

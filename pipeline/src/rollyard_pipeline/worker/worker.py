@@ -77,6 +77,9 @@ _ROOM_CHECK: Final = (
 )
 UNKNOWN_PLACES: Final = 64
 """The places of a pool for which sandboxes are prepared until the control plane has said how many it has."""
+SANDBOX_MEMORY: Final = 64 << 20
+"""The memory of a node that a sandbox takes beyond the first `UNKNOWN_PLACES`, in bytes. With a shell, one of
+bubblewrap takes 4 MiB, and with IPython 80 MiB."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +99,8 @@ class WorkerOptions:
 
     If it is None, `sandbox_limit()` applies.
     """
+    memory: int | None = None
+    """The memory of the node that its sandboxes share, in bytes, or None if they are elsewhere."""
     sandboxes_end: bool = False
     """Whether the sandboxes that the worker starts end with it, as those of a batch job do."""
     trouble_file: Path | None = None
@@ -116,13 +121,15 @@ class WorkerOptions:
     def sandbox_limit(self, pool_places: int = UNKNOWN_PLACES) -> int:
         """Return a limit that keeps Run and Eval busy while Init prepares the next sandboxes.
 
-        A higher limit would only use more memory.
+        A higher limit would only use more memory. Where the node has too little, Run is not as busy.
 
         Args:
             pool_places: The number of rollouts that the job's pool takes at once.
         """
         if self.max_sandboxes is not None:
             return self.max_sandboxes
+        if self.memory is not None:
+            pool_places = min(pool_places, max(UNKNOWN_PLACES, self.memory // SANDBOX_MEMORY))
         places = dict(self.concurrency)
         later = min(places.get("run", 0), pool_places) + places.get("eval", 0)
         return later + 2 * places.get("init", 0) if later else 4096

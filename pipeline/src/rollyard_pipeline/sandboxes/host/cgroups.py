@@ -13,7 +13,7 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal
@@ -51,12 +51,48 @@ def find_places(proc: Path = Path("/proc/self")) -> list[CgroupPlace]:
 
     Each place is tested by making a group. The list is empty if there are none.
     """
+    places = [
+        _usable_v1(group.path, group.mount, group.controller)
+        if group.controller
+        else _usable_v2(group.mount, group.path)
+        for group in _groups(proc)
+    ]
+    return [place for place in places if place is not None]
+
+
+def memory_limit(proc: Path = Path("/proc/self")) -> int:
+    """Return the memory in bytes that this process and its children may use together.
+
+    It is that of the machine, or the smallest limit of the process's own groups and the groups above them.
+    """
+    limits = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
+    for group in _groups(proc):
+        file = "memory.limit_in_bytes" if group.controller == "memory" else "memory.max"
+        for folder in (group.path, *group.path.parents):
+            if not folder.is_relative_to(group.mount):
+                break
+            with contextlib.suppress(OSError, ValueError):
+                limits.append(int((folder / file).read_text()))  # Without a limit it may be the word "max".
+    return min(limits)
+
+
+@dataclass(frozen=True, slots=True)
+class _OwnGroup:
+    """The group of a process in one hierarchy."""
+
+    controller: str
+    """The controller of a hierarchy of version 1, or "" for that of version 2."""
+    mount: Path
+    path: Path
+
+
+def _groups(proc: Path) -> Iterator[_OwnGroup]:
+    """Yield the groups of a process in the mounted hierarchies of the wanted controllers."""
     try:
         mounts = (proc / "mountinfo").read_text().splitlines()
         own = dict(_own_groups((proc / "cgroup").read_text()))
     except OSError:
-        return []
-    places: list[CgroupPlace] = []
+        return
     for line in mounts:
         left, _, right = line.partition(" - ")
         kind, _, options = right.split(" ", 2)
@@ -64,13 +100,9 @@ def find_places(proc: Path = Path("/proc/self")) -> list[CgroupPlace]:
         mount = Path(fields[4].encode().decode("unicode_escape"))
         if kind == "cgroup":
             for name in set(options.split()[-1].split(",")) & set(_WANTED):
-                base = _below(mount, fields[3], own.get(name, "/"))
-                if (place := _usable_v1(base, mount, name)) is not None:
-                    places.append(place)
+                yield _OwnGroup(name, mount, _below(mount, fields[3], own.get(name, "/")))
         elif kind == "cgroup2":
-            unified = _usable_v2(mount, _below(mount, fields[3], own.get("", "/")))
-            places += [unified] if unified is not None else []
-    return places
+            yield _OwnGroup("", mount, _below(mount, fields[3], own.get("", "/")))
 
 
 def enforced(places: Sequence[CgroupPlace]) -> frozenset[str]:

@@ -92,6 +92,7 @@ def test_a_model_of_the_hub_serves_a_job(rollyard: Rollyard, hub: Hub, tmp_path:
         ),
         (("--model", "tiny/hf", "--vllm-python", "/nowhere/python"), "'/nowhere/python' is not a program"),
         (("--model", "tiny/hf"), "the command `vllm` is not on PATH"),
+        (("--model", str(HUGGING_FACE)), "the command `vllm` is not on PATH"),
     ],
 )
 def test_what_cannot_be_served_is_said_in_a_line(

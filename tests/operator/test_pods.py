@@ -321,7 +321,7 @@ def test_a_model_of_the_hub_comes_before_its_server(engine: str) -> None:
     (download,), (server,) = spec["initContainers"], spec["containers"]
     assert download["command"] == [
         *("python", "-m", "rollyard_process.hub", "org/m@v1", "--for", engine),
-        *("--link", "/tmp/rollyard-model"),
+        *("--link", "/var/cache/rollyard/model/current"),
     ]
     given = {one["name"]: one.get("value", one.get("valueFrom")) for one in download["env"]}
     assert given["HF_TOKEN"] == {"secretKeyRef": {"name": "hub-token", "key": "t"}}
@@ -330,14 +330,22 @@ def test_a_model_of_the_hub_comes_before_its_server(engine: str) -> None:
     assert {one["name"]: one.get("readOnly", False) for one in download["volumeMounts"]} == {
         "rollyard-tmp": False,
         "rollyard-hub": False,
+        "rollyard-model": False,
     }
     assert {"name": "rollyard-hub", "persistentVolumeClaim": {"claimName": "hub"}} in spec["volumes"]
     command = server["command"]
     model = command[2] if engine == "vllm" else command[command.index("--model") + 1]
-    assert model == "/tmp/rollyard-model"
+    assert model == "/var/cache/rollyard/model/current"
     assert command[command.index("--served-model-name") + 1] == "org/m@v1"
-    (cache,) = [one for one in server["volumeMounts"] if one["name"] == "rollyard-hub"]
-    assert cache["readOnly"] is True, "a pool's program may be its author's"
+    served = {one["name"]: one.get("readOnly", False) for one in server["volumeMounts"]}
+    read_only = (served["rollyard-hub"], served["rollyard-model"])
+    assert read_only == (True, True), "a pool's program may be its author's"
+    over_tmp = {
+        "volumes": [{"name": "big", "emptyDir": {}}],
+        "volumeMounts": [{"name": "big", "mountPath": "/tmp"}],
+    }
+    (other,) = backend(settings, over_tmp, model="org/m@v1", type=engine)["spec"]["containers"]
+    assert "rollyard-model" in {one["name"] for one in other["volumeMounts"]}, "the link is not in /tmp"
 
 
 def test_without_a_claim_each_pod_has_a_cache_of_its_own() -> None:

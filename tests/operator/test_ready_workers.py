@@ -25,6 +25,7 @@ from rollyard_testing.operator.operatorlab import (
     at_rest,
     hurry,
     job,
+    pool,
     running,
     settings_in,
     until,
@@ -119,6 +120,17 @@ async def test_a_ready_pod_holds_a_token_of_its_own_and_belongs_to_no_job(start:
             assert (found.namespace, found.worker) == (NAMESPACE, meta["name"])
             (owner,) = secret["metadata"]["ownerReferences"]
             assert (owner["kind"], owner["uid"]) == ("Pod", meta["uid"])
+
+
+async def test_a_job_with_a_tokenizer_of_the_hub_has_workers_that_can_download_it(start: Start) -> None:
+    async with start(1, hub={"tokenSecret": "hub-token"}) as lab:
+        (name,) = await ready(lab, 1)
+        assert "hub-token" not in json.dumps(standing(lab))
+        lab.kube.put(pool(model="org/m", replicas=0))
+        lab.kube.put(job(backendRef={"name": "qwen"}, agent={"type": "tools"}))
+        await until(lambda: len(workers(lab)) == 3)
+        assert [pod["metadata"]["name"] for pod in standing(lab)] == [name], "it has no token of the hub"
+        assert all("hub-token" in json.dumps(pod) for pod in workers(lab).values())
 
 
 async def test_a_new_job_takes_them_and_others_stand_ready_again(start: Start) -> None:

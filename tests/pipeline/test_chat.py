@@ -10,10 +10,12 @@ import pytest
 from rollyard_pipeline.chat import FormatCache
 from rollyard_pipeline.chat.template import ChatTemplate
 from rollyard_pipeline.chat.tokenizer import MARK, ChatTokenizer, load_folder, locate
-from rollyard_pipeline.errors import TemplateError, TokenizerUnavailable
+from rollyard_pipeline.errors import TemplateError, TokenizerUnavailable, TokenizerUnreachable
 from rollyard_testing import spacemarks
+from rollyard_testing.hub import COMMIT, HubModel, hub_server, use_hub
 from tokenizers import Tokenizer
 
+TINY = Path(__file__).parents[2] / "engine" / "src" / "rollyard_engine" / "models" / "tiny-policy"
 USER = [{"role": "user", "content": "hi"}]
 
 
@@ -225,3 +227,24 @@ def test_a_tokenizer_that_is_not_here(tmp_path: Path, monkeypatch: pytest.Monkey
     (tmp_path / "chat_template.jinja").write_text("x")
     with pytest.raises(TokenizerUnavailable, match="cannot be parsed"):
         load_folder(tmp_path)
+
+
+async def test_a_tokenizer_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with hub_server() as hub:
+        use_hub(monkeypatch, hub, tmp_path)
+        hub.status = 503
+        formats = FormatCache(4)
+        with pytest.raises(TokenizerUnreachable, match=r"spec\.tokenizer .* tiny/hf: .* with 503") as caught:
+            await formats.get("tiny/hf")
+        assert caught.value.retryable, "the next attempt may succeed"
+        asked = len(hub.requests)
+        assert asked
+        with pytest.raises(TokenizerUnreachable):
+            await formats.get("tiny/hf")
+        assert len(hub.requests) == asked, "rollouts that come soon after do not ask again"
+        hub.status = 0
+        with pytest.raises(TokenizerUnavailable, match="has no model 'tiny/hf'"):
+            await FormatCache(4).get("tiny/hf")
+        hub.models["tiny/hf"] = HubModel(TINY)
+        chat = await FormatCache(4).get(f"tiny/hf@{COMMIT}")
+        assert chat.tokenizer.vocabulary_size == load_folder(TINY)[0].vocabulary_size

@@ -48,8 +48,10 @@ HUB_MODULE = ("-m", "rollyard_process.hub")
 HUB_FOLDER = "/var/cache/rollyard/hub"
 """The folder of the hub's cache in the containers that have one."""
 HUB_VOLUME = "rollyard-hub"
-MODEL_LINK = "/tmp/rollyard-model"
-"""The link to the folder of a backend's model in the cache."""
+MODEL_VOLUME = "rollyard-model"
+MODEL_FOLDER = "/var/cache/rollyard/model"
+MODEL_LINK = f"{MODEL_FOLDER}/current"
+"""The link to the folder of a backend's model in the cache. Templates may mount a volume over /tmp."""
 TOKEN_FOLDER = "/etc/rollyard/worker"
 TOKEN_FILE = f"{TOKEN_FOLDER}/token"
 POD_UID = "ROLLYARD_POD_UID"
@@ -130,7 +132,11 @@ def _model_container(model: str, engine: str, settings: OperatorSettings) -> Obj
         "command": ["python", *HUB_MODULE, *arguments],
         "env": [*_env(env), *_hub_token(settings)],
         "resources": resources(settings.worker.resources, PodResources()),
-        "volumeMounts": [_TMP, {"name": HUB_VOLUME, "mountPath": HUB_FOLDER}],
+        "volumeMounts": [
+            _TMP,
+            {"name": HUB_VOLUME, "mountPath": HUB_FOLDER},
+            {"name": MODEL_VOLUME, "mountPath": MODEL_FOLDER},
+        ],
         "securityContext": restricted(read_only_root=True),
         # With this policy, the reason of a failure is part of the pod's status.
         "terminationMessagePolicy": "FallbackToLogsOnError",
@@ -316,8 +322,9 @@ def backend_pod(workload: Workload, pool: BackendPool, settings: OperatorSetting
     of_hub = hub_name(workload.model) is not None
     folder = MODEL_LINK if of_hub else ""
     if of_hub:
-        volumes.append(_hub_volume(settings))
-        mounts.append({"name": HUB_VOLUME, "mountPath": HUB_FOLDER, "readOnly": True})
+        volumes += [_hub_volume(settings), {"name": MODEL_VOLUME, "emptyDir": {}}]
+        for volume, path in ((HUB_VOLUME, HUB_FOLDER), (MODEL_VOLUME, MODEL_FOLDER)):
+            mounts.append({"name": volume, "mountPath": path, "readOnly": True})
     if vllm:
         image, defaults = settings.images.vllm, PodResources()
         command = vllm_command(workload, "0.0.0.0", BACKEND_PORT, folder)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import logging
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from rollyard_pipeline.errors import TokenizerUnavailable, TokenizerUnreachable
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
+log: Final = logging.getLogger(__name__)
 _TOKEN_NAMES: Final = ("bos_token", "eos_token", "pad_token", "unk_token")
 _OTHER_FORMATS: Final = ("tekken.json", "tokenizer.model*", "*.tiktoken", "vocab.json", "vocab.txt")
 _BARS: Final = re.compile(r"<[|｜].+[|｜]>")
@@ -174,7 +176,7 @@ def locate(name: str) -> Path:
             "Face Hub (OWNER/NAME)"
         )
     try:
-        return hub.download(repository, "tokenizer")
+        return hub.download(repository, "tokenizer", log.info)
     except hub.HubError as error:
         unavailable = TokenizerUnavailable if error.is_permanent else TokenizerUnreachable
         raise unavailable(f"spec.tokenizer of the pool, {name}: {error}") from error

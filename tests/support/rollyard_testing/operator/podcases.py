@@ -76,6 +76,11 @@ SANDBOXES: tuple[dict[str, Any], ...] = (
     {"image": "docker://python:3.12-slim", "resources": {"cpu": "500m", "memory": "512Mi", "disk": "2Gi"}},
     {"image": "registry.example:5000/a/b@sha256:" + "0" * 64, "resources": {"cpu": "1m", "memory": "4M"}},
 )
+HUBS: tuple[dict[str, str], ...] = (
+    {},
+    {"claim": "hub-cache", "tokenSecret": "hub-token", "endpoint": "https://hub.example"},
+)
+MODELS = ("/models/Qwen3-8B", "Qwen/Qwen3-8B", "Qwen/Qwen3-8B@refs/pr/1")
 NAMES = ("a", "job-1", "x" * 63, "0-digits")
 
 
@@ -108,6 +113,7 @@ def settings_of(dice: random.Random) -> OperatorSettings:
             "imagePullSecrets": dice.choice([[], [{"name": "registry"}]]),
             "imageVolume": dice.choice(["always", "never"]),
             "isolation": {"required": required, "checks": ["10.96.0.1:443"] if required else []},
+            "hub": dice.choice(HUBS),
             "worker": {"resources": dice.choice([{}, {"limits": {"cpu": "1", "memory": "1Gi"}}])},
             "sandbox": {
                 "cpuRequestFraction": dice.choice([0.01, 0.25, 1.0]),
@@ -146,12 +152,12 @@ def objects(dice: random.Random, namespace: str) -> Iterator[Object]:
         }
     )
     for workload in job_workloads(job, profile):
-        yield worker_pod(workload, job, settings, "rollyard-job-1")
+        yield worker_pod(workload, job, settings, "rollyard-job-1", dice.choice(MODELS))
     template = {**dice.choice(PLACEMENTS), **dice.choice(TEMPLATES)}
     pool = BackendPool.model_validate(
         {
             "metadata": meta,
-            "spec": {"model": "Qwen/Qwen3-8B", "engine": dice.choice(ENGINES), "template": template},
+            "spec": {"model": dice.choice(MODELS), "engine": dice.choice(ENGINES), "template": template},
         }
     )
     for workload in pool_workloads(pool, profile):

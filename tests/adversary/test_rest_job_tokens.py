@@ -200,7 +200,7 @@ async def test_a_long_poll_of_the_old_token_gets_nothing_of_the_successor(yard: 
     await yard.plane.database.write(lambda tx: jobs.delete(tx, "default", "mine"))
     await yard.submit("mine")
     answer = await asyncio.wait_for(poll, patience(30))
-    assert answer.json() == {"leases": [], "draining": True}
+    assert answer.json() == {"leases": [], "draining": True, "places": None}
 
 
 @pytest.mark.attack(
@@ -218,7 +218,8 @@ async def test_the_token_of_a_finished_job_reports_and_learns_that_it_may_stop(y
     again = await http.post("/v1/leases/fail", json={"worker": "w", "failures": failures})
     assert {one["outcome"] for one in again.json()["outcomes"]} == {"repeated"}
     ask = {"worker": "w", "node": "n", "capacity": {"init": 4}, "job": "mine"}
-    assert (await http.post("/v1/leases", json=ask)).json() == {"leases": [], "draining": True}
+    answer = await http.post("/v1/leases", json=ask)
+    assert answer.json() == {"leases": [], "draining": True, "places": None}
     claim = {"rollout": leases[0]["rollout"], "token": leases[0]["token"], "shape": SHAPE}
     for refused in (
         await http.post("/v1/claims", json=claim),

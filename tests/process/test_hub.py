@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -121,6 +122,24 @@ def test_a_revision(hub: Hub, cache: Path) -> None:
     hub.revisions |= {"v1": "a" * 40, "a" * 40: "a" * 40}
     assert download(HubName("tiny/hf", "v1"), "tokenizer").name == "a" * 40
     assert download(HubName("tiny/hf"), "tokenizer").name == COMMIT
+
+
+def test_a_cache_of_an_older_library_that_lacks_a_part_is_completed(
+    hub: Hub, cache: Path, tmp_path: Path
+) -> None:
+    parts = [f"model-0000{number}-of-00002.safetensors" for number in (1, 2)]
+    index = {"weight_map": {"a": parts[0], "b": parts[1]}}
+    files = dict.fromkeys(parts, b"weights") | {"model.safetensors.index.json": json.dumps(index).encode()}
+    (tmp_path / "model").mkdir()
+    for name in ("config.json", "tokenizer.json"):
+        (tmp_path / "model" / name).write_bytes((HUGGING_FACE / name).read_bytes())
+    hub.models["tiny/parts"] = HubModel(tmp_path / "model", also=files)
+    folder = download(HubName("tiny/parts"), "vllm")
+    (listing,) = (folder.parents[1] / "trees").iterdir()
+    listing.unlink()  # An older library writes none, so this one cannot know that a file is missing.
+    (folder / parts[1]).unlink()
+    assert models.cached(HubName("tiny/parts"), "vllm") is None
+    assert (download(HubName("tiny/parts"), "vllm") / parts[1]).read_bytes() == b"weights"
 
 
 def test_weights_of_the_older_form(hub: Hub, cache: Path, tmp_path: Path) -> None:

@@ -38,6 +38,10 @@ class EngineResources(Model):
 
 _EXTERNAL: Final = "'external' is required with 'type: external', and only there"
 _STARTED: Final = "'args' and 'env' have no effect on external servers; remove them"
+_TOKEN: Final = (
+    "'env' must not hold HF_TOKEN, which all readers of the pool would see; remove it: the driver downloads "
+    "the model, with a token of its own"
+)
 _VLLM: Final = "'command' and 'resources' belong to 'type: vllm'; remove them"
 
 
@@ -48,6 +52,7 @@ class EngineSpec(Model):
         json_schema_extra=cel(
             ("(self.type == 'external') == has(self.external)", _EXTERNAL),
             ("self.type != 'external' || (size(self.args) == 0 && size(self.env) == 0)", _STARTED),
+            ("!('HF_TOKEN' in self.env)", _TOKEN),
             ("self.type == 'vllm' || (size(self.command) == 0 && !has(self.resources))", _VLLM),
         )
     )
@@ -80,6 +85,8 @@ class EngineSpec(Model):
             raise ValueError(_EXTERNAL)
         if self.type == "external" and (self.args or self.env):
             raise ValueError(_STARTED)
+        if "HF_TOKEN" in self.env:
+            raise ValueError(_TOKEN)
         if self.type != "vllm" and (self.command or self.resources is not None):
             raise ValueError(_VLLM)
         return self

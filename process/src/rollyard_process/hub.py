@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import errno
 import importlib
+import json
 import os
 import sys
 import time
@@ -124,8 +125,9 @@ def cached(repository: HubName, use: Use) -> Path | None:
             )
         except LocalEntryNotFoundError:
             continue
-        if not _lacks(folder, use) and (not weights or _has(folder, weights)):
-            return folder
+        if _lacks(folder, use) or (weights and (not _has(folder, weights) or _lacks_shards(folder))):
+            continue
+        return folder
     return None
 
 
@@ -191,6 +193,19 @@ def _has(folder: Path, patterns: tuple[str, ...]) -> bool:
 
 def _lacks(folder: Path, use: Use) -> str:
     return next((name for name in _NEEDED[use] if not (folder / name).is_file()), "")
+
+
+def _lacks_shards(folder: Path) -> bool:
+    """Return whether weights in several files are incomplete.
+
+    The library knows this itself, unless an older version of it has downloaded the files.
+    """
+    try:
+        index = json.loads((folder / "model.safetensors.index.json").read_text(encoding="utf-8"))
+        names = {str(name) for name in index["weight_map"].values()}
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        return False
+    return not all((folder / name).is_file() for name in names)
 
 
 def _unsuitable(repository: HubName, folder: Path, use: Use, missing: str) -> HubError:

@@ -34,7 +34,7 @@ async def test_generate_gives_versions_per_token(backend: Any) -> None:
     # All that changes the distribution is sent, because a server fills the rest from generation_config.json.
     assert body["sampling_params"] == {
         "temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0,
-        "max_tokens": 8, "seed": 7, "logprobs": 0, "stream_interval": 16,
+        "max_tokens": 8, "seed": 7, "logprobs": 0, "stream_interval": 32,
     }  # fmt: skip
 
 

@@ -202,7 +202,7 @@ async def test_a_strict_server_takes_our_requests(backend: Any) -> None:
     assert body["input_ids"] == PROMPT
     assert body["sampling_params"] == {
         "temperature": 0.7, "top_p": 0.9, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0,
-        "max_new_tokens": 8, "sampling_seed": 7, "stream_interval": 16,
+        "max_new_tokens": 8, "sampling_seed": 7, "stream_interval": 32,
     }  # fmt: skip
 
 

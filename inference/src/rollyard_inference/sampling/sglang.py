@@ -30,7 +30,7 @@ from rollyard_inference.sampling.checks import (
 )
 from rollyard_inference.sampling.request import Sampling, ServedModel
 
-_STREAM_INTERVAL: Final = 16  # Tokens in one event of a stream, at least.
+_STREAM_INTERVAL: Final = 32  # Tokens in one event of a stream, at least.
 # An event repeats all tokens before it, so there are at most so many of them.
 _MOST_EVENTS: Final = 64
 _TEMPERATURES: Final = (1.0, 0.25)

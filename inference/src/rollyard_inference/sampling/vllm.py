@@ -25,7 +25,7 @@ from rollyard_inference.sampling.checks import (
 )
 from rollyard_inference.sampling.request import Answer, Sampling, ServedModel
 
-_STREAM_INTERVAL: Final = 16
+_STREAM_INTERVAL: Final = 32
 """The number of tokens in one event. An event for every token would cost both sides much more time."""
 
 

@@ -349,6 +349,32 @@ def test_an_episode_keeps_each_call_with_its_turn(formats: dict[str, ChatFormat]
     assert all(text in read for text in ("a b", "no such file", "malformed tool call", "go on", "again"))
 
 
+def test_a_template_that_takes_results_only_after_calls_gets_the_calls(
+    formats: dict[str, ChatFormat],
+) -> None:
+    """It refuses a turn's raw text if a result follows, and so gets the turn's parsed form."""
+    source = (
+        "{%- for message in messages -%}"
+        "{%- if message.role == 'tool' and not messages[loop.index0 - 1].tool_calls %}"
+        "{{- raise_exception('a result needs a call') }}{%- endif %}"
+        "{{ '<|im_start|>' + message.role + '\\n' + message.content }}"
+        "{%- for call in message.tool_calls or [] %}{{ call.function.arguments }}{%- endfor %}"
+        "{{ '<|im_end|>\\n' }}"
+        "{%- endfor -%}{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif -%}"
+    )
+    tokenizer = formats["chatml"].tokenizer
+    chat = ChatFormat(tokenizer, ChatTemplate(source, tokenizer.variables()))
+    episode = episode_of(chat)
+    call = ParsedCall("bash", {"command": "ls -la"})
+    sampled_turn(episode, chat, "I list")
+    episode.add_assistant("I list", ParsedTurn("I list", (call,)), "stop")
+    episode.add_observation(call, "a b", None, 0.25)
+    assert episode.recorder is not None
+    prompt = episode.recorder.prompt().rendered
+    assert "ls -la" in prompt, "the call is not that of the turn"
+    assert "a b" in prompt
+
+
 def test_the_first_reason_ends_an_episode_and_the_trajectory_says_it(formats: dict[str, ChatFormat]) -> None:
     chat = formats["chatml"]
     episode = episode_of(chat)

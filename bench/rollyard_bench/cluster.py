@@ -13,7 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -24,6 +24,7 @@ import yaml
 from rollyard_pipeline.control_plane.rest import RestControlPlane
 from rollyard_testing.kubernetes.kubelab import CRDS, lab_program
 from rollyard_testing.kubernetes.podwatch import access
+from rollyard_testing.waiting import eventually
 
 from rollyard_bench.harness import manifest
 from rollyard_bench.processes import (
@@ -203,12 +204,10 @@ async def until(holds: Callable[[], bool], what: str, seconds: float = 60.0) -> 
     Raises:
         ProgramFailed: It did not become true in time.
     """
-    with suppress(TimeoutError):
-        async with asyncio.timeout(seconds):
-            while not holds():  # noqa: ASYNC110 - the condition depends on several events
-                await asyncio.sleep(0.01)
-            return
-    raise ProgramFailed(f"{what}: not within {seconds:.0f} s")
+    try:
+        await eventually(holds, seconds, 0.01)
+    except TimeoutError as error:
+        raise ProgramFailed(f"{what}: not within {seconds:.0f} s") from error
 
 
 @dataclass(frozen=True, slots=True)

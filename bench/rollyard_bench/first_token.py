@@ -92,6 +92,8 @@ def _finished(http: httpx.Client, name: str) -> bool:
 def _play(ready_workers: int) -> list[float]:
     """Return the seconds from each submission to the first token that the engine samples for it."""
     seconds = []
+    # A ready control plane and a ready engine stand beside the ready workers.
+    processes = ready_workers + 2 if ready_workers else 0
     with a_yard("--ready-workers", str(ready_workers)) as yard:
         yard.start()
         with (
@@ -99,9 +101,7 @@ def _play(ready_workers: int) -> list[float]:
             httpx.Client(base_url=wait_for_backend(http)["url"], trust_env=False) as engine,
         ):
             for number in range(JOBS):
-                # A ready control plane and a ready engine stand beside the ready workers.
-                processes = ready_workers + 2 if ready_workers else 0
-                until(lambda count=processes: _at_rest(yard, count), WAIT_SECONDS, "the yard's rest")
+                until(lambda: _at_rest(yard, processes), WAIT_SECONDS, "the yard's rest")
                 name, before = f"first-{number}", _tokens(engine)
                 job = _job(name)
                 begin = time.perf_counter()

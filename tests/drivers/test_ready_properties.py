@@ -51,7 +51,7 @@ def test_it_converges_to_the_number_and_stays_there(
 ) -> None:
     plan = plan_ready(world, namespaces, count, "new", START, resting)
     assert len({worker.uid for worker in plan.delete}) == len(plan.delete)
-    # Where one has ended or never began, the same would happen to the next, so none is made at once.
+    # Where one has ended, the same would happen to the next, so none is made at once.
     ended = {one.namespace for one in world if one.shape == "new" and one.state == "ended"}
     assert plan.broken >= ended & namespaces
     assert set(plan.create) <= namespaces - resting - plan.broken

@@ -10,17 +10,18 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import huggingface_hub
 import pytest
 import rollyard_engine
 from rollyard.errors import LookupFailed, UsageProblem
+from rollyard.local import external_server
 from rollyard.local.external_server import served, tokenizer_folder
 from rollyard.main import main
 from rollyard_inference.sampling.request import ServedModel
+from rollyard_testing.hub import HubModel, hub_server
 from rollyard_testing.inference.scripted import VllmShaped
 from rollyard_testing.pace import patience
 from rollyard_testing.waiting import until
@@ -152,59 +153,56 @@ def test_ctrl_c_ends_it_while_a_server_hangs(scripted: VllmShaped) -> None:
 # The tokenizer of a served model.
 
 
-def test_a_repository_is_looked_up_in_the_cache_and_then_downloaded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model, asked = ServedModel("policy", folder="org/tiny"), []
-    cached = tmp_path / "cached"
-    cached.mkdir()
+@pytest.fixture
+def check(scripted: VllmShaped) -> Callable[..., dict[str, str]]:
+    """Return a function that checks a server with a model of the hub, and returns the row of its tokenizer.
 
-    def download(repository: str, **options: Any) -> str:
-        asked.append((repository, "tokenizer.json" in options["allow_patterns"]))
-        shutil.copy(MODEL / "tokenizer.json", cached)
-        return str(cached)
-
-    def look_up(repository: str, file: str) -> str | None:
-        return str(cached / file) if (cached / file).exists() else None
-
-    monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", look_up)
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
-    assert tokenizer_folder(model) == cached
-    assert asked == [("org/tiny", True)]
-    assert tokenizer_folder(model) == cached
-    assert len(asked) == 1, "it is in the cache now"
-    (cached / "tokenizer.json").unlink()
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: str(cached))
-    with pytest.raises(LookupFailed, match=r"'org/tiny' has no tokenizer\.json on Hugging Face"):
-        tokenizer_folder(model)
-
-
-def test_a_hub_that_does_not_answer_is_named_with_what_to_give(
-    scripted: VllmShaped, tmp_path: Path, free_port: int
-) -> None:
-    """The library reads its settings when it is imported, so this runs in a process of its own."""
-    scripted.model = scripted.served = "org/tiny"
+    The library reads its settings when it is imported, so each check has a process of its own.
+    """
     answer = scripted.answer
-    models = {"data": [{"id": "policy", "root": "org/tiny"}]}
-    scripted.answer = lambda path, body: (200, models) if path == "/v1/models" else answer(path, body)  # type: ignore[method-assign]
-    environment = {
-        **os.environ,
-        "HF_ENDPOINT": f"http://127.0.0.1:{free_port}",
-        "HF_HOME": str(tmp_path / "hub"),
-        "HF_HUB_OFFLINE": "",
-    }
-    done = subprocess.run(
-        [*PROGRAM, "up", "--backend", scripted.url, "--home", str(tmp_path / "home")],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=patience(120),
-    )
-    assert done.returncode == 2, done.stderr
-    assert (
-        f"--backend {scripted.url}: give --tokenizer DIR: 'org/tiny' is not in Hugging Face's" in done.stderr
-    )
-    assert "Traceback" not in done.stderr
+
+    def run(loaded: str, environment: Mapping[str, str]) -> dict[str, str]:
+        models = {"data": [{"id": "policy", "root": loaded}]}
+        scripted.answer = lambda path, body: (200, models) if path == "/v1/models" else answer(path, body)  # type: ignore[method-assign]
+        done = subprocess.run(
+            [*PROGRAM, "check-backend", scripted.url, "--json"],
+            env={**os.environ, **environment},
+            capture_output=True,
+            text=True,
+            timeout=patience(120),
+        )
+        assert "Traceback" not in done.stderr
+        (row,) = (row for row in json.loads(done.stdout)["checks"] if row["name"] == "tokenizer")
+        return row
+
+    return run
+
+
+def test_a_model_of_the_hub_is_looked_up_in_the_cache_and_then_downloaded(
+    check: Callable[..., dict[str, str]], tmp_path: Path
+) -> None:
+    with hub_server() as hub:
+        hub.models["tiny/tiny-policy"] = HubModel(MODEL)
+        hub.models["tiny/bare"] = HubModel(tmp_path)
+        (tmp_path / "config.json").write_text("{}")
+        environment = hub.environment(tmp_path / "cache")
+        row = check("tiny/tiny-policy", environment)
+        assert (row["state"], "models--tiny--tiny-policy" in row["found"]) == ("good", True)
+        assert not any(path.endswith(".onnx") for path in hub.downloads()), "the tokenizer alone"
+        hub.requests.clear()
+        assert check("tiny/tiny-policy", environment)["state"] == "good"
+        assert hub.requests == [], "it is in the cache now"
+        assert "tiny/bare has no tokenizer.json" in check("tiny/bare", environment)["detail"]
+        assert "has no model 'tiny/none'" in check("tiny/none", environment)["detail"]
+
+
+def test_a_hub_that_does_not_answer_is_named(
+    check: Callable[..., dict[str, str]], tmp_path: Path, free_port: int
+) -> None:
+    endpoint = f"http://127.0.0.1:{free_port}"
+    row = check("org/tiny", {"HF_ENDPOINT": endpoint, "HF_HOME": str(tmp_path / "hub"), "HF_HUB_OFFLINE": ""})
+    assert (row["state"], row["remedy"]) == ("lacks", "--tokenizer DIR of `rollyard up`")
+    assert row["detail"].startswith(f"{endpoint} cannot be reached")
 
 
 @pytest.mark.parametrize("loaded", ["../secrets", "models/../../etc", "~root/x", "policy", "a/b/c", ""])
@@ -214,7 +212,7 @@ def test_only_an_absolute_path_or_an_id_with_an_owner_is_looked_for(
     def refuse(*_: Any, **__: Any) -> None:
         raise AssertionError("nothing may be downloaded")
 
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", refuse)
+    monkeypatch.setattr(external_server, "download", refuse)
     with pytest.raises(LookupFailed, match=r"is no absolute path and no id OWNER/NAME|does not say what it"):
         tokenizer_folder(ServedModel(loaded))
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import importlib
-import re
 from pathlib import Path
 from typing import Final
 
@@ -14,6 +12,8 @@ from rollyard_inference.fitness import FitnessCheck, Probed, ask, checks, in_a_l
 from rollyard_inference.health import find_model
 from rollyard_inference.sampling.request import ServedModel
 from rollyard_inference.transports.with_httpx import HttpxTransport
+from rollyard_process.hub import TOKENIZER_FILE, HubError, download
+from rollyard_process.hub_names import hub_name
 from rollyard_process.log_text import one_line
 
 from rollyard.errors import LookupFailed, StartFailed, UsageProblem
@@ -26,12 +26,6 @@ ASK_SECONDS: Final = 90.0
 MAX_QUOTED: Final = 200
 MAX_MESSAGE: Final = 1000
 """The largest numbers of characters of a server's text in a message: of a name, and of everything."""
-_REPOSITORY: Final = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")
-"""The id of a repository of Hugging Face. One without an owner does not count: any name looks like it."""
-_TOKENIZER_FILES: Final = (
-    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "config.json"),
-    *("chat_template.jinja", "chat_template.json", "additional_chat_templates/*"),
-)
 
 
 async def _find(url: str, model: str) -> ServedModel:
@@ -66,50 +60,36 @@ def served(url: str, model: str, tokenizer: str) -> tuple[str, str]:
 def tokenizer_folder(model: ServedModel, given: str = "") -> Path:
     """Return the folder with the tokenizer of a served model.
 
-    It is the given one, or else that of what the server loaded: a folder of this machine, or a repository of
-    Hugging Face, which is looked up in the cache here and then downloaded. The name under which the model is
+    It is the given one, or else that of what the server loaded: a folder of this machine, or a model of the
+    Hugging Face Hub, of which this machine's cache gets what it lacks. The name under which the model is
     served may be anything, so it counts only if the server does not say what it loaded.
 
     Args:
         model: What the server says of its model.
-        given: A folder or the id of a repository that is used instead.
+        given: A folder or the name of a model of the hub that is used instead.
 
     Raises:
         LookupFailed: There is no tokenizer. The message says where it was looked for.
     """
-    from rollyard_pipeline.chat.tokenizer import locate
-    from rollyard_pipeline.errors import TokenizerUnavailable
-
     source = given or model.folder or model.name
     if not source:
         raise LookupFailed("the server does not say what it loaded")
-    quoted = repr(source[:MAX_QUOTED])
-    from_hub = _REPOSITORY.fullmatch(source) is not None
-    if not (given or from_hub or source.startswith("/")):
+    quoted, repository = repr(source[:MAX_QUOTED]), hub_name(source)
+    if not (given or repository is not None or source.startswith("/")):
         raise LookupFailed(f"the server loaded {quoted}, which is no absolute path and no id OWNER/NAME")
     try:
-        return locate(source).resolve()
+        folder = Path(source).expanduser().resolve()
+        is_folder, holds_one = folder.is_dir(), (folder / TOKENIZER_FILE).is_file()
     except (OSError, RuntimeError):  # The path is too long, or it begins with ~ and a user that is not here.
         raise LookupFailed(f"{quoted} is not a folder that can be read") from None
-    except TokenizerUnavailable:
-        if not from_hub or Path(source).is_dir():
-            raise LookupFailed(f"{quoted} holds no tokenizer.json on this machine") from None
-    return _downloaded(source)
-
-
-def _downloaded(repository: str) -> Path:
-    """Download the tokenizer of a repository of Hugging Face into the cache, and return its folder."""
+    if holds_one:
+        return folder
+    if repository is None or is_folder:
+        raise LookupFailed(f"{quoted} holds no {TOKENIZER_FILE} on this machine")
     try:
-        hub = importlib.import_module("huggingface_hub")
-        folder = Path(hub.snapshot_download(repository, allow_patterns=list(_TOKENIZER_FILES)))
-    except (ImportError, OSError, ValueError, httpx.HTTPError) as error:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0][:MAX_QUOTED]
-        raise LookupFailed(
-            f"{repository!r} is not in Hugging Face's cache here, and cannot be downloaded: {reason}"
-        ) from error
-    if not (folder / "tokenizer.json").is_file():
-        raise LookupFailed(f"{repository!r} has no tokenizer.json on Hugging Face")
-    return folder
+        return download(repository, "tokenizer")
+    except HubError as error:
+        raise LookupFailed(str(error)) from error
 
 
 def tokenizer_check(model: ServedModel, given: str) -> FitnessCheck:

@@ -72,7 +72,7 @@ def test_the_embedded_engine_trains(engine: str, capsys: pytest.CaptureFixture[s
     document = json.loads(capsys.readouterr().out)
     assert (document["trains"], document["model"]) == ("yes", "tiny")
     tokenizer = next(row for row in document["checks"] if row["name"] == "tokenizer")
-    assert tokenizer["found"] == f"{MODEL.resolve()}, with a chat template"
+    assert tokenizer["finding"] == f"{MODEL.resolve()}, with a chat template"
 
 
 def test_up_and_check_backend_find_the_tokenizer_of_what_is_served(engine: str) -> None:
@@ -187,7 +187,7 @@ def test_a_model_of_the_hub_is_looked_up_in_the_cache_and_then_downloaded(
         (tmp_path / "config.json").write_text("{}")
         environment = hub.environment(tmp_path / "cache")
         row = check("tiny/tiny-policy", environment)
-        assert (row["state"], "models--tiny--tiny-policy" in row["found"]) == ("good", True)
+        assert (row["state"], "models--tiny--tiny-policy" in row["finding"]) == ("good", True)
         assert not any(path.endswith(".onnx") for path in hub.downloads()), "the tokenizer alone"
         hub.requests.clear()
         assert check("tiny/tiny-policy", environment)["state"] == "good"

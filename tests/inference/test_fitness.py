@@ -63,9 +63,9 @@ async def test_a_server_with_all_options_lacks_nothing_that_is_needed() -> None:
     assert {name for name, row in rows.items() if row.state != "good"} == {"sleep", "weight transfer"}
     assert rows["sleep"].remedy == "--enable-sleep-mode"
     assert rows["weight transfer"].remedy.startswith("--weight-transfer-config ")
-    assert rows["token ids"].found == "in and out by /inference/v1/generate, with log-probabilities"
-    assert rows["context"].found.startswith("2,048 tokens")
-    assert rows["KV cache"].found == "524,288 tokens, 256 rollouts of full length"
+    assert rows["token ids"].finding == "in and out by /inference/v1/generate, with log-probabilities"
+    assert rows["context"].finding.startswith("2,048 tokens")
+    assert rows["KV cache"].finding == "524,288 tokens, 256 rollouts of full length"
     assert all(not row.cost and not row.remedy for row in rows.values() if row.state == "good")
 
 
@@ -75,7 +75,7 @@ async def test_a_bare_server_lacks_what_its_options_would_give() -> None:
     assert in_a_line(rows.values()) == f"no: {RAW}; {NO_CALLS}"
     versions = rows["token versions"]
     assert (versions.state, versions.needed, versions.remedy) == ("lacks", False, SCALE_OUT)
-    assert (rows["sleep"].state, rows["sleep"].found) == (
+    assert (rows["sleep"].state, rows["sleep"].finding) == (
         "unknown",
         "reported only with VLLM_SERVER_DEV_MODE=1",
     )
@@ -103,12 +103,12 @@ async def test_a_prefix_cache_that_is_switched_off_or_not_reported() -> None:
     off = (await checked(served(lines.replace('prefix_caching="True"', 'prefix_caching="False"'))))[
         "prefix cache"
     ]
-    assert (off.state, off.found, off.remedy) == ("lacks", "switched off", "--enable-prefix-caching")
+    assert (off.state, off.finding, off.remedy) == ("lacks", "switched off", "--enable-prefix-caching")
     silent = await checked(served(""))
     assert silent["prefix cache"].remedy == silent["KV cache"].remedy == "without --disable-log-stats"
     assert silent["prefix cache"].state == silent["KV cache"].state == "unknown"
     counted = "vllm:prefix_cache_queries_total 200\nvllm:prefix_cache_hits_total 150\n"
-    assert (await checked(served(counted)))["prefix cache"].found.startswith("on; 75% of prompt tokens")
+    assert (await checked(served(counted)))["prefix cache"].finding.startswith("on; 75% of prompt tokens")
 
 
 def test_the_size_of_the_kv_cache_is_the_sum_over_the_engines() -> None:
@@ -268,9 +268,9 @@ async def test_sglang_after_temperature_trains() -> None:
     versions = [{"version": "default", "start": 0, "end": 1}]
     rows = await checked(sglang(tempered, SGLANG_INFO, SGLANG_METRICS, weight_versions=versions))
     assert in_a_line(rows.values()) == "yes"
-    assert rows["log-probabilities"].found.endswith("train with topP 1 and topK -1")
-    assert rows["prefix cache"].found.startswith("on; 40%")
-    assert rows["KV cache"].found == "81,920 tokens, 2 rollouts of full length"
+    assert rows["log-probabilities"].finding.endswith("train with topP 1 and topK -1")
+    assert rows["prefix cache"].finding.startswith("on; 40%")
+    assert rows["KV cache"].finding == "81,920 tokens, 2 rollouts of full length"
     assert rows["token versions"].state == "good"
     assert rows["sleep"].remedy == "--enable-memory-saver"
     assert "weight transfer" not in rows, "SGLang has no option for it"

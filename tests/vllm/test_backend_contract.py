@@ -164,7 +164,7 @@ def test_check_backend_says_what_its_options_would_give(
         assert (status, document["summary"]) == (0, "yes")
     good = {name for name, row in rows.items() if row["state"] == "good"}
     assert good >= {"token ids", "weight updates", "prefix cache", "context", "KV cache", "tokenizer"}
-    assert rows["context"]["found"].startswith(f"{MAX_MODEL_LEN:,} tokens")
+    assert rows["context"]["finding"].startswith(f"{MAX_MODEL_LEN:,} tokens")
     # Both are reported in developer mode, and neither is switched on here.
     assert {rows[name]["state"] for name in ("sleep", "weight transfer")} == {"lacks"}
 

@@ -46,7 +46,7 @@ class FitnessCheck:
 
     name: str
     state: State
-    found: str
+    finding: str
     """What the server has, or what it lacks."""
     needed: bool = False
     """Whether a server that lacks it cannot train. Otherwise training is slower, or has fewer choices."""
@@ -230,7 +230,7 @@ def in_a_line(rows: Iterable[FitnessCheck]) -> str:
     verdict = trains(rows)
     state: State = "lacks" if verdict == "no" else "unknown"
     reasons = [
-        f"{row.found} ({row.remedy})" if row.remedy else row.found
+        f"{row.finding} ({row.remedy})" if row.remedy else row.finding
         for row in rows
         if row.needed and row.state == state
     ]
@@ -240,14 +240,14 @@ def in_a_line(rows: Iterable[FitnessCheck]) -> str:
 def _token_ids(probed: Probed) -> FitnessCheck:
     name = "token ids"
     if probed.paused:
-        found = "the server is paused, so nothing could be sampled"
+        finding = "the server is paused, so nothing could be sampled"
         return FitnessCheck(
-            name, "unknown", found, True, "nothing is sampled until it resumes", "POST /resume"
+            name, "unknown", finding, True, "nothing is sampled until it resumes", "POST /resume"
         )
     if probed.capabilities is None or probed.refused:
-        found, remedy = "no token ids with log-probabilities", "vLLM 0.30 or SGLang 0.5, or newer"
+        finding, remedy = "no token ids with log-probabilities", "vLLM 0.30 or SGLang 0.5, or newer"
         return FitnessCheck(
-            name, "lacks", found, True, "no rollout can run on it", remedy, probed.refused[:_MAX_TEXT]
+            name, "lacks", finding, True, "no rollout can run on it", remedy, probed.refused[:_MAX_TEXT]
         )
     return FitnessCheck(
         name, "good", f"in and out by {probed.capabilities.call.path}, with log-probabilities", True
@@ -259,8 +259,8 @@ def _logprobs(probed: Probed) -> FitnessCheck:
     if probed.mode == "processed_logprobs":
         return FitnessCheck(name, "good", "of the distribution that is sampled from", True)
     if probed.mode == "temperature_logprobs":
-        found = "after temperature, before top-p and top-k: train with topP 1 and topK -1"
-        return FitnessCheck(name, "good", found, True)
+        finding = "after temperature, before top-p and top-k: train with topP 1 and topK -1"
+        return FitnessCheck(name, "good", finding, True)
     if probed.mode == "raw_logprobs":
         return FitnessCheck(
             name,
@@ -273,19 +273,19 @@ def _logprobs(probed: Probed) -> FitnessCheck:
             if probed.engine == "SGLang"
             else "--logprobs-mode processed_logprobs",
         )
-    found = "log-probabilities of an unknown kind"
+    finding = "log-probabilities of an unknown kind"
     if probed.mode != "unknown":
-        found += f", {probed.mode[:_MAX_TEXT]!r}"
+        finding += f", {probed.mode[:_MAX_TEXT]!r}"
     cost = "importance ratios may be wrong"
-    return FitnessCheck(name, "unknown", found, True, cost)
+    return FitnessCheck(name, "unknown", finding, True, cost)
 
 
 def _weight_updates(probed: Probed, can: Capabilities) -> FitnessCheck:
     name = "weight updates"
     weights = can.weights
     if probed.engine == "ProRL":
-        found = "not in ProRL's protocol: whoever runs the server updates its weights"
-        return FitnessCheck(name, "good", found, True)
+        finding = "not in ProRL's protocol: whoever runs the server updates its weights"
+        return FitnessCheck(name, "good", finding, True)
     if weights.label is not None and (weights.shape == "sglang" or can.reports_pause):
         return FitnessCheck(
             name, "good", f"the server pauses, loads and labels weights ({weights.path})", True
@@ -325,8 +325,8 @@ def _prefix_cache(probed: Probed) -> FitnessCheck:
     remedy = "--enable-metrics" if probed.engine == "SGLang" else "without --disable-log-stats"
     if not counted:
         cost = "the hit rate is not known, and a cache that is too small goes unnoticed"
-        found = "on, but its hits are not reported" if caching else "not reported"
-        return FitnessCheck(name, "lacks" if caching else "unknown", found, False, cost, remedy)
+        finding = "on, but its hits are not reported" if caching else "not reported"
+        return FitnessCheck(name, "lacks" if caching else "unknown", finding, False, cost, remedy)
     queries, hits = probed.metrics.prefix_queries or 0.0, probed.metrics.prefix_hits or 0.0
     rate = f"; {min(1.0, hits / queries):.0%} of prompt tokens found in it since the start" if queries else ""
     return FitnessCheck(name, "good", f"on{rate}")

@@ -195,8 +195,8 @@ async def _sizes(transport: Transport, url: str, model: str, *, cache: bool) -> 
 
 
 def _rows(conn: Connection) -> Sequence[Any]:
-    wanted = [backends.c[name] for name in ("pool_id", "url", "ready", "places", "stats")]
-    query = sa.select(*wanted, pools_table.c.model)
+    shown = [backends.c[name] for name in ("pool_id", "url", "ready", "places", "stats")]
+    query = sa.select(*shown, pools_table.c.model)
     return conn.execute(query.join_from(backends, pools_table, pools_table.c.id == backends.c.pool_id)).all()
 
 

@@ -96,8 +96,8 @@ def _admission(suspend: bool, started: float, seconds: int | None) -> dict[str, 
 
 def _warm(spec: RolloutJobSpec) -> bytes | None:
     """Return the shape and number of sandboxes that a driver on Kubernetes keeps warm, or None."""
-    wanted = spec.sandbox.warm > 0 and spec.needs_early_sandboxes
-    if not wanted or spec.placement not in (None, "kubernetes"):
+    keeps_warm = spec.sandbox.warm > 0 and spec.needs_early_sandboxes
+    if not keeps_warm or spec.placement not in (None, "kubernetes"):
         return None
     return dumps({"shape": shape_of(spec.sandbox).model_dump(), "count": spec.sandbox.warm})
 

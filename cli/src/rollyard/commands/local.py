@@ -129,7 +129,7 @@ def _print_checks(url: str, answers: Probed, rows: Sequence[FitnessCheck]) -> No
     table = plain_table(["state", "check", "message"])
     for row in rows:
         style = {"good": "green", "unknown": "yellow", "lacks": "bold red" if row.needed else "yellow"}
-        message = Text(one_line(row.found))
+        message = Text(one_line(row.finding))
         if row.state != "good":
             for word, text in (("why", row.detail), ("cost", row.cost), ("fix", row.remedy)):
                 if text:

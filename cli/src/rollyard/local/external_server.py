@@ -57,25 +57,25 @@ def served(url: str, model: str, tokenizer: str) -> tuple[str, str]:
         raise UsageProblem(f"{option}: {error}") from error
 
 
-def tokenizer_folder(model: ServedModel, given: str = "") -> Path:
+def tokenizer_folder(model: ServedModel, option: str = "") -> Path:
     """Return the folder with the tokenizer of a served model.
 
-    It is the given one, or else that of what the server loaded: a folder of this machine, or a model of the
-    Hugging Face Hub, of which this machine's cache gets what it lacks. The name under which the model is
+    It is that of the option, or else that of what the server loaded: a folder of this machine, or a model of
+    the Hugging Face Hub, of which this machine's cache gets what it lacks. The name under which the model is
     served may be anything, so it counts only if the server does not say what it loaded.
 
     Args:
         model: What the server says of its model.
-        given: A folder or the name of a model of the hub that is used instead.
+        option: A folder or the name of a model of the hub that is used instead.
 
     Raises:
         LookupFailed: There is no tokenizer. The message says where it was looked for.
     """
-    source = given or model.folder or model.name
+    source = option or model.folder or model.name
     if not source:
         raise LookupFailed("the server does not say what it loaded")
     quoted, repository = repr(source[:MAX_QUOTED]), hub_name(source)
-    if not (given or repository is not None or source.startswith("/")):
+    if not (option or repository is not None or source.startswith("/")):
         raise LookupFailed(f"the server loaded {quoted}, which is no absolute path and no id OWNER/NAME")
     try:
         folder = Path(source).expanduser().resolve()
@@ -92,21 +92,21 @@ def tokenizer_folder(model: ServedModel, given: str = "") -> Path:
         raise LookupFailed(str(error)) from error
 
 
-def tokenizer_check(model: ServedModel, given: str) -> FitnessCheck:
+def tokenizer_check(model: ServedModel, option: str) -> FitnessCheck:
     """Return whether the tokenizer and the chat template of a served model are found here, and where."""
     from rollyard_pipeline.chat.tokenizer import load_folder
     from rollyard_pipeline.errors import TokenizerUnavailable
 
     name, cost, remedy = "tokenizer", "no conversation becomes token ids", "--tokenizer DIR of `rollyard up`"
     if missing("worker"):
-        found = "not looked for, which needs `pip install 'rollyard[worker]'`"
-        return FitnessCheck(name, "unknown", found, False, cost, remedy)
+        finding = "not looked for, which needs `pip install 'rollyard[worker]'`"
+        return FitnessCheck(name, "unknown", finding, False, cost, remedy)
     try:
-        folder = tokenizer_folder(model, given)
+        folder = tokenizer_folder(model, option)
         load_folder(folder)
     except (LookupFailed, TokenizerUnavailable) as error:
-        found = "no tokenizer with a chat template"
-        return FitnessCheck(name, "lacks", found, True, cost, remedy, detail=_short(error))
+        finding = "no tokenizer with a chat template"
+        return FitnessCheck(name, "lacks", finding, True, cost, remedy, detail=_short(error))
     return FitnessCheck(name, "good", f"{folder}, with a chat template", True)
 
 

@@ -123,8 +123,8 @@ class SandboxPlaces:
     async def _entered_eval(self, holding: HeldLease) -> bool:
         self._changed.clear()
         async with self._look:
-            held = sum(_is_second(evaluating) for evaluating in self._evaluating)
-            if _is_second(holding) and held >= self._kept:
+            second = sum(_is_second(evaluating) for evaluating in self._evaluating)
+            if _is_second(holding) and second >= self._kept:
                 return False
             # Other workers of the node may hold more sandboxes than they should. One Eval always proceeds
             # nevertheless, because only a finished Eval frees a place.

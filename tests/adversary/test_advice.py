@@ -70,9 +70,8 @@ async def test_no_text_of_a_rollout_becomes_advice(tmp_path: Path) -> None:
         status = (await yard.admin.get("/v1/rolloutjobs/job")).json()["status"]
         advice = {one["reason"]: one["message"] for one in status["advice"]}
         assert advice == {
-            "ThoughtsDoNotEnd": f"{count} of {count} rollouts were cut in a thought that had not ended, most "
-            "of them by maxTokens (1,024): raise sampling.maxTokens; or set agent.chatTemplateKwargs to "
-            "{enable_thinking: false} if the chat template has it",
+            "ThoughtsDoNotEnd": f"{count} of {count} rollouts were cut in a thought that had not ended: set "
+            "agent.chatTemplateKwargs to {enable_thinking: false} if the chat template has it",
             "MalformedCalls": f"all {count} tool calls of the first {count} rollouts that made any were "
             "malformed: set agent.toolParser (auto) to one that fits the model",
             "EqualRewards": f"the reward is 0 in all of {count} rollouts, so there is nothing to learn from: "

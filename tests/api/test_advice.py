@@ -358,7 +358,8 @@ async def test_advice_comes_while_the_job_runs_and_goes_when_it_no_longer_applie
     async with serving(settings) as served:
         await served.admin.post("/v1/backendpools", json=POOL)
         await served.report_backends("http://b:1")
-        await served.submit(tasks=tasks_of(16), samplesPerTask=4, sampling={"temperature": 0.7}, **POLICY)
+        sampling = {"temperature": 0.7, "maxTokens": 9}
+        await served.submit(tasks=tasks_of(16), samplesPerTask=4, sampling=sampling, **POLICY)
         assert await said(served) == {}
         await play(served, thinking, 4, **cut)
         assert await said(served) == {}, "too few to tell"
@@ -366,7 +367,7 @@ async def test_advice_comes_while_the_job_runs_and_goes_when_it_no_longer_applie
         first = {"TruncatedByMaxTokens", "ThoughtsDoNotEnd", "OtherLogprobs"}
         found = await said(served)
         assert set(found) == first
-        assert found["TruncatedByMaxTokens"].startswith("8 of 8 rollouts were truncated by maxTokens")
+        assert found["TruncatedByMaxTokens"].startswith("8 of 8 rollouts were truncated by maxTokens (9)")
     async with serving(settings) as served:
         assert await said(served) == found, "it is kept over a restart"
         await play(served, thinking, 24, **cut)

@@ -41,6 +41,7 @@ _KINDS: Final = {
     signs.MIXED: "are of several kinds, because the pool's servers differ",
     signs.UNKNOWN: "may not be those of the sampling distribution, because the server does not say",
 }
+_NO_THINKING: Final = "set agent.chatTemplateKwargs to {enable_thinking: false} if the chat template has it"
 _FLAG: Final = "start vLLM with --logprobs-mode processed_logprobs"
 _REMEDIES: Final = {
     signs.RAW: _FLAG,
@@ -105,8 +106,8 @@ class _Spec(Struct, rename="camel"):
     def limit(self, reason: str) -> _Limit:
         """Return the limit of rollouts that were truncated for one of the reasons of _TRUNCATED."""
         match reason:
-            case signs.MAX_TOKENS:
-                return _Limit(f"maxTokens ({self.sampling.max_tokens or 0:,})", "sampling.maxTokens")
+            case signs.MAX_TOKENS if self.sampling.max_tokens is not None:
+                return _Limit(f"maxTokens ({self.sampling.max_tokens:,})", "sampling.maxTokens")
             case signs.MAX_TURNS:
                 return _Limit(f"maxTurns ({self.agent.max_turns:,})", "agent.maxTurns")
             case signs.RUN_TIMEOUT:
@@ -151,14 +152,17 @@ def _thoughts(job: JobRow, spec: _Spec) -> Iterator[tuple[str, str]]:
     part = job.signs.open_thoughts
     if not _concerns(part, job.succeeded):
         return
-    limit = spec.limit(max(_CUTS_THOUGHTS, key=lambda reason: job.signs.truncated.get(reason, 0)))
-    message = (
-        f"{part:,} of {job.succeeded:,} rollouts were cut in a thought that had not ended, most of them by "
-        f"{limit.name}: raise {limit.field}"
-    )
+    message = f"{part:,} of {job.succeeded:,} rollouts were cut in a thought that had not ended"
+    remedies: list[str] = []
+    counts = {reason: job.signs.truncated.get(reason, 0) for reason in _CUTS_THOUGHTS}
+    reason = max(counts, key=counts.__getitem__)
+    if counts[reason]:
+        limit = spec.limit(reason)
+        message += f", most of them by {limit.name}"
+        remedies.append(f"raise {limit.field}")
     if spec.agent.chat_template_kwargs.get("enable_thinking") is not False:
-        message += "; or set agent.chatTemplateKwargs to {enable_thinking: false} if the chat template has it"
-    yield "ThoughtsDoNotEnd", message
+        remedies.append(_NO_THINKING)
+    yield "ThoughtsDoNotEnd", ": ".join([message, *(["; or ".join(remedies)] if remedies else [])])
 
 
 def _calls(job: JobRow, spec: _Spec) -> Iterator[tuple[str, str]]:

@@ -29,7 +29,7 @@ from rollyard_testing.pace import patience
 from rollyard_testing.waiting import eventually
 
 
-@pytest.fixture(params=["vllm", "sglang"])
+@pytest.fixture(params=["vllm", pytest.param("sglang", marks=pytest.mark.nightly)])
 def shape(request: pytest.FixtureRequest) -> str:
     """Return whose calls the servers speak."""
     name: str = request.param

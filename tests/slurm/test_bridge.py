@@ -124,6 +124,7 @@ def test_a_backend_is_a_job_and_comes_back(slurm: Any, bridge: Bridge) -> None:
     assert queued.stdout == ""
 
 
+@pytest.mark.nightly
 @pytest.mark.attack(
     "another user of the cluster reads the token of the Hugging Face Hub",
     boundary="slurm",

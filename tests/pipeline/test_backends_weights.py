@@ -274,8 +274,10 @@ async def test_what_the_logprobs_are_is_found_out_once(backend: Any, logprob: Lo
         await talks[0].turn([1, 1, 2], 8, 1)
         assert {talk.logprobs_mode for talk in talks} == {mode}
     probes = [body for _, body in server.requests if "allowed_token_ids" in body["sampling_params"]]
-    assert [body["sampling_params"]["allowed_token_ids"] for body in probes] == [[0], [1]]
+    assert sorted(body["sampling_params"]["allowed_token_ids"] for body in probes) == [[0], [1]]
     assert all(body["sampling_params"]["max_tokens"] == 1 for body in probes)
+    first = [body["sampling_params"] for _, body in server.requests[:2]]
+    assert all("allowed_token_ids" in params for params in first), "others would keep them waiting"
 
 
 async def test_a_mode_that_cannot_be_found_out_is_unknown(backend: Any) -> None:
@@ -290,7 +292,41 @@ async def test_a_mode_that_cannot_be_found_out_is_unknown(backend: Any) -> None:
         for turn in range(8):
             await talk.turn([1], 8, turn)
         assert talk.logprobs_mode == "unknown"
-    assert len(server.requests) < 16, "asked at every turn"
+    assert len(server.requests) == 10, "asked at every turn"
+
+
+async def test_the_end_of_a_turn_waits_for_the_kind_of_its_logprobs(
+    backend: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server that has much to do answers the requests that show it late, and nobody asks again."""
+    release = asyncio.Event()
+
+    async def reply(body: dict[str, Any]) -> dict[str, Any]:
+        if "allowed_token_ids" in body["sampling_params"]:
+            await release.wait()
+        token = body["sampling_params"].get("allowed_token_ids", [5])[0]
+        content = [{"token_id": token, "logprob": 0.0}]
+        return backend.generated(
+            body,
+            token_ids=[token],
+            logprobs={"content": content},
+            weight_versions=None,
+            finish_reason="length",
+        )
+
+    monkeypatch.setattr(client, "_MODE_WAIT", 0.05)
+    async with backend(generate=reply, models=[{"id": "tiny"}]) as server, BackendClient() as opened:
+        early = server.session(opened)
+        await early.turn([1], 8, 0)
+        assert early.logprobs_mode == "unknown"
+        monkeypatch.setattr(client, "_MODE_WAIT", patience(30.0))
+        late = [asyncio.create_task(server.session(opened).turn([1], 8, 0)) for _ in range(4)]
+        await asyncio.sleep(0)
+        release.set()
+        await asyncio.gather(*late)
+        await early.turn([1], 8, 1)
+        assert early.logprobs_mode == "processed_logprobs"
+    assert len(server.requests) == 2 + 6
 
 
 def test_the_vocabulary_is_the_models_own(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ SGLang are taken from its documentation (0.5), and were never tried against a ru
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal
@@ -121,9 +122,18 @@ async def ask(transport: Transport, url: str, model: str = "", *, needed_only: b
 
 
 async def logprobs_mode(
-    transport: Transport, url: str, capabilities: Capabilities, model: ServedModel
+    transport: Transport,
+    url: str,
+    capabilities: Capabilities,
+    model: ServedModel,
+    seconds: float = SAMPLING_SECONDS,
 ) -> str:
     """Return the kind of the log-probabilities that a server gives, by two requests of one token.
+
+    They are sent at once, so that no others come between them on a busy server.
+
+    Args:
+        seconds: The time limit of each request, in seconds.
 
     Raises:
         BackendError: The server did not answer, or its answer fails a check.
@@ -131,10 +141,12 @@ async def logprobs_mode(
     if model.logprobs_mode is not None:
         return model.logprobs_mode
     address = base_url(url) + capabilities.call.path
-    answers: list[object] = []
-    for body in capabilities.call.mode_probes(model, _PAIR):
-        reply = await transport.request("POST", address, body, seconds=SAMPLING_SECONDS, limit=_MAX_BYTES)
-        answers.append(sampled(f"POST {address}", reply))
+
+    async def answer(body: object) -> object:
+        reply = await transport.request("POST", address, body, seconds=seconds, limit=_MAX_BYTES)
+        return sampled(f"POST {address}", reply)
+
+    answers = await asyncio.gather(*map(answer, capabilities.call.mode_probes(model, _PAIR)))
     return capabilities.call.mode(answers, _PAIR)
 
 

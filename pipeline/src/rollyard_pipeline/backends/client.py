@@ -33,7 +33,10 @@ from rollyard_pipeline.trajectories.recorder import Sample
 UNKNOWN_MODE: Final = "unknown"
 
 _FACTS_SECONDS: Final = 300.0  # A restart of the backend may go unnoticed for this time, in seconds.
-_MODE_SECONDS: Final = 10.0  # The limit of requests that determine the kind of log-probabilities.
+# A request that determines the kind of log-probabilities may wait behind those of other workers.
+_MODE_SECONDS: Final = 300.0
+_MODE_WAIT: Final = 10.0  # The time for which the end of a turn waits for it, in seconds.
+_MODE_FIRST: Final = 1.0  # The time for which the first requests for samples wait for it, in seconds.
 _MODE_TRIES: Final = 3
 _METRICS_BYTES: Final = 4 << 20
 _MOST_LABELS: Final = 4  # Weight versions whose times are kept, of each backend.
@@ -56,8 +59,8 @@ class _Backend:
     until: float = 0.0
     label: str | None = None
     """The weight version that the backend named last."""
-    modes: dict[str, str] = field(default_factory=dict)
-    mode_tries: int = 0
+    modes: dict[str, asyncio.Task[str]] = field(default_factory=dict)
+    """What determines the kind of log-probabilities, by model."""
     paused: bool = False
     paused_at: float = -_PAUSE_POLL
     named: dict[str | None, float] = field(default_factory=dict)
@@ -76,6 +79,12 @@ class _Backend:
     def forget(self) -> None:
         """Forget everything known about the backend, because the server may be another process now."""
         self.until = 0.0
+        self.forget_modes()
+
+    def forget_modes(self) -> None:
+        """Forget the kinds of log-probabilities, and end what determines them."""
+        for task in self.modes.values():
+            task.cancel()
         self.modes.clear()
 
 
@@ -141,6 +150,10 @@ class BackendClient:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        tasks = [task for known in self._known.values() for task in known.modes.values()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
         await self._transport.__aexit__(kind, error, trace)
 
     async def sample(
@@ -303,24 +316,37 @@ class BackendClient:
     async def logprobs_mode(self, backend: BackendAssignment) -> str:
         """Return the kind of log-probabilities that the backend gives, as vLLM names the modes.
 
-        It is determined once, by two requests of one token. The result is `unknown` if that fails.
+        It is determined once, by requests of one token that are sent before the first sample is asked for.
+        The result is `unknown` if they fail, and until they are answered.
         """
         known = self._known.setdefault(backend.url, _Backend())
-        if backend.model in known.modes:
-            return known.modes[backend.model]
-        try:
-            async with asyncio.timeout(_MODE_SECONDS), known.lock:
-                facts = known.facts
-                if facts is None:
-                    return UNKNOWN_MODE
-                if backend.model not in known.modes and known.mode_tries < _MODE_TRIES:
-                    known.mode_tries += 1
-                    known.modes[backend.model] = await fitness.logprobs_mode(
-                        self._transport, backend.url, facts, facts.model(backend.model)
-                    )
-        except (TimeoutError, BackendError):
+        task = self._begin_mode(known, backend)
+        if task is None:
             return UNKNOWN_MODE
-        return known.modes.get(backend.model, UNKNOWN_MODE)
+        if not task.done():
+            await asyncio.wait([task], timeout=_MODE_WAIT)
+        return task.result() if task.done() and not task.cancelled() else UNKNOWN_MODE
+
+    def _begin_mode(self, known: _Backend, backend: BackendAssignment) -> asyncio.Task[str] | None:
+        """Return what determines the kind of log-probabilities. It is begun unless it has been."""
+        if known.facts is None:
+            return None
+        task = known.modes.get(backend.model)
+        if task is None:
+            task = known.modes[backend.model] = asyncio.create_task(self._find_mode(known.facts, backend))
+        return task
+
+    async def _find_mode(self, facts: Capabilities, backend: BackendAssignment) -> str:
+        model = facts.model(backend.model)
+        for pause in range(_MODE_TRIES):
+            await asyncio.sleep(pause)
+            try:
+                return await fitness.logprobs_mode(self._transport, backend.url, facts, model, _MODE_SECONDS)
+            except BackendUnavailable:
+                continue
+            except BackendError:
+                break
+        return UNKNOWN_MODE
 
     async def is_paused(self, url: str) -> bool:
         """Return whether a backend reports that it is paused.
@@ -383,10 +409,16 @@ class BackendClient:
                 if known.facts is None or time.monotonic() >= known.until:
                     facts = await probe(self._transport, backend.url)
                     if known.facts is None or _differ(facts, known.facts):
-                        known.modes.clear()
-                    known.mode_tries = 0
+                        known.forget_modes()
+                    for model, earlier in list(known.modes.items()):
+                        if earlier.done() and earlier.result() == UNKNOWN_MODE:
+                            del known.modes[model]
                     known.facts, known.label = facts, facts.weights.label
                     known.until = time.monotonic() + _FACTS_SECONDS
+                    task = self._begin_mode(known, backend) if facts.serves(backend.model) else None
+                    if task is not None and not task.done():
+                        # Its requests go first: behind many for samples they would wait for long.
+                        await asyncio.wait([task], timeout=_MODE_FIRST)
         if not known.facts.serves(backend.model):
             known.forget()
             raise ModelNotServed(

@@ -55,7 +55,7 @@ from rollyard_drivers.reconcile.workloads import Replacements, exit_text
 from rollyard_process.log_text import one_line
 
 from rollyard.errors import CannotStart
-from rollyard.local.options import DEFAULT_POOL, Options, shipped_model
+from rollyard.local.options import DEFAULT_POOL, Options, engine_variables, shipped_model
 from rollyard.local.vllm import API_SERVER, choose, free_port, visible_gpus, vllm_server
 
 WORKER: Final = WORKER_MODULE[1]
@@ -107,7 +107,7 @@ def default_pool(options: Options) -> BackendPool:
     else:
         spec = {"model": options.model or str(shipped_model()), "replicas": options.replicas}
     if options.engine == "vllm":
-        env = {name: value for name, _, value in (pair.partition("=") for pair in options.engine_env)}
+        env = engine_variables(options.engine_env)
         spec["engine"] = {"type": "vllm", "args": list(options.engine_args), "env": env}
         if options.vllm_python:
             spec["engine"]["command"] = [options.vllm_python, "-m", API_SERVER]

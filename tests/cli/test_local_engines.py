@@ -363,6 +363,27 @@ def test_a_vllm_that_is_too_old_is_refused_with_both_versions(
     assert f"vLLM {refused}," in str(raised.value)
 
 
+def test_a_vllm_that_is_missing_or_too_old_is_named_with_both_ways_to_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`rollyard up` has an option for it, and a pool a field."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    old = tmp_path / "old" / "bin" / "python"
+    (tmp_path / "old/lib/python3.12/site-packages/vllm-0.26.0.dist-info").mkdir(parents=True)
+    old.parent.mkdir()
+    old.write_text("\x7fELF")
+    old.chmod(0o755)
+    for command, problem in (
+        ((), "the command `vllm` is not on PATH"),
+        (("/nowhere/python", "-m", "api"), "'/nowhere/python' is not a program"),
+        ((str(old), "-m", "api"), r"starts vLLM 0\.26\.0"),
+    ):
+        with pytest.raises(CannotStart, match=problem) as raised:
+            vllm_server(workload(command=command), "127.0.0.1", 5, ())
+        assert "--vllm-python" in str(raised.value)
+        assert "spec.engine.command" in str(raised.value)
+
+
 async def test_gpus_that_are_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     listing = "GPU 0: NVIDIA H200 (UUID: GPU-1)\n  MIG 1g.18gb Device 0: (UUID: MIG-1)\nGPU 1: NVIDIA H200\n"
     program = tmp_path / "nvidia-smi"

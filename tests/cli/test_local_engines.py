@@ -400,6 +400,31 @@ async def test_gpus_that_are_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         choose(2, 1, ("0", "1"), {"0"})
 
 
+WORKER_FAILED = """\
+(VllmWorker-0 pid=7213) ERROR 11-28 18:55:30 [multiproc_executor.py:953]     raise ValueError(
+(VllmWorker-0 pid=7213) ERROR 11-28 18:55:30 [multiproc_executor.py:953] ValueError: Available memory on \
+node 0 (7.71/23.54 GiB) on startup is less than desired
+(EngineCore pid=7175) INFO 11-28 18:55:33 [multiproc_executor.py:486] [shutdown] Executor: all workers \
+exited gracefully
+(EngineCore pid=7175) ERROR 11-28 18:55:33 [core.py:1510] EngineCore failed to start.
+(EngineCore pid=7175) ERROR 11-28 18:55:33 [core.py:1510]     raise e from None
+(EngineCore pid=7175) ERROR 11-28 18:55:33 [core.py:1510] Exception: WorkerProc initialization failed due \
+to an exception in a background process. See stack trace for root cause.
+Process EngineCore:
+Traceback (most recent call last):
+    raise e from None
+Exception: WorkerProc initialization failed due to an exception in a background process. See stack trace \
+for root cause.
+(APIServer pid=7140) INFO 11-28 18:55:35 [utils.py:628] [shutdown] Process manager: send sigterm to \
+process EngineCore
+Traceback (most recent call last):
+  File "<frozen runpy>", line 198, in _run_module_as_main
+    raise RuntimeError(
+RuntimeError: Engine core initialization failed. See root cause above. Failed core proc(s): {}
+"""
+"""What vLLM 0.32 wrote when its only worker found too little memory, without most lines of the tracebacks."""
+
+
 @pytest.mark.parametrize(
     ("log", "line"),
     [
@@ -414,6 +439,14 @@ async def test_gpus_that_are_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
             "(EngineCore pid=7) ERROR 01-01 [core.py:9] ValueError: No available memory\n"
             "(APIServer pid=6) RuntimeError: Engine core initialization failed. See root cause above.\n",
             "ValueError: No available memory",
+        ),
+        (
+            WORKER_FAILED,
+            "ValueError: Available memory on node 0 (7.71/23.54 GiB) on startup is less than desired",
+        ),
+        (
+            "RuntimeError: Frontend process failed during engine core initialization. See root\n",
+            "",
         ),
         (
             "pydantic_core._pydantic_core.ValidationError: 1 validation error for ModelConfig\n"

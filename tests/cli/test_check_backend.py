@@ -94,6 +94,7 @@ def test_up_and_get_bp_say_in_a_line_whether_it_trains(
             assert main(["get", "bp", *home]) == 0
             return capsys.readouterr().out.splitlines()[1]
 
+        assert shown().split()[1] == "1/1", "it returns when the server is ready for rollouts"
         until(lambda: shown().endswith("   yes"), patience(60))
     finally:
         subprocess.run([*PROGRAM, "down", *home], check=True, timeout=patience(120))

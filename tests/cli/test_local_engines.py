@@ -363,6 +363,27 @@ def test_a_vllm_that_is_too_old_is_refused_with_both_versions(
     assert f"vLLM {refused}," in str(raised.value)
 
 
+def test_a_vllm_that_is_missing_or_too_old_is_named_with_both_ways_to_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`rollyard up` has an option for it, and a pool a field."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    old = tmp_path / "old" / "bin" / "python"
+    (tmp_path / "old/lib/python3.12/site-packages/vllm-0.26.0.dist-info").mkdir(parents=True)
+    old.parent.mkdir()
+    old.write_text("\x7fELF")
+    old.chmod(0o755)
+    for command, problem in (
+        ((), "the command `vllm` is not on PATH"),
+        (("/nowhere/python", "-m", "api"), "'/nowhere/python' is not a program"),
+        ((str(old), "-m", "api"), r"starts vLLM 0\.26\.0"),
+    ):
+        with pytest.raises(CannotStart, match=problem) as raised:
+            vllm_server(workload(command=command), "127.0.0.1", 5, ())
+        assert "--vllm-python" in str(raised.value)
+        assert "spec.engine.command" in str(raised.value)
+
+
 async def test_gpus_that_are_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     listing = "GPU 0: NVIDIA H200 (UUID: GPU-1)\n  MIG 1g.18gb Device 0: (UUID: MIG-1)\nGPU 1: NVIDIA H200\n"
     program = tmp_path / "nvidia-smi"
@@ -379,6 +400,31 @@ async def test_gpus_that_are_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         choose(2, 1, ("0", "1"), {"0"})
 
 
+WORKER_FAILED = """\
+(VllmWorker-0 pid=7213) ERROR 11-28 18:55:30 [multiproc_executor.py:953]     raise ValueError(
+(VllmWorker-0 pid=7213) ERROR 11-28 18:55:30 [multiproc_executor.py:953] ValueError: Available memory on \
+node 0 (7.71/23.54 GiB) on startup is less than desired
+(EngineCore pid=7175) INFO 11-28 18:55:33 [multiproc_executor.py:486] [shutdown] Executor: all workers \
+exited gracefully
+(EngineCore pid=7175) ERROR 11-28 18:55:33 [core.py:1510] EngineCore failed to start.
+(EngineCore pid=7175) ERROR 11-28 18:55:33 [core.py:1510]     raise e from None
+(EngineCore pid=7175) ERROR 11-28 18:55:33 [core.py:1510] Exception: WorkerProc initialization failed due \
+to an exception in a background process. See stack trace for root cause.
+Process EngineCore:
+Traceback (most recent call last):
+    raise e from None
+Exception: WorkerProc initialization failed due to an exception in a background process. See stack trace \
+for root cause.
+(APIServer pid=7140) INFO 11-28 18:55:35 [utils.py:628] [shutdown] Process manager: send sigterm to \
+process EngineCore
+Traceback (most recent call last):
+  File "<frozen runpy>", line 198, in _run_module_as_main
+    raise RuntimeError(
+RuntimeError: Engine core initialization failed. See root cause above. Failed core proc(s): {}
+"""
+"""What vLLM 0.32 wrote when its only worker found too little memory, without most lines of the tracebacks."""
+
+
 @pytest.mark.parametrize(
     ("log", "line"),
     [
@@ -393,6 +439,14 @@ async def test_gpus_that_are_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
             "(EngineCore pid=7) ERROR 01-01 [core.py:9] ValueError: No available memory\n"
             "(APIServer pid=6) RuntimeError: Engine core initialization failed. See root cause above.\n",
             "ValueError: No available memory",
+        ),
+        (
+            WORKER_FAILED,
+            "ValueError: Available memory on node 0 (7.71/23.54 GiB) on startup is less than desired",
+        ),
+        (
+            "RuntimeError: Frontend process failed during engine core initialization. See root\n",
+            "",
         ),
         (
             "pydantic_core._pydantic_core.ValidationError: 1 validation error for ModelConfig\n"

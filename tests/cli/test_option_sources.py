@@ -136,6 +136,29 @@ def test_up_has_its_own_defaults_and_sources(
     assert not opens_docs(load_options(Options, {"open_docs": False}, None, "rollyard up"))
 
 
+@pytest.mark.parametrize("command", [["up"], ["slurm-bridge", "up"]])
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    [
+        ("--engine-env=HF_TOKEN=secret", "--engine-env: 'env' must not hold HF_TOKEN, which all readers"),
+        ("--engine-env=1A=secret", "--engine-env: '1A' is not a name of an environment variable"),
+        (f"--engine-env=A=secret{'x' * 4096}", "--engine-env: String should have at most 4096 characters"),
+        (f"--engine-arg={'x' * 4097}", "--engine-arg: String should have at most 4096 characters"),
+    ],
+    ids=["token", "name", "value", "argument"],
+)
+def test_what_a_pool_refuses_of_its_engine_is_one_line(
+    command: list[str], argument: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = ["--engine", "vllm", "--model", str(tmp_path), "--home", str(tmp_path / "h")]
+    assert main([*command, *model, argument]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"rollyard: {message}")
+    assert error.count("\n") == 1
+    assert "secret" not in error
+    assert not (tmp_path / "h").exists()
+
+
 def test_vllms_python_verifies_weights_if_no_other_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
     options = Options(engine="vllm", vllm_python="/v/python")
     assert plane_settings(options).options["verify-python"] == "/v/python"

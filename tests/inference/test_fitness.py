@@ -25,6 +25,9 @@ SCALE_OUT = "--enable-scale-out"
 RAW = "raw log-probabilities (--logprobs-mode processed_logprobs)"
 NO_CALLS = "no calls for pauses and weights (VLLM_SERVER_DEV_MODE=1 in its environment)"
 
+ADAPTERS = "/v1/load_lora_adapter"
+RUNTIME = "VLLM_ALLOW_RUNTIME_LORA_UPDATING=True in its environment"
+
 Answers = Callable[[httpx.Request], httpx.Response]
 
 
@@ -60,7 +63,11 @@ async def checked(answers: Answers, model: str = "", *, needed_only: bool = Fals
 async def test_a_server_with_all_options_lacks_nothing_that_is_needed() -> None:
     rows = await checked(recorded("full"))
     assert in_a_line(rows.values()) == "yes"
-    assert {name for name, row in rows.items() if row.state != "good"} == {"sleep", "weight transfer"}
+    assert {name for name, row in rows.items() if row.state != "good"} == {
+        "sleep",
+        "weight transfer",
+        "adapters",
+    }
     assert rows["sleep"].remedy == "--enable-sleep-mode"
     assert rows["weight transfer"].remedy.startswith("--weight-transfer-config ")
     assert rows["token ids"].finding == "in and out by /inference/v1/generate, with log-probabilities"
@@ -84,11 +91,37 @@ async def test_a_bare_server_lacks_what_its_options_would_give() -> None:
 
 async def test_what_is_needed_is_asked_without_the_rest() -> None:
     """The control plane asks every server of every pool, and needs neither metrics nor settings for that."""
-    refused = dict.fromkeys(("/metrics", "/server_info?config_format=json", "/get_server_info"), 500)
+    paths = ("/metrics", ADAPTERS, "/server_info?config_format=json", "/get_server_info")
+    refused = dict.fromkeys(paths, 500)
     rows = await checked(recorded("bare", refused), needed_only=True)
     assert in_a_line(rows.values()) == f"no: {RAW}; {NO_CALLS}"
     # They are not needed, so a server that fails at them is checked all the same.
     assert in_a_line((await checked(recorded("full", refused))).values()) == "yes"
+
+
+@pytest.mark.parametrize(
+    ("server", "status", "config", "state", "remedy"),
+    [
+        ("full", 405, {"max_loras": 1}, "good", ""),
+        ("full", 405, None, "lacks", "--enable-lora"),
+        ("full", 404, {"max_loras": 1}, "lacks", RUNTIME),
+        ("full", 404, None, "lacks", f"--enable-lora, and {RUNTIME}"),
+        ("full", 403, {"max_loras": 1}, "unknown", RUNTIME),
+        ("bare", 405, None, "unknown", "--enable-lora"),
+        ("bare", 404, None, "lacks", f"--enable-lora, and {RUNTIME}"),
+        ("bare", 403, None, "unknown", f"--enable-lora, and {RUNTIME}"),
+    ],
+)
+async def test_a_server_that_loads_no_adapters_while_it_runs(
+    server: str, status: int, config: dict[str, Any] | None, state: str, remedy: str
+) -> None:
+    """The server `bare` shows no settings. One that refuses the call by 403 says nothing about it."""
+    changes: dict[str, Any] = {ADAPTERS: status}
+    if server == "full":
+        changes["/server_info?config_format=json"] = {"vllm_config": {"lora_config": config}}
+    row = (await checked(recorded(server, changes)))["adapters"]
+    assert (row.state, row.needed, row.remedy) == (state, False, remedy)
+    assert bool(row.cost) == (state != "good")
 
 
 async def test_a_prefix_cache_that_is_switched_off_or_not_reported() -> None:
@@ -273,7 +306,7 @@ async def test_sglang_after_temperature_trains() -> None:
     assert rows["KV cache"].finding == "81,920 tokens, 2 rollouts of full length"
     assert rows["token versions"].state == "good"
     assert rows["sleep"].remedy == "--enable-memory-saver"
-    assert "weight transfer" not in rows, "SGLang has no option for it"
+    assert not {"weight transfer", "adapters"} & set(rows), "both are checked for vLLM only"
 
 
 async def test_sglang_lacks_what_its_own_options_would_give() -> None:

@@ -165,8 +165,9 @@ def test_check_backend_says_what_its_options_would_give(
     good = {name for name, row in rows.items() if row["state"] == "good"}
     assert good >= {"token ids", "weight updates", "prefix cache", "context", "KV cache", "tokenizer"}
     assert rows["context"]["finding"].startswith(f"{MAX_MODEL_LEN:,} tokens")
-    # Both are reported in developer mode, and neither is switched on here.
-    assert {rows[name]["state"] for name in ("sleep", "weight transfer")} == {"lacks"}
+    # All are reported in developer mode, and none is switched on here.
+    assert {rows[name]["state"] for name in ("sleep", "weight transfer", "adapters")} == {"lacks"}
+    assert rows["adapters"]["remedy"].startswith("--enable-lora, and VLLM_ALLOW_RUNTIME_LORA_UPDATING=True")
 
 
 async def test_what_a_server_refuses_is_told_apart(server: VllmServer) -> None:

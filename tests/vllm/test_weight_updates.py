@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rollyard.local.external_server import probed
+from rollyard_inference.fitness import checks
 from rollyard_testing.pace import patience
 from rollyard_testing.vllm import random_models
 from rollyard_testing.vllm.checker import Pass
@@ -222,6 +224,7 @@ def refused(done: dict[str, Any], server: VllmServer) -> None:
 def test_an_adapter_is_loaded_and_replaced(
     product: Product, tied_vllm: VllmServer, folders: dict[str, Path], expected: Callable[[str], list[float]]
 ) -> None:
+    assert {row.name: row.state for row in checks(probed(tied_vllm.url, SERVED))}["adapters"] == "good"
     pool = Pool(product, [tied_vllm], folders["first"])
     pool.rollouts_before_run()
     lora = {"source": {"lora": {"name": "tuned", "path": str(folders["adapter"])}}}

@@ -32,6 +32,9 @@ _MAX_BYTES: Final = 8 << 20
 _PAIR: Final = (0, 1)
 """Two ids that every vocabulary contains."""
 _DEVELOPER: Final = "VLLM_SERVER_DEV_MODE=1"
+_LOADS_ADAPTERS: Final = "/v1/load_lora_adapter"
+"""The call of vLLM that loads an adapter. vLLM has it only with `_RUNTIME_ADAPTERS`."""
+_RUNTIME_ADAPTERS: Final = "VLLM_ALLOW_RUNTIME_LORA_UPDATING=True"
 _INFO: Final = ("/server_info?config_format=json", "/get_server_info")
 """The path of vLLM and of SGLang, and the older name of SGLang's."""
 _INFO_SECONDS: Final = (
@@ -78,6 +81,8 @@ class Probed:
     """Whether an answer says which weights sampled which token."""
     metrics: ServerMetrics = field(default_factory=ServerMetrics)
     cache: CacheConfig = field(default_factory=CacheConfig)
+    loads_adapters: bool | None = None
+    """Whether the server has the call of vLLM that loads an adapter, or None if this is not known."""
     settings: Mapping[str, Any] | None = None
     """The settings that the server was started with, or None if it does not show them."""
 
@@ -86,7 +91,7 @@ async def ask(transport: Transport, url: str, model: str = "", *, needed_only: b
     """Ask a server everything that the checks need. It samples three tokens, and none while it is paused.
 
     Args:
-        transport: Sends the requests. There are at most 30, each with a limit of time and bytes.
+        transport: Sends the requests. There are at most 31, each with a limit of time and bytes.
         url: The base URL of the server.
         model: The name of the model, or an empty string for the first one that the server lists.
         needed_only: Whether to leave out what is only for the checks that are not needed.
@@ -105,7 +110,7 @@ async def ask(transport: Transport, url: str, model: str = "", *, needed_only: b
     engine, version = await _engine(transport, url, capabilities)
     base: dict[str, Any] = {"engine": engine, "version": version, "model": served}
     if not needed_only:
-        base |= await _details(transport, url)
+        base |= await _details(transport, url, engine)
     if capabilities is None:
         return Probed(capabilities=None, refused=problem, **base)
     if await _is_paused(transport, url, capabilities):
@@ -195,14 +200,18 @@ async def _is_paused(transport: Transport, url: str, capabilities: Capabilities)
     return isinstance(body, dict) and body.get("is_paused") is True
 
 
-async def _details(transport: Transport, url: str) -> dict[str, Any]:
-    """Return the fields of `Probed` that concern the server's metrics and settings."""
+async def _details(transport: Transport, url: str, engine: Engine) -> dict[str, Any]:
+    """Return the fields of `Probed` that concern the server's metrics, calls and settings."""
     fields: dict[str, Any] = {}
     try:
         address = f"{base_url(url)}/metrics"
         reply = await transport.request("GET", address, seconds=REQUEST_SECONDS, limit=_MAX_BYTES)
         if reply.status == 200:
             fields = {"metrics": metrics.parse(reply.content), "cache": metrics.cache_config(reply.content)}
+        if engine == "vLLM":
+            # The call takes POST alone, so this loads nothing.
+            status, _ = await get(transport, base_url(url) + _LOADS_ADAPTERS, REQUEST_SECONDS)
+            fields["loads_adapters"] = {405: True, 404: False}.get(status)
         for path in _INFO:
             status, body = await get(transport, base_url(url) + path, _INFO_SECONDS)
             if status == 200 and isinstance(body, dict):
@@ -226,7 +235,7 @@ def checks(probed: Probed) -> tuple[FitnessCheck, ...]:
     if probed.engine in ("vLLM", "SGLang"):
         rows.append(_sleep(probed))
     if probed.engine == "vLLM":
-        rows.append(_weight_transfer(probed))
+        rows += [_weight_transfer(probed), _adapters(probed)]
     return tuple(rows)
 
 
@@ -393,6 +402,26 @@ def _weight_transfer(probed: Probed) -> FitnessCheck:
     if config["weight_transfer_config"] is None:
         return FitnessCheck(name, "lacks", "the server takes no tensors from a trainer", False, cost, option)
     return FitnessCheck(name, "good", "the server takes tensors from a trainer")
+
+
+def _adapters(probed: Probed) -> FitnessCheck:
+    name = "adapters"
+    config = (probed.settings or {}).get("vllm_config")
+    enabled = None
+    if isinstance(config, dict) and "lora_config" in config:
+        enabled = config["lora_config"] is not None
+    if enabled and probed.loads_adapters:
+        return FitnessCheck(name, "good", "the server loads adapters (LoRA) while it runs")
+    parts = []
+    if not enabled:
+        parts.append("--enable-lora")
+    if not probed.loads_adapters:
+        parts.append(f"{_RUNTIME_ADAPTERS} in its environment")
+    remedy = ", and ".join(parts)
+    cost = "a trainer of an adapter (LoRA) cannot bring it to the server"
+    if enabled is False or probed.loads_adapters is False:
+        return FitnessCheck(name, "lacks", "the server loads no adapters while it runs", False, cost, remedy)
+    return FitnessCheck(name, "unknown", _unreported(probed), False, cost, remedy)
 
 
 def _unreported(probed: Probed) -> str:

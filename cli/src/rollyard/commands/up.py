@@ -197,7 +197,7 @@ def _detach(ctx: click.Context, options: Options) -> None:
             raise StartFailed(f"{backends['trouble']} (logs: {home.logs})")
         if not backends.get("ready") and time.monotonic() < begun + MODEL_SECONDS:
             return ""
-        return runs if backends.get("ready") else f"{runs}; its backends are still starting"
+        return runs if backends.get("ready") else f"{runs}; no backend is ready yet"
 
     arguments = ["up", *detached.arguments_again(ctx, ("detach",))]
     begun = time.monotonic()

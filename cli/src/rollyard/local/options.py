@@ -6,10 +6,11 @@ import re
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, ClassVar, Final, Literal
+from typing import Annotated, Any, ClassVar, Final, Literal
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, Field, ValidationError
 from rollyard_api.options.declared import STATE, LeaseSeconds, ListeningOptions, Option, TaskPrefixes
+from rollyard_crds.backendpool import EngineSpec
 from rollyard_crds.reading.engine_arguments import is_given
 from rollyard_drivers.host.home import default_home
 
@@ -38,6 +39,34 @@ def _pair(text: str) -> str:
     return text
 
 
+def _engine_args(args: tuple[str, ...]) -> tuple[str, ...]:
+    _check_engine({"args": list(args)})
+    return args
+
+
+def _engine_env(pairs: tuple[str, ...]) -> tuple[str, ...]:
+    _check_engine({"env": engine_variables(pairs)})
+    return pairs
+
+
+def engine_variables(pairs: Sequence[str]) -> dict[str, str]:
+    """Return the variables of an engine by name, from texts NAME=VALUE."""
+    return {name: value for name, _, value in (pair.partition("=") for pair in pairs)}
+
+
+def _check_engine(fields: dict[str, Any]) -> None:
+    """Check that a BackendPool takes these fields of its engine.
+
+    Raises:
+        ValueError: The pool refuses one. The message does not have its value, which may be secret.
+    """
+    try:
+        EngineSpec.model_validate({"type": "vllm", **fields})
+    except ValidationError as error:
+        item = error.errors(include_url=False, include_input=False)[0]
+        raise ValueError(item["msg"].removeprefix("Value error, ")) from None
+
+
 HOME_OPTION: Final = Option(
     "State folder", STATE, metavar="DIR", elsewhere=("ROLLYARD_HOME",), default="~/.local/state/rollyard"
 )
@@ -49,10 +78,12 @@ Gpus = Annotated[
 ]
 EngineArgs = Annotated[
     tuple[str, ...],
+    AfterValidator(_engine_args),
     Option("Argument of the engine; repeatable", BACKENDS, flag="--engine-arg", metavar="ARG"),
 ]
 EngineEnv = Annotated[
     tuple[Annotated[str, AfterValidator(_pair)], ...],
+    AfterValidator(_engine_env),
     Field(repr=False),
     Option(
         "Environment of the engine; repeatable", BACKENDS, flag="--engine-env", metavar="K=V", secret=True

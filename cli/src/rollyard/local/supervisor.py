@@ -51,11 +51,12 @@ from rollyard_drivers.reconcile.plan import (
     Workload,
     WorkloadState,
 )
+from rollyard_drivers.reconcile.reconcile_pass import pool_state
 from rollyard_drivers.reconcile.workloads import Replacements, exit_text
 from rollyard_process.log_text import one_line
 
 from rollyard.errors import CannotStart
-from rollyard.local.options import DEFAULT_POOL, Options, shipped_model
+from rollyard.local.options import DEFAULT_POOL, Options, engine_variables, shipped_model
 from rollyard.local.vllm import API_SERVER, choose, free_port, visible_gpus, vllm_server
 
 WORKER: Final = WORKER_MODULE[1]
@@ -107,7 +108,7 @@ def default_pool(options: Options) -> BackendPool:
     else:
         spec = {"model": options.model or str(shipped_model()), "replicas": options.replicas}
     if options.engine == "vllm":
-        env = {name: value for name, _, value in (pair.partition("=") for pair in options.engine_env)}
+        env = engine_variables(options.engine_env)
         spec["engine"] = {"type": "vllm", "args": list(options.engine_args), "env": env}
         if options.vllm_python:
             spec["engine"]["command"] = [options.vllm_python, "-m", API_SERVER]
@@ -235,7 +236,7 @@ class Supervisor:
                 keeping = group.create_task(plane.keep(self._wake.set), name="control plane")
                 mine = partial(is_for, driver="local")
                 driver = Driver(store, fleet, PROFILE, self._say_trouble, takes=mine, serves=mine)
-                turning = group.create_task(self._loop(driver, fleet), name="reconcile")
+                turning = group.create_task(self._loop(driver, fleet, store), name="reconcile")
                 watching = group.create_task(store.watch(self._wake.set), name="new jobs")
                 await self._stop.wait()
                 standing.cancel()
@@ -272,9 +273,21 @@ class Supervisor:
             if backend.trouble and self._troubles.get(backend.name) != backend.trouble:
                 self._troubles[backend.name] = backend.trouble
                 self._say_trouble(backend.trouble)
+        if self._options.backend_url:
+            return  # The control plane asks the server, see `_note_server`.
         own = [backend for backend in backends if backend.owner.name == DEFAULT_POOL]
-        ready = bool(self._options.backend_url or not self._options.replicas or any(o.ready for o in own))
-        trouble = "" if ready else "; ".join(backend.trouble for backend in own if backend.trouble)
+        ready = not self._options.replicas or any(backend.ready for backend in own)
+        self._note(ready, "" if ready else "; ".join(backend.trouble for backend in own if backend.trouble))
+
+    async def _note_server(self, store: Store) -> None:
+        """Note whether the control plane has found the server of `--backend` ready."""
+        with contextlib.suppress(StoreTrouble):  # The next pass looks again.
+            pools = await store.pools()
+            own = [pool for pool in pools if pool.metadata.name == DEFAULT_POOL]
+            self._note(any(pool_state(pool.status).ready for pool in own), "")
+
+    def _note(self, ready: bool, trouble: str) -> None:
+        """Write how the backends of the default pool start, for `rollyard up --detach`."""
         noted = {"ready": ready, "trouble": trouble}
         if noted != self._noted:
             self._noted = noted
@@ -306,11 +319,13 @@ class Supervisor:
                     await asyncio.gather(*(store.worker_died(worker) for worker in workers))
         await end_sandboxes(self._home, self._options.sandbox, plane.url, plane.token("worker"))
 
-    async def _loop(self, driver: Driver, fleet: Fleet) -> None:
+    async def _loop(self, driver: Driver, fleet: Fleet, store: Store) -> None:
         async def run_pass() -> None:
             # This comes before the pass, which restarts a backend that has ended.
             self._note_backends(fleet)
             await driver.run_pass(datetime.now(UTC))
+            if self._options.backend_url and not self._noted.get("ready"):
+                await self._note_server(store)
 
         await run_passes(run_pass, self._wake, TURN_SECONDS)
 

@@ -46,11 +46,15 @@ def find_program(name: str, env: Mapping[str, str]) -> str:
     path = shutil.which(name, path=env.get("PATH", os.environ.get("PATH")))
     if path is None and name == DEFAULT_COMMAND[0]:
         raise CannotStart(
-            "the command `vllm` is not on PATH: `pip install 'rollyard[vllm]'`, "
-            "or name what starts vLLM's API server in spec.engine.command"
+            "the command `vllm` is not on PATH: `pip install 'rollyard[vllm]'`, or name what starts vLLM's "
+            "API server: a Python that has vLLM in --vllm-python of `rollyard up`, or a command in "
+            "spec.engine.command"
         )
     if path is None:
-        raise CannotStart(f"spec.engine.command: {name!r} is not a program that can be run here")
+        raise CannotStart(
+            f"spec.engine.command (`rollyard up`: --vllm-python): {name!r} is not a program that can be run "
+            "here"
+        )
     return os.path.abspath(path)
 
 
@@ -98,7 +102,7 @@ def vllm_server(
     if is_too_old(version):
         raise CannotStart(
             f"{path} starts vLLM {version}, and Rollyard needs {MINIMUM_TEXT} or newer: update it, "
-            "or name a newer one in spec.engine.command"
+            "or name a newer one in spec.engine.command (`rollyard up`: --vllm-python)"
         )
     return VllmCommand(path, tuple(arguments), env, url)
 

@@ -14,8 +14,13 @@ _ERROR: Final = re.compile(
 )
 """The last line of a traceback, such as `ValueError: …`, after any prefix of a logger, or argparse's `error:
 …`."""
-_POINTS_ELSEWHERE: Final = ("Engine core initialization failed",)
-"""The last words of vLLM itself, which say only that another error stands further up in the log."""
+_POINTS_ELSEWHERE: Final = (
+    "Engine core initialization failed",
+    "Frontend process failed during engine core initialization",
+    "WorkerProc initialization failed",
+)
+"""The words of vLLM's own exceptions that say only that another error stands further up in the log. vLLM 0.32
+ends with such ones after a process of it has failed."""
 _COUNTS: Final = re.compile(r"\d+ validation errors? for ")
 
 

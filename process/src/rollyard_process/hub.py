@@ -68,6 +68,8 @@ _PERMANENT: Final = (
     *("ModelGated", "ModelNotFound", "RevisionNotFound", "ModelUnsuitable"),
     *("CacheUnwritable", "HubLibraryMissing"),
 )
+_NO_FOLDER: Final = "Did you mean a folder? There is none of that name here; give its absolute path"
+"""The end of lines about a name that the hub does not confirm. One such as `models/foo` may mean a folder."""
 _LINE_SECONDS: Final = 5.0
 """The time between two lines about the progress of a download, where nobody sees a progress bar."""
 
@@ -304,14 +306,14 @@ def _problem(repository: HubName, error: Exception) -> HubError:
                 else "a private one needs HF_TOKEN"
             )
             return HubError(
-                f"{hub} has no model {repository.repository!r}: check the name; {private}. Did you mean a "
-                f"folder? There is none of that name here; give its absolute path",
+                f"{hub} has no model {repository.repository!r}: check the name; {private}. {_NO_FOLDER}",
                 reason="ModelNotFound",
             )
         if isinstance(one, library.OfflineModeIsEnabled):
             return HubError(
                 f"{cache} has no complete copy of {repository}, and HF_HUB_OFFLINE forbids the download: "
-                f"unset it, or copy what `hf download {repository.repository}` makes elsewhere into HF_HOME",
+                f"unset it, or copy what `hf download {repository.repository}` makes elsewhere into HF_HOME. "
+                f"{_NO_FOLDER}",
                 reason="HubUnreachable",
             )
         if isinstance(one, library.HfHubHTTPError):
@@ -329,7 +331,8 @@ def _problem(repository: HubName, error: Exception) -> HubError:
         )
     return HubError(
         f"{hub} cannot be reached ({type(chain[-1]).__name__}), and {cache} has no complete copy of "
-        f"{repository}: check the network, the proxy and HF_ENDPOINT, or set HF_HOME to a cache that has it",
+        f"{repository}: check the network, the proxy and HF_ENDPOINT, or set HF_HOME to a cache that has it. "
+        f"{_NO_FOLDER}",
         reason="HubUnreachable",
     )
 

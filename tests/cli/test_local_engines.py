@@ -288,6 +288,19 @@ async def test_why_a_model_of_the_hub_is_not_there_is_in_the_condition(
     await driver.until(driver.ready)
 
 
+async def test_a_success_of_a_download_is_never_the_reason_of_a_failure(
+    make: Callable[..., Driver], hub: Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # As if something removed each file as soon as it has come.
+    monkeypatch.setattr("rollyard_drivers.host.downloads.cached", lambda repository, engine: None)
+    hub.models["tiny/hf"] = HubModel(HUGGING_FACE)
+    driver = make()
+    driver.pool.spec.model = "tiny/hf"
+    words = "spec.model: tiny/hf was downloaded, but the cache has no complete copy of it: check that nothing"
+    await driver.until(lambda: words in driver.condition("Ready").message)
+    assert "tiny/hf is in" not in driver.condition("Ready").message
+
+
 async def test_a_download_ends_with_its_driver(
     make: Callable[..., Driver], hub: Hub, monkeypatch: pytest.MonkeyPatch
 ) -> None:

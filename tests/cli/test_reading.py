@@ -25,7 +25,7 @@ from rollyard.trajectories.export import write_lines
 from rollyard.trajectories.reading import find, most_telling, read_file, tokenizer_of
 from rollyard.trajectories.summary import summarize, summarize_policies
 from rollyard_api.trajectories.parquet import encode
-from rollyard_crds import BackendPool, BackendStatus, RolloutCounts, RolloutJob
+from rollyard_crds import BackendPool, BackendPoolStatus, BackendStatus, RolloutCounts, RolloutJob
 from rollyard_crds.trajectory import Trajectory
 from rollyard_crds.weights import WeightUpdate
 from rollyard_testing.manifests import job_manifest
@@ -542,6 +542,16 @@ def test_each_backends_state_is_shown(half_updated: BackendPool) -> None:
     narrow = printed(lambda out: describe_pool(out, half_updated), width=60)
     assert "waiting 3" in narrow
     assert "hit rate 71.2%" in narrow
+
+
+@pytest.mark.parametrize("message", ["spec.model: the hub cannot be reached", ""])
+def test_a_pool_without_a_backend_has_a_row_that_says_why(half_updated: BackendPool, message: str) -> None:
+    ready = {"type": "Ready", "status": "False", "reason": "NoBackendReady", "message": message}
+    status = {"conditions": [ready | {"lastTransitionTime": "2026-01-02T03:04:05Z"}]}
+    bare = half_updated.model_copy(update={"status": BackendPoolStatus.model_validate(status)})
+    heads, *rows = cells(printed(lambda out: print_table(out, backends_table([bare, half_updated]))))
+    assert rows[0] == ["p", *["-"] * (len(heads) - 2), message or "NoBackendReady"]
+    assert [row[1] for row in rows] == ["-", ONE, TWO]
 
 
 def test_jobs_have_a_row_each_with_their_own_conditions() -> None:

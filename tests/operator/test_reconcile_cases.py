@@ -7,7 +7,15 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
-from rollyard_crds import BackendPool, BackendPoolStatus, BackendStatus, Condition, RolloutCounts, RolloutJob
+from rollyard_crds import (
+    BackendPool,
+    BackendPoolStatus,
+    BackendStatus,
+    Condition,
+    RolloutCounts,
+    RolloutJob,
+    RolloutJobStatus,
+)
 from rollyard_crds.fields.dynamic_sampling import DynamicSamplingStatus
 from rollyard_crds.fields.skipped_rows import SkippedRows
 from rollyard_drivers.reconcile.job import job_workloads, reconcile_job
@@ -20,7 +28,7 @@ from rollyard_drivers.reconcile.plan import (
     Profile,
 )
 from rollyard_drivers.reconcile.pool import pool_workloads, reconcile_pool
-from rollyard_drivers.reconcile.reconcile_pass import pool_state
+from rollyard_drivers.reconcile.reconcile_pass import pool_state, refused
 from rollyard_drivers.reconcile.workloads import Replacements, restart_delay
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
@@ -118,6 +126,23 @@ def test_pool_not_ready_is_said() -> None:
     assert "loading" in plan.status.message
     ready = reconcile_job(job, replace(observed, pool=PoolState(True)), NOW, LOCAL)
     assert (condition(ready, "Running").status, ready.status.message) == ("True", "")
+    line = f"{'the reason, and what to do, ' * 12}and HF_ENDPOINT"
+    said = reconcile_job(job, replace(observed, pool=PoolState(False, line)), NOW, LOCAL).status.message
+    assert said == f"BackendPool 'pool' has no ready backend: {line}"
+
+
+@pytest.mark.parametrize(
+    ("message", "shown"),
+    [
+        ("word " * 204 + "last", "word " * 204 + "last"),
+        ("word " * 204 + "longer", "word " * 204 + "…"),
+        ("x" * 2000, "x" * 1022 + " …"),
+    ],
+)
+def test_a_message_that_is_too_long_ends_with_a_whole_word(message: str, shown: str) -> None:
+    refusal = refused(RolloutJobStatus(), 1, "Refused", message, NOW)
+    assert refusal.message == refusal.conditions[0].message == shown
+    assert RolloutJobStatus.model_validate(refusal.model_dump()) == refusal
 
 
 def test_a_job_runs_once_each_stage_has_its_least_number_of_workers() -> None:

@@ -221,6 +221,65 @@ def test_without_network_or_folder_one_line_says_so(fetch: Fetch, env: dict[str,
     assert "Traceback" not in done.stderr
 
 
+@pytest.fixture
+def parts(hub: Hub, tmp_path: Path) -> str:
+    """Add a model with weights in two files to the hub, and the first of them to the cache."""
+    parts = [f"model-0000{number}-of-00002.safetensors" for number in (1, 2)]
+    index = json.dumps({"weight_map": {"a": parts[0], "b": parts[1]}}).encode()
+    files = {parts[0]: b"weights", "model.safetensors.index.json": index, "config.json": b"{}"}
+    (tmp_path / "model").mkdir()
+    hub.models["tiny/parts"] = HubModel(tmp_path / "model", also=files | {parts[1]: b"weights"})
+    snapshot = tmp_path / "cache" / "hub" / "models--tiny--parts" / "snapshots" / COMMIT
+    snapshot.mkdir(parents=True)
+    (snapshot.parents[1] / "refs").mkdir()
+    (snapshot.parents[1] / "refs" / "main").write_text(COMMIT)
+    for name, content in files.items():
+        (snapshot / name).write_bytes(content)
+    return "tiny/parts"
+
+
+@pytest.mark.parametrize(
+    ("env", "words"),
+    [
+        (
+            {"HF_ENDPOINT": "http://127.0.0.1:9"},
+            "http://127.0.0.1:9 cannot be reached (",
+        ),
+        ({"HF_HUB_OFFLINE": "1"}, ", and HF_HUB_OFFLINE forbids the download"),
+    ],
+)
+@pytest.mark.parametrize("weights", [True, False])
+def test_an_incomplete_copy_counts_as_none_without_network(
+    fetch: Fetch, parts: str, tmp_path: Path, env: dict[str, str], words: str, weights: bool
+) -> None:
+    if not weights:
+        for path in tmp_path.glob("cache/hub/*/snapshots/*/model*"):
+            path.unlink()
+    done = fetch(parts, "--for", "vllm", **env)
+    assert (done.returncode, done.stdout) == (1, "")
+    (line,) = done.stderr.splitlines()
+    assert words in line
+    assert f"{tmp_path}/cache/hub has no complete copy of tiny/parts" in line
+    assert line.endswith("Did you mean a folder? There is none of that name here; give its absolute path")
+
+
+def test_an_incomplete_copy_is_not_taken_for_a_download(hub: Hub, cache: Path, parts: str) -> None:
+    hub.lists_files = False
+    with pytest.raises(HubError, match=r"did not give all files of tiny/parts, and .* try again") as caught:
+        download(HubName(parts), "vllm")
+    assert caught.value.reason == "HubUnreachable"
+    hub.lists_files = True
+    assert len(list(download(HubName(parts), "vllm").glob("*.safetensors"))) == 2
+
+
+def test_an_index_of_weights_that_the_repository_lacks(hub: Hub, cache: Path, parts: str) -> None:
+    del hub.models[parts].also["model-00002-of-00002.safetensors"]
+    words = r"tiny/parts lacks weights that its model\.safetensors\.index\.json names"
+    with pytest.raises(HubError, match=words) as caught:
+        download(HubName(parts), "vllm")
+    assert caught.value.reason == "ModelUnsuitable"
+
+
 @pytest.mark.parametrize(
     ("number", "reason", "words"),
     [
@@ -247,7 +306,7 @@ def test_progress_is_said_in_lines(hub: Hub, cache: Path, monkeypatch: pytest.Mo
     download(HubName("tiny/hf"), "vllm", lines.append)
     assert lines
     assert all(line.startswith("downloading tiny/hf: ") for line in lines)
-    assert any("of 4.25MB" in line for line in lines)
+    assert any("of 4.31MB" in line for line in lines)
 
 
 def test_what_is_no_name_is_refused_by_the_program(fetch: Fetch) -> None:

@@ -42,8 +42,6 @@ Name = Annotated[str, Field(pattern=NAME_PATTERN, min_length=1, max_length=63)]
 EntryPointName = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_.-]*$", max_length=63)]
 """The name of an extension, such as a handler."""
 
-MAX_SHORT_TEXT: Final = 256
-ShortText = Annotated[str, Field(max_length=MAX_SHORT_TEXT)]
 Path = Annotated[str, Field(min_length=1, max_length=4096)]
 _ENV_NAME: Final = re.compile(r"[-._a-zA-Z][-._a-zA-Z0-9]*\Z")
 

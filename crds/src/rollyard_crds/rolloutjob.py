@@ -17,7 +17,6 @@ from rollyard_crds.base import (
     Name,
     ObjectMeta,
     PlacementName,
-    ShortText,
     cel,
 )
 from rollyard_crds.base import EntryPointName as EntryPointName
@@ -527,7 +526,7 @@ class RolloutJobStatus(Model):
     """How far dynamic sampling has got, in a job that uses it."""
     skipped_rows: SkippedRows | None = None
     """The rows of the task list that were left out, if there are any."""
-    message: ShortText = ""
+    message: Annotated[str, Field(max_length=1024)] = ""
     """What is wrong with it, what it waits for, or why it ended this way."""
     advice: Annotated[list[Advice], Field(max_length=16)] = Field(default_factory=list)
     """What its rollouts show about its settings, at most one sentence for each reason."""

@@ -19,7 +19,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any, Final, Literal, get_args
 
@@ -40,18 +40,18 @@ _TOKENIZER: Final = (
     "config.json",
 )
 _DESCRIPTION: Final = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken")
-_FIRST: Final[dict[Use, tuple[str, ...]]] = {
+_SMALL: Final[dict[Use, tuple[str, ...]]] = {
     "tokenizer": _TOKENIZER,
     "embedded": _DESCRIPTION,
     "vllm": _DESCRIPTION,
 }
-"""The files that are downloaded first. They are small, and show what is missing before the weights come."""
+"""The files beside the weights. They are small."""
 _NEEDED: Final[dict[Use, tuple[str, ...]]] = {
     "tokenizer": (TOKENIZER_FILE,),
     "embedded": ("genai_config.json", TOKENIZER_FILE),
     "vllm": ("config.json",),
 }
-"""Those of the first files without which a repository is of no use."""
+"""Those of the small files without which a repository is of no use."""
 _WEIGHTS: Final[dict[Use, tuple[tuple[str, ...], ...]]] = {
     "tokenizer": (),
     "embedded": (("*.onnx", "*.onnx.data", "*.onnx_data"),),
@@ -60,12 +60,16 @@ _WEIGHTS: Final[dict[Use, tuple[tuple[str, ...], ...]]] = {
 """The forms of weights. The first one that a repository has is downloaded."""
 _IGNORED: Final = ("*/*.safetensors", "*/*.bin", "*/*.pt", "*/*.onnx*", "consolidated*")
 """Further copies of the weights in other layouts."""
+_INDEX: Final = "model.safetensors.index.json"
+"""The file that names the parts of weights that are in several files."""
 _FULL: Final = (errno.ENOSPC, errno.EDQUOT)
 _UNWRITABLE: Final = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT, errno.ENOTDIR)
 _PERMANENT: Final = (
     *("ModelGated", "ModelNotFound", "RevisionNotFound", "ModelUnsuitable"),
     *("CacheUnwritable", "HubLibraryMissing"),
 )
+_NO_FOLDER: Final = "Did you mean a folder? There is none of that name here; give its absolute path"
+"""The end of lines about a name that the hub does not confirm. One such as `models/foo` may mean a folder."""
 _LINE_SECONDS: Final = 5.0
 """The time between two lines about the progress of a download, where nobody sees a progress bar."""
 
@@ -118,24 +122,25 @@ def cached(repository: HubName, use: Use) -> Path | None:
                 snapshot_download(
                     repository.repository,
                     revision=repository.revision,
-                    allow_patterns=[*_FIRST[use], *weights],
+                    allow_patterns=[*_SMALL[use], *weights],
                     ignore_patterns=list(_IGNORED),
                     local_files_only=True,
                 )
             )
         except LocalEntryNotFoundError:
             continue
-        if _lacks(folder, use) or (weights and (not _has(folder, weights) or _lacks_shards(folder))):
-            continue
-        return folder
+        if _is_complete(folder, use, weights):
+            return folder
     return None
 
 
 def download(repository: HubName, use: Use, say: Callable[[str], None] | None = None) -> Path:
     """Return the folder of a repository, after downloading what the cache of this machine lacks of it.
 
-    The library repeats a request a few times and continues a file that was cut off. Each wait for the server
-    is bounded (HF_HUB_DOWNLOAD_TIMEOUT), and files that are complete are not downloaded again.
+    The hub is asked first which files there are, so that what is missing is known before the weights come.
+    If it does not answer, nothing else is tried. During the download, the library repeats a request a few
+    times and continues a file that was cut off. Each wait for the server is bounded
+    (HF_HUB_DOWNLOAD_TIMEOUT), and files that are complete are not downloaded again.
 
     Args:
         repository: The repository.
@@ -149,7 +154,7 @@ def download(repository: HubName, use: Use, say: Callable[[str], None] | None = 
     if folder is not None:
         return folder
     try:
-        from huggingface_hub import snapshot_download
+        from huggingface_hub import HfApi, constants, snapshot_download
     except ImportError as error:
         raise HubError(
             f"{repository} is a model of the hub, and huggingface_hub is not installed here: "
@@ -157,59 +162,87 @@ def download(repository: HubName, use: Use, say: Callable[[str], None] | None = 
             reason="HubLibraryMissing",
         ) from error
 
-    def fetch(revision: str, patterns: tuple[str, ...]) -> Path:
-        return Path(
+    try:
+        # Without an answer of the hub, snapshot_download would return whatever the cache has of a snapshot.
+        info = HfApi().model_info(
+            repository.repository,
+            revision=repository.revision,
+            timeout=constants.HF_HUB_DOWNLOAD_TIMEOUT,
+        )
+        files = {str(file.rfilename) for file in info.siblings or ()}
+        weights = _weights(repository, use, files)
+        folder = Path(
             snapshot_download(
                 repository.repository,
-                revision=revision,
-                allow_patterns=list(patterns),
+                revision=repository.revision,
+                allow_patterns=[*_SMALL[use], *weights],
                 ignore_patterns=list(_IGNORED),
                 tqdm_class=None if say is None else _progress_lines(repository, say),
             )
         )
-
-    try:
-        folder = fetch(repository.revision, _FIRST[use])
-        if missing := _lacks(folder, use):
-            raise _unsuitable(repository, folder, use, missing)
-        for weights in _WEIGHTS[use]:
-            # The folder's name is the commit, so all files are of one version.
-            folder = fetch(folder.name, (*_FIRST[use], *weights))
-            if _has(folder, weights):
-                return folder
     except HubError:
         raise
     except Exception as error:  # The library lets the errors of its HTTP client through.
         raise _problem(repository, error) from error
-    if _WEIGHTS[use]:
-        names = " or ".join(pattern for weights in _WEIGHTS[use] for pattern in weights)
-        raise HubError(f"{repository} has no weights ({names})", reason="ModelUnsuitable")
-    return folder
+    if _is_complete(folder, use, weights):
+        return folder
+    if not _shards(folder) <= files:
+        raise HubError(
+            f"{repository} lacks weights that its {_INDEX} names: name another repository, or a folder",
+            reason="ModelUnsuitable",
+        )
+    raise HubError(
+        f"{constants.ENDPOINT} did not give all files of {repository}, and {constants.HF_HUB_CACHE} has no "
+        "complete copy of it: try again later, or set HF_ENDPOINT to another mirror",
+        reason="HubUnreachable",
+    )
 
 
-def _has(folder: Path, patterns: tuple[str, ...]) -> bool:
-    return any(True for pattern in patterns for _ in folder.glob(pattern))
+def _weights(repository: HubName, use: Use, files: Collection[str]) -> tuple[str, ...]:
+    """Return the patterns of the weights to download, after checking that the repository has what is needed.
 
-
-def _lacks(folder: Path, use: Use) -> str:
-    return next((name for name in _NEEDED[use] if not (folder / name).is_file()), "")
-
-
-def _lacks_shards(folder: Path) -> bool:
-    """Return whether weights in several files are incomplete.
-
-    The library knows this itself, unless an older version of it has downloaded the files.
+    Raises:
+        HubError: It lacks a file.
     """
-    try:
-        index = json.loads((folder / "model.safetensors.index.json").read_text(encoding="utf-8"))
-        names = {str(name) for name in index["weight_map"].values()}
-    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+    from huggingface_hub.utils import filter_repo_objects
+
+    for name in _NEEDED[use]:
+        if name not in files:
+            raise _unsuitable(repository, files, use, name)
+    if not _WEIGHTS[use]:
+        return ()
+    for weights in _WEIGHTS[use]:
+        if any(filter_repo_objects(files, allow_patterns=list(weights), ignore_patterns=list(_IGNORED))):
+            return weights
+    names = " or ".join(pattern for weights in _WEIGHTS[use] for pattern in weights)
+    raise HubError(f"{repository} has no weights ({names})", reason="ModelUnsuitable")
+
+
+def _is_complete(folder: Path, use: Use, weights: tuple[str, ...]) -> bool:
+    """Return whether a folder has what a use needs, with the weights that these patterns describe.
+
+    The library knows this itself, unless an older version of it has downloaded the files, or the download
+    was cut off before it had the list of them.
+    """
+    if not all((folder / name).is_file() for name in _NEEDED[use]):
         return False
-    return not all((folder / name).is_file() for name in names)
+    if not weights:
+        return True
+    has_any = any(True for pattern in weights for _ in folder.glob(pattern))
+    return has_any and all(os.path.isfile(folder / name) for name in _shards(folder))
 
 
-def _unsuitable(repository: HubName, folder: Path, use: Use, missing: str) -> HubError:
-    if use == "embedded" and (folder / "config.json").is_file():
+def _shards(folder: Path) -> set[str]:
+    """Return the names of the files of weights that are in several files, as far as the folder knows them."""
+    try:
+        index = json.loads((folder / _INDEX).read_text(encoding="utf-8"))
+        return {str(name) for name in index["weight_map"].values()}
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        return set()
+
+
+def _unsuitable(repository: HubName, files: Collection[str], use: Use, missing: str) -> HubError:
+    if use == "embedded" and "config.json" in files:
         remedy = "the embedded engine serves ONNX models of onnxruntime-genai; serve this one with vLLM"
     elif use == "tokenizer":
         remedy = "name a repository or a folder that has one as spec.tokenizer"
@@ -273,14 +306,14 @@ def _problem(repository: HubName, error: Exception) -> HubError:
                 else "a private one needs HF_TOKEN"
             )
             return HubError(
-                f"{hub} has no model {repository.repository!r}: check the name; {private}. Did you mean a "
-                f"folder? There is none of that name here; give its absolute path",
+                f"{hub} has no model {repository.repository!r}: check the name; {private}. {_NO_FOLDER}",
                 reason="ModelNotFound",
             )
         if isinstance(one, library.OfflineModeIsEnabled):
             return HubError(
                 f"{cache} has no complete copy of {repository}, and HF_HUB_OFFLINE forbids the download: "
-                f"unset it, or copy what `hf download {repository.repository}` makes elsewhere into HF_HOME",
+                f"unset it, or copy what `hf download {repository.repository}` makes elsewhere into HF_HOME. "
+                f"{_NO_FOLDER}",
                 reason="HubUnreachable",
             )
         if isinstance(one, library.HfHubHTTPError):
@@ -298,7 +331,8 @@ def _problem(repository: HubName, error: Exception) -> HubError:
         )
     return HubError(
         f"{hub} cannot be reached ({type(chain[-1]).__name__}), and {cache} has no complete copy of "
-        f"{repository}: check the network, the proxy and HF_ENDPOINT, or set HF_HOME to a cache that has it",
+        f"{repository}: check the network, the proxy and HF_ENDPOINT, or set HF_HOME to a cache that has it. "
+        f"{_NO_FOLDER}",
         reason="HubUnreachable",
     )
 

@@ -77,6 +77,8 @@ class Hub:
         """The numbers of bytes after which the next answers with large files end."""
         self.status = 0
         """The status of every answer, if it is not 0."""
+        self.lists_files = True
+        """Whether the list of a model's files with their sizes is given, or refused with 403."""
 
     @property
     def url(self) -> str:
@@ -165,6 +167,8 @@ def _handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
                 self._send(hub.status, b"{}")
             elif match := _CONTENT.fullmatch(path):
                 self._content(match[1])
+            elif not hub.lists_files and "/tree/" in path:
+                self._send(403, b"{}")
             elif match := _API.fullmatch(urlsplit(self.path).path):
                 self._describe(match[1], match[2], unquote(match[3]), token)
             elif match := _RESOLVE.fullmatch(path):

@@ -174,14 +174,29 @@ def backend_row(backend: BackendStatus) -> list[str]:
 
 
 def backends_table(pools: Iterable[BackendPool]) -> Table:
-    """Return a table with one row for each backend of each pool."""
-    rows = [(pool.metadata.name, backend) for pool in pools for backend in pool.status.backends]
+    """Return a table with one row for each backend of each pool.
+
+    A pool without a backend has one row that says why.
+    """
+    rows: list[tuple[str, list[str], str]] = []
+    for pool in pools:
+        name = pool.metadata.name
+        rows += [(name, backend_row(backend), backend.message) for backend in pool.status.backends]
+        if not pool.status.backends:
+            rows.append((name, ["-"] * len(BACKEND_COLUMNS), _why_not_ready(pool)))
     # If there is no message at all, the column is left out because it would only make lines longer.
-    message_column = ["message"] if any(backend.message for _, backend in rows) else []
+    message_column = ["message"] if any(message for _, _, message in rows) else []
     table = plain_table(["pool", *BACKEND_COLUMNS, *message_column])
-    for name, backend in rows:
-        table.add_row(name, *backend_row(backend), *([backend.message] if message_column else []))
+    for name, cells, message in rows:
+        table.add_row(name, *cells, *([message] if message_column else []))
     return table
+
+
+def _why_not_ready(pool: BackendPool) -> str:
+    for condition in pool.status.conditions:
+        if condition.type == "Ready":
+            return one_line(condition.message or condition.reason)
+    return ""
 
 
 def trains_of(pool: BackendPool) -> str:

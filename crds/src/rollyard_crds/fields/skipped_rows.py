@@ -6,10 +6,12 @@ from typing import Annotated, Final
 
 from pydantic import Field
 
-from rollyard_crds.base import MAX_SHORT_TEXT, Model, ShortText
+from rollyard_crds.base import Model
 
 MAX_REASONS: Final = 10
 """The largest number of reasons that are kept."""
+MAX_REASON: Final = 256
+_Reason = Annotated[str, Field(max_length=MAX_REASON)]
 
 
 class SkippedRows(Model):
@@ -19,7 +21,7 @@ class SkippedRows(Model):
     """Rows that were left out."""
     read: Annotated[int, Field(ge=0)] = 0
     """Rows that were read, including those that were left out."""
-    reasons: Annotated[list[ShortText], Field(max_length=MAX_REASONS)] = Field(default_factory=list)
+    reasons: Annotated[list[_Reason], Field(max_length=MAX_REASONS)] = Field(default_factory=list)
     """Why the first of them are not tasks: the number of the row, its field, and what is wrong with it."""
 
     @property
@@ -54,6 +56,6 @@ def _shown(reason: str) -> str:
     """Return a reason as one line that fits into a status, in which every character is visible."""
     text = "".join(
         character if character.isprintable() else character.encode("unicode_escape").decode()
-        for character in reason[: MAX_SHORT_TEXT + 1]
+        for character in reason[: MAX_REASON + 1]
     )
-    return text if len(text) <= MAX_SHORT_TEXT else f"{text[: MAX_SHORT_TEXT - 1]}…"
+    return text if len(text) <= MAX_REASON else f"{text[: MAX_REASON - 1]}…"

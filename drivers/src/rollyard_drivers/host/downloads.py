@@ -19,6 +19,9 @@ MODULE: Final = "rollyard_process.hub"
 RETRY_SECONDS: Final = 60.0
 """The time between two tries to download a model."""
 STOP_SECONDS: Final = 3.0
+_REMOVED: Final = (
+    "{} was downloaded, but the cache has no complete copy of it: check that nothing removes files of HF_HOME"
+)
 Engine = Literal["embedded", "vllm"]
 
 
@@ -73,7 +76,9 @@ class Downloads:
             path = await asyncio.to_thread(cached, repository, engine)
             if path is not None:
                 return LocalModel(str(path))
-            reason = f"spec.model: {child.telling_line.removeprefix('error: ')}"
+            # The last line of a process that ended with 0 is about its success.
+            line = child.telling_line if child.exit_code else _REMOVED.format(repository)
+            reason = f"spec.model: {line.removeprefix('error: ')}"
             self._failed[key] = time.monotonic() + RETRY_SECONDS, reason
             raise CannotStart(reason)
         line = child.last_line

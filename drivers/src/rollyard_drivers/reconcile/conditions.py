@@ -10,6 +10,7 @@ from typing import Final
 from rollyard_crds import Condition
 
 MESSAGE_LIMIT: Final = 1024
+"""The length of the message of a condition or of a job."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +40,15 @@ def since(conditions: Iterable[Condition], kind: str) -> datetime | None:
     return condition.last_transition_time if condition is not None and condition.status == "True" else None
 
 
+def shortened(message: str) -> str:
+    """Return a message that fits into a status. If it is too long, it ends with a whole word and `…`."""
+    if len(message) <= MESSAGE_LIMIT:
+        return message
+    # A text without spaces is cut anywhere.
+    start = message[: MESSAGE_LIMIT - len(" …")]
+    return f"{start.rpartition(' ')[0] or start} …"
+
+
 def updated(
     before: list[Condition], updates: Iterable[ConditionUpdate], generation: int | None, now: datetime
 ) -> list[Condition]:
@@ -58,7 +68,7 @@ def updated(
                 type=update.type,
                 status="True" if update.status else "False",
                 reason=update.reason,
-                message=update.message[:MESSAGE_LIMIT],
+                message=shortened(update.message),
                 observed_generation=generation,
                 last_transition_time=now if flipped or old is None else old.last_transition_time,
             )

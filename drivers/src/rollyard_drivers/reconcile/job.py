@@ -17,7 +17,7 @@ from rollyard_crds.fields.signals import warnings_of
 from rollyard_crds.names import NO_TOOL_PARSER
 from rollyard_crds.rolloutjob import StageCounts, StageSpec
 
-from rollyard_drivers.reconcile.conditions import ConditionUpdate, find, holds, since, updated
+from rollyard_drivers.reconcile.conditions import ConditionUpdate, find, holds, shortened, since, updated
 from rollyard_drivers.reconcile.naming import child_index, child_name, made_of, owner_of
 from rollyard_drivers.reconcile.plan import (
     TEMPLATE_NOT_ALLOWED,
@@ -396,7 +396,7 @@ def _job_status(
             "observed_generation": generation or 0,
             "start_time": before.start_time or since(conditions, "Admitted"),
             "completion_time": before.completion_time or since(conditions, "Finished"),
-            "message": message[:256],
+            "message": shortened(message),
         }
     )
 

@@ -18,7 +18,7 @@ from rollyard_crds import (
 )
 from rollyard_crds.fields.annotations import CANCEL_REASON, CLOSED
 
-from rollyard_drivers.reconcile.conditions import ConditionUpdate, holds, updated
+from rollyard_drivers.reconcile.conditions import ConditionUpdate, holds, shortened, updated
 from rollyard_drivers.reconcile.plan import ObservedJob, ObservedWorkload, PoolState
 
 
@@ -157,7 +157,7 @@ def refused(
     return job.model_copy(
         update={
             "conditions": updated(job.conditions, claims, generation, now),
-            "message": message[:256],
+            "message": shortened(message),
         }
     )
 

@@ -1,10 +1,11 @@
-"""`rollyard watch` while its job is deleted, or another one gets its name."""
+"""`rollyard watch` of jobs, also if one is deleted or another one gets its name, and of rollouts."""
 
 from __future__ import annotations
 
 import io
+from collections.abc import Callable
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
 
 import httpx
 import pytest
@@ -25,7 +26,8 @@ from rollyard_client import (
 )
 from rollyard_crds import RolloutJob
 from rollyard_crds.base import Condition
-from rollyard_crds.lease import LiveTurn
+from rollyard_crds.lease import MAX_LIVE_TEXT, LiveTurn
+from rollyard_crds.trajectory import Trajectory
 from rollyard_testing.pace import patience
 
 
@@ -146,15 +148,26 @@ def test_a_job_that_did_not_succeed_is_an_error_that_says_where_to_look(phase: s
 
 
 class Rollouts:
-    """A client that returns the states of a rollout in turn, and then that it has ended."""
+    """A client that returns the states of a rollout in turn, and then its record."""
 
-    def __init__(self, *states: list[LiveTurn]) -> None:
+    def __init__(self, record: Trajectory, *states: RunningRollout | Exception) -> None:
         self._states = list(states)
+        self._record: list[Trajectory | Exception] = [ServerUnavailable("it restarts"), record]
 
     def running_rollout(self, _name: str, _rollout: str, _namespace: str) -> RunningRollout:
         if not self._states:
             raise Conflict("rollout 'r' has ended; its record is there", reason="RolloutEnded")
-        return RunningRollout("run", "running", self._states.pop(0), 0)
+        state = self._states.pop(0)
+        if isinstance(state, Exception):
+            raise state
+        return state
+
+    def trajectory(self, _name: str, _rollout: str, _namespace: str) -> Trajectory:
+        assert not self._states, "there is no record before the rollout has ended"
+        record = self._record.pop(0)
+        if isinstance(record, Exception):
+            raise record
+        return record
 
 
 def says(no: int, text: str, tokens: int = 0, *, running: bool = False) -> LiveTurn:
@@ -164,26 +177,125 @@ def says(no: int, text: str, tokens: int = 0, *, running: bool = False) -> LiveT
     )
 
 
-@pytest.mark.parametrize("is_terminal", [True, False])
-def test_a_rollout_is_followed_with_its_running_turn(
-    is_terminal: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def state(*turns: LiveTurn, stage: str = "run", status: str = "leased") -> RunningRollout:
+    return RunningRollout(stage, status, list(turns), 0)
+
+
+def record(answer: str = "It is 4", **more: Any) -> Trajectory:
+    """Return the record of a rollout with a question and one turn of 1,900 tokens."""
+    call = {"function": {"name": "submit", "arguments": {"answer": "viér"}}}
+    return Trajectory.model_validate(
+        {
+            "id": "r",
+            "job": "job",
+            "task_id": "t",
+            "group_id": "t",
+            "sample_index": 0,
+            "messages": [
+                {"role": "user", "content": "2 + 2?"},
+                {"role": "assistant", "content": answer, "tool_calls": [call]},
+            ],
+            "turns": [{"segment": 0, "start": 0, "end": 1900, "finish_reason": "stop", "model_seconds": 9}],
+            "reward": 1.0,
+            **more,
+        }
+    )
+
+
+@pytest.fixture
+def watched(monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
+    """Return a function that follows a rollout through its states, and returns what it prints."""
     monkeypatch.setattr(running, "ROLLOUT_SECONDS", 0.0)
     monkeypatch.setattr(progress, "LINE_SECONDS", 0.0)
-    states = (
-        [],
-        [says(0, "2 + 2?"), says(1, "I th", 3, running=True)],
-        [says(0, "2 + 2?"), says(1, "I think \x1b[2J", 1812, running=True)],
-        [says(0, "2 + 2?"), says(1, "It is 4", 1900)],
+
+    def follow(last: Trajectory, *states: RunningRollout | Exception, is_terminal: bool = False) -> str:
+        out = io.StringIO()
+        console = terminal.console(file=out, width=100, force_terminal=is_terminal, color_system=None)
+        running.follow_rollout(cast(Client, Rollouts(last, *states)), "job", "r", "default", console)
+        return out.getvalue()
+
+    return follow
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_a_rollout_is_followed_until_its_answer_stays_on_the_screen(
+    is_terminal: bool, watched: Callable[..., str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = watched(
+        record(),
+        state(status="queued"),
+        state(),
+        state(says(0, "2 + 2?"), says(1, "I", 1, running=True)),
+        ServerUnavailable("it restarts"),
+        state(says(0, "2 + 2?"), says(1, "I think \x1b[2J", 1812, running=True)),
+        state(stage="eval", status="queued"),
+        state(stage="eval"),
+        is_terminal=is_terminal,
     )
-    out = io.StringIO()
-    console = terminal.console(file=out, width=100, force_terminal=is_terminal, color_system=None)
-    running.follow_rollout(cast(Client, Rollouts(*states)), "job", "r", "default", console)
-    text = out.getvalue()
     assert text.count("2 + 2?") == text.count("It is 4") == 1
+    assert "waiting for Run" in text
+    assert "in Run" in text
+    assert "assistant, 1 token in 2 s, being sampled" in text
     assert "assistant, 1,812 tokens in 2 s, being sampled" in text
-    assert "assistant, 1,900 tokens in 2 s\n" in text
     assert "\x1b[2J" not in text
-    assert "`rollyard view job r`" in capsys.readouterr().out
-    with pytest.raises(CliError, match="has ended; its record is there: `rollyard view job r`"):
-        running.follow_rollout(cast(Client, Rollouts()), "job", "r", "default", console)
+    assert text.index("in Eval") < text.index("assistant, 1,900 tokens in 9 s\n") < text.index("It is 4\n")
+    assert 'submit({"answer": "viér"})' in text
+    # The text of the turn stays while it is evaluated.
+    assert ("I think \\x1b[2J\nin Eval" in text) == is_terminal
+    assert capsys.readouterr().out == (
+        "rollout r ended with the reward 1; `rollyard view job r` shows its record\n"
+    )
+
+
+def test_a_message_that_was_printed_while_the_rollout_ran_is_not_printed_again(
+    watched: Callable[..., str],
+) -> None:
+    long = "It is " + "4" * MAX_LIVE_TEXT
+    shortened = says(1, long[:MAX_LIVE_TEXT], 1900).model_copy(update={"characters": len(long)})
+    text = watched(record(long), state(says(0, "2 + 2?"), shortened))
+    assert text.count("It is 4") == text.count("2 + 2?") == 1
+    assert "(6 more characters)" in text
+
+
+def test_another_attempt_is_kept_apart_from_the_first(watched: Callable[..., str]) -> None:
+    text = watched(record(), state(says(0, "2 + 2?"), says(1, "It is 5", 1900)), state(status="queued"))
+    first, _, second = text.partition("Another attempt began")
+    assert "It is 5" in first
+    assert "It is 4" in second
+    assert "2 + 2?" not in second
+
+
+@pytest.mark.parametrize(
+    ("more", "says_how"),
+    [
+        ({}, "ended with the reward 1;"),
+        ({"reward": None}, "ended without a reward;"),
+        (
+            {"status": "failed", "reward": None, "reason": "NoSandbox", "message": "none\nis left"},
+            "failed, NoSandbox: none\\nis left;",
+        ),
+    ],
+)
+def test_a_rollout_that_has_ended_is_printed_from_its_record(
+    more: dict[str, Any], says_how: str, watched: Callable[..., str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = watched(record(**more))
+    assert text.index("2 + 2?") < text.index("It is 4")
+    assert capsys.readouterr().out.startswith(f"rollout r {says_how}")
+
+
+def test_only_the_end_of_a_rollout_ends_the_watch(
+    watched: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(Conflict, match="something else"):
+        watched(record(), state(), Conflict("something else"))
+    now = [100.0]
+    monkeypatch.setattr(
+        running,
+        "time",
+        SimpleNamespace(
+            monotonic=lambda: now[0], sleep=lambda _: now.append(now.pop() + running.UNREACHABLE_SECONDS)
+        ),
+    )
+    with pytest.raises(ServerUnavailable):
+        watched(record(), *[ServerUnavailable("nobody answers")] * 3)

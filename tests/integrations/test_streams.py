@@ -309,6 +309,27 @@ def test_a_job_that_is_no_stream_is_refused() -> None:
         StreamPlayer(ScriptedClient(), manifest(inline=TASKS))  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("note", ["rollyard.dev/closed", "rollyard.dev/cancel-reason", ""])
+def test_a_job_that_takes_no_more_tasks_is_refused_before_any_weights_change(
+    note: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = ScriptedClient()
+    there = RolloutJob.model_validate(manifest())
+    there.status.phase = "Succeeded"
+    if note:
+        there.metadata.annotations = {note: "true"}
+    else:
+        ended = {"type": "Finished", "status": "True", "reason": "Done"}
+        there.status.conditions = [
+            Condition.model_validate({**ended, "lastTransitionTime": "2026-01-02T03:04:05Z"})
+        ]
+    monkeypatch.setattr(client, "submit", lambda job: there)
+    weights = TrlWeights(client, "policy", tmp_path, at_once=True)  # type: ignore[arg-type]
+    with pytest.raises(StreamEnded, match=r"a job 'train' .* \(it is Succeeded\): choose another name"):
+        trl_rollouts(client, weights)
+    assert client.updates == []
+
+
 def test_trl_gets_a_row_for_each_prompt_in_order() -> None:
     client = ScriptedClient()
     rollouts = trl_rollouts(client)

@@ -344,7 +344,9 @@ class Coordinator:
                 prompt = (tuple(stated.prompt_ids), tuple(stated.logprobs))
                 reference = Reference(*prompt, tolerance, "reference")
             elif path is None:
-                raise Unverifiable("no reference was given, and only a checkpoint can be computed with")
+                raise Unverifiable(
+                    "no reference was given, and one can be computed only from the folder of a whole model"
+                )
             else:
                 reference = await self.forward.reference(path, tolerance)
         except Unverifiable as error:

@@ -244,7 +244,12 @@ def scale(kind: str, name: str | None, replicas: int, server: Server) -> None:
 
 @click.command()
 @click.argument("name")
-@click.option("--rollout", help="Follow this rollout instead, with the turn that is being sampled.")
+@click.option(
+    "--rollout",
+    metavar="ID",
+    help="Follow this rollout instead, with the turn that is being sampled. `rollyard view NAME --list "
+    "--status leased` lists those that run.",
+)
 @server_options
 def watch(name: str, rollout: str | None, server: Server) -> None:
     """Follow a job's progress until it ends: bars on a terminal, lines elsewhere."""

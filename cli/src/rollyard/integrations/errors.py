@@ -23,6 +23,6 @@ class RolloutsLate(CliError, TimeoutError):
 
 
 class StreamEnded(CliError):
-    """Raised if the stream has ended while the trainer still waited for rollouts."""
+    """Raised if the stream has ended, or takes no more tasks, and the trainer still needs rollouts of it."""
 
     reason = "StreamEnded"

@@ -39,8 +39,8 @@ class _Pending:
 class StreamPlayer:
     """Plays tasks through one stream, again and again, without a restart of its workers.
 
-    The job is submitted when the player is made; if it exists already, the player uses it. A thread reads the
-    trajectories as they end. Calls may come from several threads.
+    The job is submitted when the player is made. If it exists already, the player uses it, unless it takes no
+    more tasks. A thread reads the trajectories as they end. Calls may come from several threads.
 
     Args:
         client: The client of the control plane.
@@ -49,11 +49,14 @@ class StreamPlayer:
 
     Raises:
         TrainerMismatch: The job is not a stream.
+        StreamEnded: A job of this name was closed, was cancelled or has ended.
         RollyardError: The control plane refuses the job.
     """
 
     def __init__(self, client: Client, job: RolloutJob | Mapping[str, Any]) -> None:
         import rollyard_crds as crds
+        from rollyard_client.finish import finished
+        from rollyard_crds.fields.annotations import CANCEL_REASON, CLOSED
 
         manifest = crds.RolloutJob.model_validate(job)
         if not manifest.spec.tasks.stream:
@@ -65,6 +68,12 @@ class StreamPlayer:
         self.job = client.submit(manifest)
         self.name: str = self.job.metadata.name
         self.namespace: str = self.job.metadata.namespace
+        # Its first tasks would be refused too, but trainers change the pool's weights before that.
+        if finished(self.job) or not {CLOSED, CANCEL_REASON}.isdisjoint(self.job.metadata.annotations):
+            raise StreamEnded(
+                f"there is a job {self.name!r} of an earlier run, which takes no more tasks (it is "
+                f"{self.job.status.phase}): choose another name for this run"
+            )
         self.samples: int = self.job.spec.samples_per_task
         # Tasks of an earlier run of the trainer may be in the stream, so ids must differ from theirs.
         self._life = uuid.uuid4().hex[:8]

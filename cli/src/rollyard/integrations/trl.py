@@ -104,6 +104,8 @@ class TrlRollouts:
 
     Raises:
         TrainerMismatch: The job is not a stream, or two tasks have the same id.
+        StreamEnded: A job of this name was closed, was cancelled or has ended.
+        RollyardError: The control plane refuses the job.
     """
 
     def __init__(

@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, TypeVar
 
 import click
 from rollyard_client import Client, Invalid, NotFound
@@ -20,6 +21,7 @@ from rollyard.jobs.manifests import local_path, packed
 if TYPE_CHECKING:
     from rich.console import Console
 
+Answer = TypeVar("Answer")
 POLL_SECONDS: Final = 0.5
 UNREACHABLE_SECONDS: Final = 30.0
 ROLLOUT_SECONDS: Final = 1.0
@@ -109,18 +111,10 @@ def follow(
     with contextlib.suppress(ServerUnavailable):
         client.job(name, namespace)
     with progress_view(console or terminal.console()) as show:
-        silent_since: float | None = None
         uid: str | None = None
         while True:
             try:
-                job = client.job(name, namespace)
-            except ServerUnavailable:
-                # A control plane that was killed is restarted within seconds.
-                silent_since = silent_since or time.monotonic()
-                if time.monotonic() - silent_since > UNREACHABLE_SECONDS:
-                    raise
-                time.sleep(POLL_SECONDS)
-                continue
+                job = _answer(partial(client.job, name, namespace))
             except NotFound as error:
                 if uid is None:
                     raise
@@ -133,7 +127,6 @@ def follow(
                     f"name; `rollyard watch {name}` follows that one"
                 ) from error
             uid = job.metadata.uid
-            silent_since = None
             show(job)
             if also is not None:
                 also(job)
@@ -142,37 +135,56 @@ def follow(
             time.sleep(POLL_SECONDS)
 
 
+def _answer(call: Callable[[], Answer]) -> Answer:
+    """Return what a call of the client returns, and repeat it while the control plane does not answer.
+
+    Raises:
+        ServerUnavailable: It has not answered for UNREACHABLE_SECONDS.
+    """
+    from rollyard_client.errors import ServerUnavailable
+
+    end = time.monotonic() + UNREACHABLE_SECONDS
+    while True:
+        try:
+            return call()
+        except ServerUnavailable:
+            # A control plane that was killed is restarted within seconds.
+            if time.monotonic() > end:
+                raise
+            time.sleep(POLL_SECONDS)
+
+
 def follow_rollout(
     client: Client, name: str, rollout: str, namespace: str, console: Console | None = None
 ) -> None:
-    """Print the conversation of a rollout that runs until it has ended, and show its running turn.
+    """Print the conversation of a rollout until it has ended, and then how it ended.
 
     On a terminal, the running turn is shown as it grows. Elsewhere a line says from time to time how long it
-    is.
+    is. What had not been printed when the rollout ended is printed from its record.
 
     Raises:
         NotFound: There is no such job or rollout.
-        CliError: The rollout had ended before.
+        ServerUnavailable: The control plane has not answered for UNREACHABLE_SECONDS.
     """
     from rollyard_client import Conflict
 
     from rollyard.render.progress import conversation_view
+    from rollyard.render.trajectory import why
 
-    with conversation_view(console or terminal.console()) as show:
-        seen = False
+    with conversation_view(console or terminal.console()) as view:
         while True:
             try:
-                running = client.running_rollout(name, rollout, namespace)
+                view.update(_answer(partial(client.running_rollout, name, rollout, namespace)))
             except Conflict as error:
-                if not seen:
-                    raise CliError(f"{error}: `rollyard view {name} {rollout}`") from error
+                if error.reason != "RolloutEnded":
+                    raise
                 break
-            seen = True
-            show(running)
             time.sleep(ROLLOUT_SECONDS)
-    terminal.echo_line(
-        f"rollout {rollout} has left its workers; its record: `rollyard view {name} {rollout}`"
-    )
+        record = _answer(partial(client.trajectory, name, rollout, namespace))
+        view.finish(record)
+    reward = "without a reward" if record.reward is None else f"with the reward {record.reward:g}"
+    outcome = f"ended {reward}" if record.status == "succeeded" else why(record)
+    terminal.echo_line(f"rollout {rollout} {outcome}; `rollyard view {name} {rollout}` shows its record")
 
 
 @contextlib.contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,7 +16,8 @@ from rich.table import Column
 from rich.text import Text
 from rollyard_client import RunningRollout
 from rollyard_crds import STAGES, RolloutCounts, RolloutJob, StageName
-from rollyard_crds.lease import LiveTurn
+from rollyard_crds.lease import MAX_LIVE_TEXT, LiveTurn
+from rollyard_crds.trajectory import Trajectory
 from rollyard_process.log_text import one_line
 
 LINE_SECONDS: Final = 2.0
@@ -184,60 +186,99 @@ class ConversationView:
     def __init__(self, console: Console, live: Live | None) -> None:
         self._console = console
         self._live = live
-        self._next = 0
+        self._printed: dict[int, str] = {}
+        """The texts of the printed messages by their numbers, shortened as those of running rollouts are."""
+        self._running: LiveTurn | None = None
+        """The turn whose text a terminal shows, until its message is printed."""
         self._waits = ""
         self._at = float("-inf")
 
     def update(self, rollout: RunningRollout) -> None:
         """Print what is new in the rollout."""
         for turn in rollout.turns:
-            if turn.no >= self._next and not turn.running:
-                self._next = turn.no + 1
-                self._print(turn)
-        running = rollout.turns[-1] if rollout.turns and rollout.turns[-1].running else None
-        if running is not None:
-            self._show(running)
-        else:
-            self._say_where(f"{rollout.stage or 'no stage'}: {rollout.status}")
+            if not turn.running and self._is_new(turn.no, turn.text):
+                self._running = None
+                calls = [f"{one_line(call.name)}({one_line(call.arguments)})" for call in turn.tool_calls]
+                self._print(_turn_header(turn.role, turn.tokens, turn.seconds), turn.text, calls)
+                if len(turn.text) < turn.characters:
+                    self._console.print(Text(f"({turn.characters - len(turn.text)} more characters)"))
+        last = rollout.turns[-1] if rollout.turns else None
+        if last is not None and last.running:
+            self._running = last
+            self._show(last)
+            return
+        # The last turn's message comes with the record, so its text stays on the terminal during Eval.
+        if rollout.stage != "eval":
+            self._running = None
+        doing = "in" if rollout.status == "leased" else "waiting for"
+        self._say_where(f"{doing} {(rollout.stage or 'its next stage').capitalize()}")
 
-    def _print(self, turn: LiveTurn) -> None:
-        self._console.print(Text(_turn_header(turn), "bold"), soft_wrap=True)
-        self._console.print(Text(turn.text), soft_wrap=True)
-        for call in turn.tool_calls:
-            self._console.print(Text(f"{one_line(call.name)}({one_line(call.arguments)})"), soft_wrap=True)
-        if len(turn.text) < turn.characters:
-            self._console.print(Text(f"({turn.characters - len(turn.text)} more characters)"))
+    def finish(self, record: Trajectory) -> None:
+        """Print those messages of a rollout that has ended which were not printed before."""
+        first = min(self._printed, default=0)
+        for number, message in enumerate(record.messages[first:], start=first):
+            if not self._is_new(number, message.content):
+                continue
+            turn = record.turns[record.said[number]] if number in record.said else None
+            tokens, seconds = (0, 0.0) if turn is None else (turn.end - turn.start, turn.model_seconds)
+            calls = [
+                one_line(f"{call.function.name}({json.dumps(call.function.arguments, ensure_ascii=False)})")
+                for call in message.tool_calls or ()
+            ]
+            self._print(_turn_header(message.role, tokens, seconds), message.content, calls)
+
+    def _is_new(self, number: int, text: str) -> bool:
+        """Note a message that is there, and return whether it has to be printed."""
+        text = text[:MAX_LIVE_TEXT]
+        before = self._printed.get(number)
+        if before == text:
+            return False
+        if before is not None:
+            self._console.print("Another attempt began, which differs from here on:")
+            self._printed = {no: said for no, said in self._printed.items() if no < number}
+        self._printed[number] = text
+        return True
+
+    def _print(self, header: str, text: str, calls: list[str]) -> None:
+        self._console.print(Text(header, "bold"), soft_wrap=True)
+        self._console.print(Text(text), soft_wrap=True)
+        for call in calls:
+            self._console.print(Text(call), soft_wrap=True)
 
     def _show(self, turn: LiveTurn) -> None:
+        header = f"{_turn_header(turn.role, turn.tokens, turn.seconds)}, being sampled"
         if self._live is not None:
-            end = turn.text.splitlines()[-RUNNING_LINES:]
-            text = Text("\n".join(end), no_wrap=True, overflow="ellipsis")
-            self._live.update(Group(text, Text(_turn_header(turn), "bold")), refresh=True)
+            self._live.update(_end_of(turn, header), refresh=True)
         elif time.monotonic() - self._at >= LINE_SECONDS:
             self._at = time.monotonic()
-            self._console.print(_turn_header(turn), soft_wrap=True)
+            self._console.print(header, soft_wrap=True)
 
     def _say_where(self, words: str) -> None:
         if self._live is not None:
-            self._live.update(Text(words), refresh=True)
+            shown = Text(words) if self._running is None else _end_of(self._running, words)
+            self._live.update(shown, refresh=True)
         elif words != self._waits:
             self._console.print(words, soft_wrap=True)
         self._waits = words
 
 
-def _turn_header(turn: LiveTurn) -> str:
-    """Return a line such as `assistant, 812 tokens in 16 s, being sampled`."""
-    parts = [one_line(turn.role)]
-    parts += [f"{turn.tokens:,} tokens in {turn.seconds:.0f} s"] if turn.tokens else []
-    parts += ["being sampled"] if turn.running else []
-    return ", ".join(parts)
+def _end_of(turn: LiveTurn, words: str) -> Group:
+    """Return the end of a turn's text, with some words below it."""
+    end = turn.text.splitlines()[-RUNNING_LINES:]
+    return Group(Text("\n".join(end), no_wrap=True, overflow="ellipsis"), Text(words, "bold"))
+
+
+def _turn_header(role: str, tokens: int, seconds: float) -> str:
+    """Return a line such as `assistant, 812 tokens in 16 s`."""
+    noun = "token" if tokens == 1 else "tokens"
+    return f"{one_line(role)}, {tokens:,} {noun} in {seconds:.0f} s" if tokens else one_line(role)
 
 
 @contextmanager
-def conversation_view(console: Console) -> Iterator[Callable[[RunningRollout], None]]:
-    """Provide a function that shows each state of a rollout that runs."""
+def conversation_view(console: Console) -> Iterator[ConversationView]:
+    """Provide a view of a rollout, whose running turn moves on a terminal."""
     if not console.is_terminal:
-        yield ConversationView(console, None).update
+        yield ConversationView(console, None)
         return
     with Live(console=console, transient=True, refresh_per_second=4) as live:
-        yield ConversationView(console, live).update
+        yield ConversationView(console, live)

@@ -20,6 +20,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Collection, Iterator
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Final, Literal, get_args
 
@@ -204,18 +205,20 @@ def _weights(repository: HubName, use: Use, files: Collection[str]) -> tuple[str
     Raises:
         HubError: It lacks a file.
     """
-    from huggingface_hub.utils import filter_repo_objects
-
     for name in _NEEDED[use]:
         if name not in files:
             raise _unsuitable(repository, files, use, name)
     if not _WEIGHTS[use]:
         return ()
     for weights in _WEIGHTS[use]:
-        if any(filter_repo_objects(files, allow_patterns=list(weights), ignore_patterns=list(_IGNORED))):
+        if any(_matches(file, weights) and not _matches(file, _IGNORED) for file in files):
             return weights
     names = " or ".join(pattern for weights in _WEIGHTS[use] for pattern in weights)
     raise HubError(f"{repository} has no weights ({names})", reason="ModelUnsuitable")
+
+
+def _matches(file: str, patterns: tuple[str, ...]) -> bool:
+    return any(fnmatchcase(file, pattern) for pattern in patterns)
 
 
 def _is_complete(folder: Path, use: Use, weights: tuple[str, ...]) -> bool:

@@ -52,8 +52,8 @@ def find_program(name: str, env: Mapping[str, str]) -> str:
         )
     if path is None:
         raise CannotStart(
-            f"spec.engine.command (`rollyard up`: --vllm-python): {name!r} is not a program that can be run "
-            "here"
+            f"spec.engine.command: {name!r} is not a program that can be run here; `rollyard up` takes it "
+            "from --vllm-python"
         )
     return os.path.abspath(path)
 

@@ -29,6 +29,7 @@ config = GRPOConfig(
     gradient_accumulation_steps=PROMPTS * SAMPLES // int(os.environ.get("WORLD_SIZE", "1")),
     num_generations=SAMPLES,
     learning_rate=1e-5 if LORA else 1e-6,
+    lr_scheduler_type="constant",
     temperature=job["spec"]["sampling"]["temperature"],
     logging_steps=1,
     save_strategy="no",

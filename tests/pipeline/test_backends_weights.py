@@ -244,6 +244,18 @@ async def test_the_label_of_the_weights_is_the_servers(backend: Any) -> None:
 Logprob = Callable[[dict[str, Any]], float]
 
 
+def one_token(backend: Any, body: dict[str, Any], logprob: float) -> dict[str, Any]:
+    """Return an answer with one token: the allowed one, or else 5."""
+    token = body["sampling_params"].get("allowed_token_ids", [5])[0]
+    return backend.generated(
+        body,
+        token_ids=[token],
+        logprobs={"content": [{"token_id": token, "logprob": logprob}]},
+        weight_versions=None,
+        finish_reason="length",
+    )
+
+
 @pytest.mark.parametrize(
     ("logprob", "mode"),
     [
@@ -256,16 +268,7 @@ Logprob = Callable[[dict[str, Any]], float]
 )
 async def test_what_the_logprobs_are_is_found_out_once(backend: Any, logprob: Logprob, mode: str) -> None:
     def reply(body: dict[str, Any]) -> dict[str, Any]:
-        params = body["sampling_params"]
-        token = params.get("allowed_token_ids", [5])[0]
-        content = [{"token_id": token, "logprob": logprob(params)}]
-        return backend.generated(
-            body,
-            token_ids=[token],
-            logprobs={"content": content},
-            weight_versions=None,
-            finish_reason="length",
-        )
+        return one_token(backend, body, logprob(body["sampling_params"]))
 
     server = backend(generate=reply, models=[{"id": "tiny", "max_model_len": 64}])
     async with server, BackendClient() as client:
@@ -304,15 +307,7 @@ async def test_the_end_of_a_turn_waits_for_the_kind_of_its_logprobs(
     async def reply(body: dict[str, Any]) -> dict[str, Any]:
         if "allowed_token_ids" in body["sampling_params"]:
             await release.wait()
-        token = body["sampling_params"].get("allowed_token_ids", [5])[0]
-        content = [{"token_id": token, "logprob": 0.0}]
-        return backend.generated(
-            body,
-            token_ids=[token],
-            logprobs={"content": content},
-            weight_versions=None,
-            finish_reason="length",
-        )
+        return one_token(backend, body, 0.0)
 
     monkeypatch.setattr(client, "_MODE_WAIT", 0.05)
     async with backend(generate=reply, models=[{"id": "tiny"}]) as server, BackendClient() as opened:

@@ -396,8 +396,8 @@ def _weight_transfer(probed: Probed) -> FitnessCheck:
     name = "weight transfer"
     cost = "a trainer cannot push tensors into the server: updates load checkpoint folders"
     option = """--weight-transfer-config '{"backend": "nccl"}'"""
-    config = (probed.settings or {}).get("vllm_config")
-    if not isinstance(config, dict) or "weight_transfer_config" not in config:
+    config = _vllm_config(probed)
+    if "weight_transfer_config" not in config:
         return FitnessCheck(name, "unknown", _unreported(probed), False, cost, option)
     if config["weight_transfer_config"] is None:
         return FitnessCheck(name, "lacks", "the server takes no tensors from a trainer", False, cost, option)
@@ -406,10 +406,8 @@ def _weight_transfer(probed: Probed) -> FitnessCheck:
 
 def _adapters(probed: Probed) -> FitnessCheck:
     name = "adapters"
-    config = (probed.settings or {}).get("vllm_config")
-    enabled = None
-    if isinstance(config, dict) and "lora_config" in config:
-        enabled = config["lora_config"] is not None
+    config = _vllm_config(probed)
+    enabled = config["lora_config"] is not None if "lora_config" in config else None
     if enabled and probed.loads_adapters:
         return FitnessCheck(name, "good", "the server loads adapters (LoRA) while it runs")
     parts = []
@@ -430,7 +428,12 @@ def _unreported(probed: Probed) -> str:
     return f"reported only with {_DEVELOPER}" if hidden else "not reported"
 
 
-def _vllm_setting(probed: Probed, group: str, name: str) -> object:
+def _vllm_config(probed: Probed) -> Mapping[str, Any]:
+    """Return the configuration that a vLLM server shows, which is empty if it shows none."""
     config = (probed.settings or {}).get("vllm_config")
-    part = config.get(group) if isinstance(config, dict) else None
+    return config if isinstance(config, dict) else {}
+
+
+def _vllm_setting(probed: Probed, group: str, name: str) -> object:
+    part = _vllm_config(probed).get(group)
     return part.get(name) if isinstance(part, dict) else None

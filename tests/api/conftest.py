@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import socket
 import subprocess
 import sys
 import time
@@ -42,6 +43,25 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("postgresql") and not OF_DIALECTS.fullmatch(item.path.stem):
             item.add_marker(pytest.mark.nightly)
+
+
+@pytest.fixture(autouse=True, scope="package")
+def no_name_server() -> Iterator[None]:
+    """Answer at once that a host is unknown: a name server whose answer is lost costs five seconds.
+
+    Backends of these tests have names, such as `http://a`, that no name server knows.
+    """
+    look_up = socket.getaddrinfo
+
+    def answer(host: Any, *args: Any, **options: Any) -> Any:
+        name = host.decode() if isinstance(host, bytes) else host
+        if name is None or name == "localhost" or not name.strip("0123456789.") or ":" in name:
+            return look_up(host, *args, **options)
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(socket, "getaddrinfo", answer)
+        yield
 
 
 @pytest.fixture(params=["sqlite", pytest.param("postgresql", marks=pytest.mark.postgresql)])

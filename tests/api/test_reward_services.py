@@ -145,7 +145,9 @@ async def test_requests_of_a_job_are_as_many_at_once_as_it_says(
     assert [one["reward"] for one in told] == [0.5] * 8
     assert service.most_open == 2
     assert not services._jobs._lines, "nothing is kept of a job that asks nothing"
+    services.close()
     monkeypatch.setattr(module, "WAIT_SECONDS", 0.05)
+    services = RewardServices(ServiceAllowList.of([service.url]))
     hanging = asyncio.create_task(asked(services, f"{service.url}hang", concurrency=1))
     await service.hangs.wait()
     with pytest.raises(LimitReached, match="1 requests to the reward service are under way"):

@@ -142,7 +142,7 @@ class SlurmPool(VllmPool):
         self._wait(lambda client: not _is_ready(client), f"{POOL} is still ready")
         self._push(self._tasks()[1])
         with self.client() as client:
-            client.close(JOB)
+            client.close_stream(JOB)
         self._print()
 
     def wait_ready(self) -> None:

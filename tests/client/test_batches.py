@@ -115,7 +115,7 @@ async def test_iterators_resume_after_each_item(plane: Plane) -> None:
         client.submit(stream("iterators"))
         client.push_tasks("iterators", tasks(*range(20)))
         plane.work("iterators")
-        client.close("iterators")
+        client.close_stream("iterators")
         for read in (client.groups, client.trajectories):
             every = list(read("iterators"))
             results = read("iterators")
@@ -287,7 +287,7 @@ async def test_a_trainer_that_dies_in_a_step_gets_the_same_batch_again(plane: Pl
         assert client.push_tasks("dying", tasks(*range(7))) == {"accepted": 0, "repeated": 7}
         with pytest.raises(WaitTimeout, match=r"1 of 3 groups have ended within 0\.1 s; nothing was"):
             client.batch("dying", groups=3, cursor=two.cursor, timeout=0.1)
-        client.close("dying")
+        client.close_stream("dying")
         last = client.batch("dying", groups=3, cursor=two.cursor)
         assert ([group.group_id for group in last.groups], last.finished) == (["t6"], True)
         assert client.batch("dying", groups=3, cursor=last.cursor).groups == []
@@ -375,7 +375,7 @@ def test_groups_that_are_too_old_are_left_out_and_counted(plane: Plane) -> None:
         assert [g.group_id for g in client.batch("lagging", 1, cursor=batch.cursor).groups] == ["t5"]
         with pytest.raises(WaitTimeout, match=r"2 of 6 groups .* 4 more are older than max_lag; nothing was"):
             client.batch("lagging", groups=6, max_lag=0, timeout=0.1)
-        client.close("lagging")
+        client.close_stream("lagging")
         fresh = client.batch("lagging", groups=6, max_lag=0)
         assert ([group.group_id for group in fresh.groups], fresh.finished) == (["t2", "t4"], True)
         assert fresh.stale_groups == 4

@@ -61,7 +61,7 @@ CALLS: list[tuple[str, list[Any], dict[str, Any], str, dict[str, str], Any]] = [
     ("push_tasks", ["j", [{"id": "t"}]], {}, "POST /v1/rolloutjobs/j/tasks", {}, {"id": "t"}),
     ("open_target", ["j", "s"], {}, "POST /v1/rolloutjobs/j/targets", {}, {"id": "s"}),
     ("open_target", ["j", "s", 3], {}, "POST /v1/rolloutjobs/j/targets", {}, {"id": "s", "groups": 3}),
-    ("close", ["j"], {}, "POST /v1/rolloutjobs/j/close", {}, {}),
+    ("close_stream", ["j"], {}, "POST /v1/rolloutjobs/j/close", {}, {}),
     ("tasks", ["j", ["t"]], {}, "GET /v1/rolloutjobs/j/tasks", {"id": "t"}, None),
     ("trajectory", ["j", "r"], {}, "GET /v1/rolloutjobs/j/rollouts/r", {}, None),
     ("running_rollout", ["j", "r"], {}, "GET /v1/rolloutjobs/j/rollouts/r/live", {}, None),

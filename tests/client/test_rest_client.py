@@ -152,7 +152,7 @@ async def test_streams_cancel_and_update(server: StartedControlPlane) -> None:
         assert wrong.value.errors
         assert (await client.update("stream", suspend=True, priority=3)).spec.priority == 3
         assert (await client.cancel("stream", group="a")).status.counts.cancelled == 2
-        await client.close("stream")
+        await client.close_stream("stream")
         with pytest.raises(Conflict) as late:
             await client.push_tasks("stream", [{"id": "d", "prompt": "p"}])
         assert late.value.reason == "JobClosed"

@@ -101,7 +101,7 @@ class ScriptedClient:
         ]
         return job
 
-    def close(self, name: str, namespace: str) -> None:
+    def close_stream(self, name: str, namespace: str) -> None:
         self.namespaces.add(namespace)
         self.closed += 1
         self.ended.put(None)

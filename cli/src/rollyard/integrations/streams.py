@@ -185,7 +185,7 @@ class StreamPlayer:
             self._pending.clear()
         for pending in left:
             pending.future.cancel()
-        self.client.close(self.name, self.namespace)
+        self.client.close_stream(self.name, self.namespace)
 
     def _drop(self, futures: Sequence[Future[list[Trajectory]]]) -> None:
         dropped = set(map(id, futures))

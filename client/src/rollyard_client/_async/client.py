@@ -147,9 +147,9 @@ class AsyncClient:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        await self.aclose()
+        await self.close()
 
-    async def aclose(self) -> None:
+    async def close(self) -> None:
         """Close all connections. The client cannot be used afterwards."""
         await self._transport.close()
 
@@ -282,9 +282,9 @@ class AsyncClient:
         """
         return await self._transport.send(jobs.open_target(name, namespace or self.namespace, step, groups))
 
-    async def close(self, name: str, namespace: str | None = None) -> RolloutJob:
+    async def close_stream(self, name: str, namespace: str | None = None) -> RolloutJob:
         """Close a stream, which means that no more tasks will come, and return its job."""
-        return await self._transport.send(jobs.close(name, namespace or self.namespace))
+        return await self._transport.send(jobs.close_stream(name, namespace or self.namespace))
 
     async def tasks(self, name: str, ids: Sequence[str], namespace: str | None = None) -> list[Task]:
         """Return the tasks of a job with these ids, at most 32.

@@ -147,9 +147,9 @@ class Client:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.close_connections()
+        self.close()
 
-    def close_connections(self) -> None:
+    def close(self) -> None:
         """Close all connections. The client cannot be used afterwards."""
         self._transport.close()
 
@@ -281,9 +281,9 @@ class Client:
         """
         return self._transport.send(jobs.open_target(name, namespace or self.namespace, step, groups))
 
-    def close(self, name: str, namespace: str | None = None) -> RolloutJob:
+    def close_stream(self, name: str, namespace: str | None = None) -> RolloutJob:
         """Close a stream, which means that no more tasks will come, and return its job."""
-        return self._transport.send(jobs.close(name, namespace or self.namespace))
+        return self._transport.send(jobs.close_stream(name, namespace or self.namespace))
 
     def tasks(self, name: str, ids: Sequence[str], namespace: str | None = None) -> list[Task]:
         """Return the tasks of a job with these ids, at most 32.

@@ -134,7 +134,7 @@ def cancel(name: str, namespace: str, target: Mapping[str, str]) -> Call[Rollout
     return Call("POST", path, _job, query={"namespace": namespace}, body=encode(target))
 
 
-def close(name: str, namespace: str) -> Call[RolloutJob]:
+def close_stream(name: str, namespace: str) -> Call[RolloutJob]:
     """Return the call that closes a stream, which means that no more tasks will come."""
     return Call("POST", f"{JOBS}/{segment(name)}/close", _job, query={"namespace": namespace}, body=b"{}")
 

@@ -1,14 +1,4 @@
-"""The REST client of the control plane, sync and async.
-
-Example::
-
-    from rollyard_client import Client
-
-    with Client() as client:
-        client.submit(manifest)
-        client.wait("quickstart", timeout=600)
-        rewards = [t.reward for t in client.trajectories("quickstart")]
-"""
+"""The REST client of the control plane, sync and async. Programs of users import it from `rollyard`."""
 
 from __future__ import annotations
 

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-from rollyard_client import Client, Conflict, NotFound
-from rollyard_client.requests.results import Group
+from rollyard import Client, Group
+from rollyard.errors import Conflict, NotFound
 
 from tinygrpo.errors import CheckpointLost, RolloutsEnded, RunTaken
 from tinygrpo.rollouts import CONSUMER, RolloutStream, StreamPlace, StreamSettings

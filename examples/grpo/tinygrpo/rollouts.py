@@ -7,8 +7,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
-from rollyard_client import Client, Conflict, NotFound, ResultIterator
-from rollyard_client.requests.results import Group
+from rollyard import Client, Group, ResultIterator
+from rollyard.errors import Conflict, NotFound
 
 from tinygrpo.errors import CheckpointLost, RolloutsEnded, RunTaken
 from tinygrpo.ledger import Use, UsedGroup

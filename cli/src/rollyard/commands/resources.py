@@ -104,7 +104,7 @@ def get(
         kind, name = "rj", kind
     of_jobs = kind in JOB_WORDS
     with connect(*server) as client:
-        scope = None if all_namespaces else client.namespace
+        scope = "*" if all_namespaces else client.namespace
         if of_jobs:
             jobs = [client.job(name, client.namespace)] if name else client.jobs(scope)
             if output not in ("json", "yaml"):

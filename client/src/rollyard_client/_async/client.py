@@ -203,8 +203,9 @@ class AsyncClient:
         return file.url
 
     async def jobs(self, namespace: str | None = None) -> list[RolloutJob]:
-        """Return all jobs of a namespace, or of all namespaces if none is given."""
-        return [job async for job in self._walk(Listing(partial(jobs.jobs, namespace)))]
+        """Return the jobs of a namespace, by default the client's own. `"*"` stands for all namespaces."""
+        where = jobs.scope(namespace or self.namespace)
+        return [job async for job in self._walk(Listing(partial(jobs.jobs, where)))]
 
     async def job(self, name: str, namespace: str | None = None) -> RolloutJob:
         """Return one job with live counts."""
@@ -372,8 +373,8 @@ class AsyncClient:
         return await self._transport.send(pools.create_pool(manifest, self.namespace))
 
     async def pools(self, namespace: str | None = None) -> list[BackendPool]:
-        """Return all pools of a namespace, or of all namespaces if none is given."""
-        return await self._transport.send(pools.pools(namespace))
+        """Return the pools of a namespace, by default the client's own. `"*"` stands for all namespaces."""
+        return await self._transport.send(pools.pools(jobs.scope(namespace or self.namespace)))
 
     async def pool(self, name: str, namespace: str | None = None) -> BackendPool:
         """Return one pool with its backends."""

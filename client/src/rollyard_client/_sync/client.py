@@ -202,8 +202,9 @@ class Client:
         return file.url
 
     def jobs(self, namespace: str | None = None) -> list[RolloutJob]:
-        """Return all jobs of a namespace, or of all namespaces if none is given."""
-        return list(self._walk(Listing(partial(jobs.jobs, namespace))))
+        """Return the jobs of a namespace, by default the client's own. `"*"` stands for all namespaces."""
+        where = jobs.scope(namespace or self.namespace)
+        return list(self._walk(Listing(partial(jobs.jobs, where))))
 
     def job(self, name: str, namespace: str | None = None) -> RolloutJob:
         """Return one job with live counts."""
@@ -369,8 +370,8 @@ class Client:
         return self._transport.send(pools.create_pool(manifest, self.namespace))
 
     def pools(self, namespace: str | None = None) -> list[BackendPool]:
-        """Return all pools of a namespace, or of all namespaces if none is given."""
-        return self._transport.send(pools.pools(namespace))
+        """Return the pools of a namespace, by default the client's own. `"*"` stands for all namespaces."""
+        return self._transport.send(pools.pools(jobs.scope(namespace or self.namespace)))
 
     def pool(self, name: str, namespace: str | None = None) -> BackendPool:
         """Return one pool with its backends."""

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 JOBS: Final = "/v1/rolloutjobs"
 NDJSON: Final = "application/x-ndjson"
+ALL_NAMESPACES: Final = "*"
+"""What a caller gives in the place of a namespace to list the objects of all namespaces."""
 
 Manifest: TypeAlias = "RolloutJob | BackendPool | Mapping[str, Any]"
 
@@ -46,6 +48,11 @@ def placed(manifest: Manifest, namespace: str) -> Mapping[str, Any]:
     if "namespace" in (meta if isinstance(manifest, Mapping) else manifest.metadata.model_fields_set):
         return document
     return {**document, "metadata": {**meta, "namespace": namespace}}
+
+
+def scope(namespace: str) -> str | None:
+    """Return the namespace whose objects are listed, or None for all."""
+    return None if namespace == ALL_NAMESPACES else namespace
 
 
 def registered(manifest: RolloutJob | BackendPool) -> dict[str, Any]:

@@ -207,9 +207,9 @@ def describe(kind: str, name: str | None, server: Server) -> None:
         thing = find(client, which, name, client.namespace)
         if isinstance(thing, RolloutJob):
             meta = thing.metadata
-            failures = client.statistics(meta.name, meta.namespace)["failures"]
+            failures = client.statistics(meta.name, meta.namespace).failures
             # Each reason comes with the message of its newest rollout.
-            reasons = Counter({(row["reason"], row.get("message", "")): row["n"] for row in failures})
+            reasons = Counter({(row.reason, row.message): row.n for row in failures})
             retried = client.rollouts(meta.name, retried=True, namespace=meta.namespace)
             attempts: Counter[tuple[str, str, bool]] = Counter(
                 (attempt.stage, attempt.reason, attempt.counted)

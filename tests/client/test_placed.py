@@ -82,7 +82,7 @@ CALLS: list[tuple[str, list[Any], dict[str, Any], str, dict[str, str], Any]] = [
     ("trajectories", ["j"], {"cursor": "c", "status": "failed"}, "GET /v1/rolloutjobs/j/trajectories",
      {**PAGE, "limit": "100", "status": "failed"}, None),
     ("trajectories", ["j"], {"follow": True}, "GET /v1/rolloutjobs/j/trajectories",
-     {"cursor": "", "wait": "20.0", "limit": "100"}, None),
+     {"cursor": "", "wait": "0.0", "limit": "100"}, None),
     ("trajectories", ["j"], {"consumer": "n"}, "GET /v1/rolloutjobs/j/cursors/n", {}, None),
     ("groups", ["j"], {"cursor": "c", "informative": True}, "GET /v1/rolloutjobs/j/groups",
      {**PAGE, "limit": "16", "informative": "true", "dropped": "false"}, None),

@@ -111,8 +111,10 @@ class Cursor(Generic[T]):
         while not self.waiting and not self.done:
             left = end - time.monotonic()
             after = self.cursor if self._after is None else self._after
+            # The first page shows that the job is there, so that its end is not mistaken for a wrong name.
+            waits = job.follow and self._after is not None
             try:
-                page = yield self.make(after, max(0.0, min(LONG_POLL, left)) if job.follow else 0.0)
+                page = yield self.make(after, max(0.0, min(LONG_POLL, left)) if waits else 0.0)
             except NotFound as error:
                 if self._after is None:
                     raise

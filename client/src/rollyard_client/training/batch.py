@@ -263,7 +263,9 @@ def gather(form: BatchForm[G, B], request: BatchRequest) -> Steps[B]:
             return gathered.batch(form.kind)
         while gathered.missing:
             left = end - time.monotonic()
-            wait, limit = max(0.0, min(LONG_POLL, left)), min(PAGE_GROUPS, gathered.missing)
+            # The first page shows that the job is there, so that its end is not mistaken for a wrong name.
+            wait = max(0.0, min(LONG_POLL, left)) if seen else 0.0
+            limit = min(PAGE_GROUPS, gathered.missing)
             before = gathered.cursor
             call = form.page(
                 job, namespace, cursor=before, wait=wait, limit=limit, informative=request.informative

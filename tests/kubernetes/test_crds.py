@@ -260,7 +260,7 @@ def test_names_and_columns(cluster: Cluster, job: tuple[str, dict[str, Any]]) ->
     for words, header in (
         (["rj"], "NAME FINISHED PHASE REASON SUCCEEDED FAILED TOTAL REWARD AGE"),
         (["rolloutjob", "-o", "wide"], "HANDLER POOL PLACEMENT INIT RUN EVAL MESSAGE"),
-        (["bp"], "NAME READY REASON BACKENDS WANTED AGE"),
+        (["bp"], "NAME READY REASON AGE"),
         (["backendpools", "-o", "wide"], "ENGINE MODEL"),
     ):
         shown = cluster.kubectl("get", *words, "-n", namespace).splitlines()[0]
@@ -287,12 +287,13 @@ def test_both_outcomes_can_be_waited_for(cluster: Cluster) -> None:
         now = "2030-01-01T00:00:00Z"
         told = {"status": "True", "reason": "Done", "message": "", "lastTransitionTime": now}
         # kubectl does not accept a condition of an older generation.
-        conditions = [{"type": kind, "observedGeneration": 1, **told} for kind in ("Finished", outcome)]
+        kinds = ["Finished", outcome, *(["Complete"] if outcome == "Succeeded" else [])]
+        conditions = [{"type": kind, "observedGeneration": 1, **told} for kind in kinds]
         cluster.kubectl(
             "patch", "rj", name, "-n", namespace, "--type=merge", "--subresource=status",
             "-p", json.dumps({"status": {"conditions": conditions}}),
         )  # fmt: skip
-        for condition in ("Finished", outcome):
+        for condition in kinds:
             cluster.kubectl(
                 "wait", f"--for=condition={condition}", f"rj/{name}", "-n", namespace,
                 f"--timeout={patience(120):.0f}s",

@@ -79,7 +79,27 @@ def http(cluster: Cluster) -> Iterator[httpx.Client]:
         yield client
 
 
-UNKNOWN = ("color", "agent.maxturns", "stages.run.sandbox")
+UNKNOWN = (
+    *("color", "agent.maxturns", "stages.run.sandbox"),
+    *("sandbox.template.initContainers", "sandbox.template.podSecurityContext"),
+    *(
+        f"template.podSecurityContext.{name}"
+        for name in (
+            "privileged",
+            "runAsNonRoot",
+            "seccompProfile",
+            "appArmorProfile",
+            "seLinuxOptions",
+            "sysctls",
+        )
+    ),
+    *(
+        f"template.initContainers[0].{name}"
+        for name in ("securityContext", "restartPolicy", "envFrom", "volumeDevices", "lifecycle")
+    ),
+    *("template.hostNetwork", "template.hostPID", "template.shareProcessNamespace"),
+    *("template.serviceAccountName", "template.automountServiceAccountToken"),
+)
 """The fields that only the models refuse: the API server takes an object without them."""
 
 
@@ -89,6 +109,22 @@ def told(answer: httpx.Response) -> list[tuple[str, str]]:
     assert said.get("kind") == "Status", f"taken: {json.dumps(said)[:200]}"
     assert answer.status_code == 422, said
     return [(one.get("field", ""), one["message"]) for one in said["details"]["causes"]]
+
+
+@pytest.mark.attack(
+    "a client that asks for no validation sends a field that would loosen the security of a pod",
+    boundary="kubernetes",
+    surface="`template` of a job or a pool",
+    stopped_by="the API server drops what the schema does not have, at every depth",
+)
+def test_unknown_fields_are_dropped(http: httpx.Client) -> None:
+    cases = [case for case in CASES["bad"] if case["field"] in UNKNOWN]
+    assert len(cases) == len(UNKNOWN)
+    for case in cases:
+        answer = posted(http, manifest(case["kind"], case["patch"]))
+        assert answer.status_code == 201, answer.text
+        name = case["field"].rpartition(".")[2]
+        assert f'"{name}":' not in json.dumps(answer.json()["spec"]), case
 
 
 LARGEST_REQUEST_BYTES = 3 << 20

@@ -142,6 +142,20 @@ REFUSED: list[tuple[dict[str, Any], str, dict[str, Any]]] = [
         "tolerations[1]",
         {"tolerations": ["nvidia.com/gpu", "dedicated"]},
     ),
+    ({"schedulerName": "volcano"}, "schedulerName", {"schedulers": ["volcano"]}),
+    (
+        {"initContainers": [{"name": "a", "image": "evil:1"}]},
+        "initContainers[0].image",
+        {"initContainers": ["evil:1"]},
+    ),
+    ({"podSecurityContext": {"runAsUser": 1000}}, "podSecurityContext.runAsUser", {"users": [1000]}),
+    ({"podSecurityContext": {"runAsGroup": 1000}}, "podSecurityContext.runAsGroup", {"groups": ["1-1000"]}),
+    ({"podSecurityContext": {"fsGroup": 1000}}, "podSecurityContext.fsGroup", {"groups": ["1000-1001"]}),
+    (
+        {"podSecurityContext": {"supplementalGroups": [10001, 1000]}},
+        "podSecurityContext.supplementalGroups[1]",
+        {"groups": [999, "1000-2000"]},
+    ),
 ]
 WORKERS_ONLY: list[tuple[dict[str, Any], str, dict[str, Any]]] = [
     ({"image": "evil:1"}, "image", {"images": ["evil:1"]}),
@@ -186,6 +200,12 @@ WORKERS_ONLY: list[tuple[dict[str, Any], str, dict[str, Any]]] = [
     boundary="kubernetes",
     surface="`template` of a job or a pool",
     stopped_by="volumes are a list; `jobs.allow` extends it",
+)
+@pytest.mark.attack(
+    "its author brings a program in an init container, or is a user or a group that a file server trusts",
+    boundary="kubernetes",
+    surface="`template` of a job or a pool",
+    stopped_by="`jobs.allow` names the images, users and groups; by default there are none",
 )
 @pytest.mark.parametrize(("template", "field", "allow"), REFUSED, ids=lambda one: str(one)[:60])
 def test_what_is_refused_is_named_with_the_value_that_permits_it(
@@ -327,6 +347,15 @@ def test_the_ordinary_needs_no_permission() -> None:
     template = {
         "image": "w:1",
         "nodeSelector": {"disk": "ssd"},
+        "topologySpreadConstraints": [
+            {
+                "maxSkew": 1,
+                "topologyKey": "kubernetes.io/hostname",
+                "whenUnsatisfiable": "DoNotSchedule",
+                "labelSelector": {"matchLabels": {"rollyard.dev/job": "job"}},
+            }
+        ],
+        "podSecurityContext": {"runAsUser": 10001, "fsGroupChangePolicy": "Always"},
         "tolerations": [{"key": key, "operator": "Exists"} for key in taints],
         "affinity": {"podAntiAffinity": {"x": [{"labelSelector": {"matchLabels": {"namespaces": "a"}}}]}},
         "resources": {"limits": {"memory": "1Gi"}},

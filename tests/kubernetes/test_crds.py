@@ -123,8 +123,11 @@ def test_unknown_fields_are_dropped(http: httpx.Client) -> None:
     for case in cases:
         answer = posted(http, manifest(case["kind"], case["patch"]))
         assert answer.status_code == 201, answer.text
-        name = case["field"].rpartition(".")[2]
-        assert f'"{name}":' not in json.dumps(answer.json()["spec"]), case
+        *steps, last = case["field"].replace("[0]", ".0").split(".")
+        inside = answer.json()["spec"]
+        for step in steps:
+            inside = inside.get(step, {}) if isinstance(inside, dict) else inside[int(step)]
+        assert last not in inside, case
 
 
 LARGEST_REQUEST_BYTES = 3 << 20

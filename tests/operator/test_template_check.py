@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 from rollyard_crds import BackendPool, RolloutJob
@@ -574,3 +577,18 @@ def test_settings_that_would_permit_nothing_are_refused(allow: str, words: str) 
     """
     with pytest.raises(SettingsError, match=words):
         parse_settings(text)
+
+
+def test_the_example_of_the_page_is_permitted_by_its_values_and_by_nothing_less() -> None:
+    page = (Path(__file__).resolve().parents[2] / "docs" / "kubernetes.md").read_text()
+    section = page.partition("\n## Init containers, users and schedulers\n")[2]
+    template, values = (
+        yaml.safe_load(block) for block in re.findall(r"```yaml\n(.*?)```", section, re.DOTALL)[:2]
+    )
+    allow = values["jobs"]["allow"]
+    pool = pool_of(template["template"])
+    assert pool_violations(pool, settings(**allow)) == ()
+    for name in allow:
+        refusals = pool_violations(pool, settings(**{**allow, name: []}))
+        assert refusals
+        assert all(f"jobs.allow.{name}" in refusal for refusal in refusals)

@@ -185,7 +185,7 @@ def test_an_init_container_sees_nothing_of_its_worker(installation: Installation
     }
     assert seen["env"]["OWN"] == "1"
     assert not [name for name in seen["env"] if name.startswith(("ROLLYARD_", "HF_"))]
-    assert not any("rollyard" in command for command in seen["commands"] if command)
+    assert not any("rollyard_pipeline" in command for command in seen["commands"] if command)
     assert seen["writable"] == ["/tmp", "/out"]
     assert seen["ids"][:2] == [20000, 20001]
     assert {20002, 20003} <= set(seen["ids"])

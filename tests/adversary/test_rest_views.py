@@ -17,6 +17,7 @@ from rollyard_crds.lease import MAX_LIVE_TEXT, MAX_LIVE_TURNS
 from rollyard_crds.reading.vocabulary import TokenizerInvalid, read
 from rollyard_testing.adversary.restplane import Yard, control_plane, result
 from rollyard_testing.crds.segments import reported
+from rollyard_testing.manifests import job_manifest
 from rollyard_testing.pace import patience
 
 pytestmark = pytest.mark.attack(boundary="viewers")
@@ -94,6 +95,24 @@ async def test_a_viewer_reads_and_changes_nothing(yard: Yard) -> None:
     assert {method for method, path in reading if not path.startswith("/v1/session")} == {"GET"}
     for word in ("blobs", "claims", "leases", "cursors", "tasks"):
         assert not any(word in path for _, path in reading), word
+
+
+@pytest.mark.attack(
+    "a job, or a list of jobs, shows its holder the inline tasks with their answers and hidden tests",
+    surface="role `viewer`",
+    stopped_by="both leave the tasks out for viewers and sessions of the page",
+)
+async def test_a_viewer_sees_no_inline_task(yard: Yard) -> None:
+    tasks = {"inline": [{"id": "t", "prompt": "p", "answer": "the-hidden-answer"}]}
+    body = {"tasks": tasks, "handler": "math", "agent": {"type": "oracle"}}
+    made = await yard.admin.post("/v1/rolloutjobs", json=job_manifest("graded", body))
+    assert made.status_code == 201, made.text
+    for path in ("/v1/rolloutjobs/graded", "/v1/rolloutjobs", "/v1/rolloutjobs?omit="):
+        assert "the-hidden-answer" in (await yard.admin.get(path)).text
+        seen = await viewer(yard).get(path)
+        assert seen.status_code == 200
+        assert "graded" in seen.text
+        assert "the-hidden-answer" not in seen.text, path
 
 
 @pytest.mark.attack(

@@ -273,14 +273,16 @@ def test_summary() -> None:
 
 
 def test_stage_progress_adds_up() -> None:
+    """A rollout that was cancelled has passed no stage."""
     counts = RolloutCounts.model_validate(
         {
-            "total": 20,
+            "total": 24,
             "init": {"queued": 4, "active": 3},
             "run": {"queued": 2, "active": 5},
             "eval": {"active": 1},
             "succeeded": 3,
             "failed": 2,
+            "cancelled": 4,
         }
     )
     done = {item.stage: item.done for item in stage_progress(counts)}

@@ -123,7 +123,9 @@ def test_columns_end_with_age_and_wide_ones_are_priority_one() -> None:
         (version,) = CRDS[resource.kind]["spec"]["versions"]
         columns = version["additionalPrinterColumns"]
         assert columns[-1]["name"] == "Age"
-        assert "status.conditions" in columns[0]["jsonPath"]
+        assert columns[0]["jsonPath"].startswith(".status.")
+        assert any("status.conditions" in column["jsonPath"] for column in columns[:3])
+        assert "number" not in {column["type"] for column in columns}, "kubectl shows all digits of a float"
         assert {column["priority"] for column in columns} == {0, 1}
         assert "status" in version["subresources"]
     assert CRDS["BackendPool"]["spec"]["versions"][0]["subresources"]["scale"]["labelSelectorPath"]

@@ -9,7 +9,7 @@ import pytest
 from pydantic import BaseModel, ValidationError
 from rollyard_crds.fields.code_tests import CodeCase, CodeTests
 from rollyard_crds.fields.dynamic_sampling import MAX_IN_FLIGHT_ROLLOUTS, DynamicSampling
-from rollyard_crds.fields.reward import RewardSpec
+from rollyard_crds.fields.reward import RewardSpec, rounded
 from rollyard_crds.fields.swe_tests import PYTEST_PARSERS, Repository, SweTests
 from rollyard_crds.rolloutjob import STAGES, AgentSpec, RolloutJobSpec, TaskSource
 from rollyard_crds.task import MAX_ANSWERS, MAX_DEPTH, Task, folder_problem
@@ -245,3 +245,11 @@ def test_run_has_as_many_places_as_the_pool_and_other_stages_as_the_node() -> No
     assert alone.places("run") == 64, "no pool bounds it"
     own = RolloutJobSpec.model_validate(spec | {"stages": {"run": {"concurrency": 2000}}})
     assert own.places("run") == 2000
+
+
+@pytest.mark.parametrize(
+    ("reward", "text"),
+    [(0.38461538461538464, "0.385"), (1, "1.000"), (0, "0.000"), (-0.5, "-0.500"), (0.00123456, "0.00123")],
+)
+def test_a_reward_is_rounded_for_people(reward: float, text: str) -> None:
+    assert rounded(reward) == text

@@ -63,7 +63,8 @@ def test_schema_and_values_name_the_same_fields() -> None:
             return
         assert node["additionalProperties"] is False, path
         # `global` is what a parent chart passes on.
-        if path == ".api.options":  # Those of them that nobody sets have the control plane's own defaults.
+        # Those of them that nobody sets have the defaults of the control plane and of the operator.
+        if path in (".api.options", ".jobs.pods.podSecurityContext"):
             assert values == {}
             return
         assert set(values) == set(node["properties"]) - {"global"}, path
@@ -139,6 +140,11 @@ def test_every_value_is_explained() -> None:
         ({"api": {"prorl": {"from": [{"pods": {}}]}}}, "from"),
         ({"api": {"prorl": {"token": "x"}}}, "token"),
         ({"operator": {"replicas": 2}}, "replicas"),
+        ({"jobs": {"allow": {"users": [0]}}}, "users"),
+        ({"jobs": {"allow": {"groups": ["2000-"]}}}, "groups"),
+        ({"jobs": {"pods": {"podSecurityContext": {"runAsUser": 0}}}}, "runAsUser"),
+        ({"jobs": {"pods": {"podSecurityContext": {"runAsNonRoot": False}}}}, "runAsNonRoot"),
+        ({"jobs": {"pods": {"topologySpreadConstraints": [{}] * 9}}}, "topologySpreadConstraints"),
         ({"logFormat": "xml"}, "logFormat"),
         ({"traces": {"endpoint": "collector:4318"}}, "endpoint"),
         ({"traces": {"sample": 2}}, "sample"),
@@ -342,6 +348,7 @@ def test_the_operator_gets_each_setting_from_the_value_of_the_same_meaning() -> 
     creation = {key: value.split()[-1] for key, value in config["sandboxCreation"].items()}
     assert creation == {key: f"$boxes.creation.{key}" for key in ("perSecond", "burst")}
     assert config["allow"] == "toJson .Values.jobs.allow"
+    assert config["pods"] == "toJson .Values.jobs.pods"
     assert config["networkPolicies"] == ".Values.networkPolicy.sandboxes"
     assert config["worker"] == {"resources": "toJson .Values.workers.resources"}
     assert config["engine"] == {"resources": "toJson .Values.engine.resources"}

@@ -81,6 +81,13 @@ def chart_values(namespaces: tuple[str, ...], tag: str) -> dict[str, object]:
             "leaseSeconds": LEASE_SECONDS,
         },
         "operator": {"resources": tiny},
+        "jobs": {
+            "allow": {
+                "initContainers": [f"registry.local/rollyard-sandbox-default:{tag}"],
+                "users": [20000],
+                "groups": ["20001-20003"],
+            }
+        },
         "sandboxes": {"cpuRequestFraction": 0.02, "memoryRequestFraction": 0.25},
     }
 

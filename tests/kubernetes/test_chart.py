@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import yaml
 from rollyard_operator.allowed import Allowed
-from rollyard_operator.settings import parse_settings
+from rollyard_operator.settings import PodDefaults, parse_settings
 from rollyard_testing.pace import patience
 
 if TYPE_CHECKING:
@@ -61,11 +61,24 @@ VARIANTS: dict[str, dict[str, Any]] = {
             "tolerations": [{"key": "dedicated", "operator": "Exists"}],
             "affinity": {"nodeAffinity": {}},
             "priorityClassName": "high",
+            "schedulerName": "volcano",
             "podAnnotations": {"a": "b"},
             "env": [{"name": "A", "value": "b"}],
             "serviceAccount": {"create": False, "name": "mine"},
         }
         for part in ("api", "operator")
+    },
+    "init-containers": {
+        "api": {
+            "initContainers": [
+                {
+                    "name": "wait",
+                    "image": "busybox:1",
+                    "command": ["sh", "-c", "until nc -z db 5432; do sleep 1; done"],
+                },
+                {"name": "own", "image": "busybox:1", "securityContext": {"runAsUser": 2000}},
+            ]
+        }
     },
     "policies": {
         "networkPolicy": {
@@ -102,7 +115,23 @@ VARIANTS: dict[str, dict[str, Any]] = {
                 "tolerations": ["*"],
                 "priorityClasses": ["low"],
                 "crossNamespaceAffinity": True,
-            }
+                "schedulers": ["volcano"],
+                "initContainers": ["registry.example.com/tools/"],
+                "users": [1000660000, "2000-2999"],
+                "groups": [3000],
+            },
+            "pods": {
+                "schedulerName": "volcano",
+                "topologySpreadConstraints": [
+                    {
+                        "maxSkew": 1,
+                        "topologyKey": "topology.kubernetes.io/zone",
+                        "whenUnsatisfiable": "ScheduleAnyway",
+                        "labelSelector": {"matchLabels": {"rollyard.dev/instance": "yard"}},
+                    }
+                ],
+                "podSecurityContext": {"runAsUser": 1000660000, "supplementalGroups": [3000]},
+            },
         }
     },
     "prorl": {"api": {"prorl": {"enabled": True, "config": {"tokenizer": "/models/policy"}}}},
@@ -276,7 +305,11 @@ def test_the_operator_understands_its_settings(cluster: Cluster, values: Any, va
         assert loaded.allow.host_path == ["/data/models"]
         assert loaded.allow.secrets is True
         assert loaded.allow.annotations == []
+        assert (loaded.allow.users, loaded.allow.groups) == ([1000660000, "2000-2999"], [3000])
+        assert loaded.pods.pod_security_context.run_as_user == 1000660000
+        assert loaded.pods.topology_spread_constraints[0].max_skew == 1
     else:
+        assert loaded.pods == PodDefaults()
         assert loaded.allow == Allowed(), "the chart's defaults are the operator's"
 
 

@@ -79,7 +79,27 @@ def http(cluster: Cluster) -> Iterator[httpx.Client]:
         yield client
 
 
-UNKNOWN = ("color", "agent.maxturns", "stages.run.sandbox")
+UNKNOWN = (
+    *("color", "agent.maxturns", "stages.run.sandbox"),
+    *("sandbox.template.initContainers", "sandbox.template.podSecurityContext"),
+    *(
+        f"template.podSecurityContext.{name}"
+        for name in (
+            "privileged",
+            "runAsNonRoot",
+            "seccompProfile",
+            "appArmorProfile",
+            "seLinuxOptions",
+            "sysctls",
+        )
+    ),
+    *(
+        f"template.initContainers[0].{name}"
+        for name in ("securityContext", "restartPolicy", "envFrom", "volumeDevices", "lifecycle")
+    ),
+    *("template.hostNetwork", "template.hostPID", "template.shareProcessNamespace"),
+    *("template.serviceAccountName", "template.automountServiceAccountToken"),
+)
 """The fields that only the models refuse: the API server takes an object without them."""
 
 
@@ -89,6 +109,25 @@ def told(answer: httpx.Response) -> list[tuple[str, str]]:
     assert said.get("kind") == "Status", f"taken: {json.dumps(said)[:200]}"
     assert answer.status_code == 422, said
     return [(one.get("field", ""), one["message"]) for one in said["details"]["causes"]]
+
+
+@pytest.mark.attack(
+    "a client that asks for no validation sends a field that would loosen the security of a pod",
+    boundary="kubernetes",
+    surface="`template` of a job or a pool",
+    stopped_by="the API server drops what the schema does not have, at every depth",
+)
+def test_unknown_fields_are_dropped(http: httpx.Client) -> None:
+    cases = [case for case in CASES["bad"] if case["field"] in UNKNOWN]
+    assert len(cases) == len(UNKNOWN)
+    for case in cases:
+        answer = posted(http, manifest(case["kind"], case["patch"]))
+        assert answer.status_code == 201, answer.text
+        *steps, last = case["field"].replace("[0]", ".0").split(".")
+        inside = answer.json()["spec"]
+        for step in steps:
+            inside = inside.get(step, {}) if isinstance(inside, dict) else inside[int(step)]
+        assert last not in inside, case
 
 
 LARGEST_REQUEST_BYTES = 3 << 20
@@ -260,7 +299,7 @@ def test_names_and_columns(cluster: Cluster, job: tuple[str, dict[str, Any]]) ->
     for words, header in (
         (["rj"], "NAME FINISHED PHASE REASON SUCCEEDED FAILED TOTAL REWARD AGE"),
         (["rolloutjob", "-o", "wide"], "HANDLER POOL PLACEMENT INIT RUN EVAL MESSAGE"),
-        (["bp"], "NAME READY REASON BACKENDS WANTED AGE"),
+        (["bp"], "NAME READY REASON AGE"),
         (["backendpools", "-o", "wide"], "ENGINE MODEL"),
     ):
         shown = cluster.kubectl("get", *words, "-n", namespace).splitlines()[0]
@@ -287,12 +326,13 @@ def test_both_outcomes_can_be_waited_for(cluster: Cluster) -> None:
         now = "2030-01-01T00:00:00Z"
         told = {"status": "True", "reason": "Done", "message": "", "lastTransitionTime": now}
         # kubectl does not accept a condition of an older generation.
-        conditions = [{"type": kind, "observedGeneration": 1, **told} for kind in ("Finished", outcome)]
+        kinds = ["Finished", outcome, *(["Complete"] if outcome == "Succeeded" else [])]
+        conditions = [{"type": kind, "observedGeneration": 1, **told} for kind in kinds]
         cluster.kubectl(
             "patch", "rj", name, "-n", namespace, "--type=merge", "--subresource=status",
             "-p", json.dumps({"status": {"conditions": conditions}}),
         )  # fmt: skip
-        for condition in ("Finished", outcome):
+        for condition in kinds:
             cluster.kubectl(
                 "wait", f"--for=condition={condition}", f"rj/{name}", "-n", namespace,
                 f"--timeout={patience(120):.0f}s",

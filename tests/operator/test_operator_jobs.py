@@ -52,6 +52,7 @@ async def test_an_end_is_told_with_counts_and_reward_and_workers_go(lab: Lab) ->
     await until(lambda: lab.holds("Succeeded"))
     status = lab.status()
     assert (status["phase"], status["rewardMean"], status["counts"]["succeeded"]) == ("Succeeded", 0.5, 2)
+    assert status["rewardText"] == "0.500"
     await until(lambda: all("deletionTimestamp" in pod["metadata"] for pod in lab.kube.of("Pod")))
     await until(lambda: lab.control.all_jobs[KEY].status.phase == "Succeeded")
     await until(lambda: len(lab.kube.events) >= 3)  # Events are written beside the work.

@@ -439,6 +439,9 @@ def test_the_download_of_a_backends_model_is_seen() -> None:
     )
     assert (seen.state, seen.pending, seen.blocked) == ("starting", True, False)
     assert seen.message == "its model is being downloaded (kubectl logs p -c model)"
+    fetching = status("Pending", waiting("PodInitializing"), initContainerStatuses=[started("fetch")])
+    seen = observed_workload(pod("backend", fetching))
+    assert (seen.state, seen.message) == ("starting", "init container 'fetch' runs (kubectl logs p -c fetch)")
     reason = "org/m is gated: accept its licence at https://huggingface.co/org/m"
     ended = over(1, "Error", f"Downloading\nerror: {reason}\n", "model")
     seen = observed_workload(pod("backend", status("Failed", main, initContainerStatuses=[ended])))
@@ -447,3 +450,18 @@ def test_the_download_of_a_backends_model_is_seen() -> None:
     seen = observed_workload(pod("backend", status("Pending", main, initContainerStatuses=[missing])))
     assert (seen.state, seen.blocked) == ("starting", True)
     assert 'secret "hub-token" not found' in seen.message
+
+
+def test_an_init_container_that_failed_is_named() -> None:
+    def seen(code: int, reason: str, text: str) -> tuple[int | None, str]:
+        init = [over(0, "Completed", name="first"), over(code, reason, text, name="fetch")]
+        what = status("Failed", waiting("PodInitializing"), initContainerStatuses=init)
+        made = pod("stage-worker", what)
+        made["spec"]["initContainers"] = [{"name": "fetch", "resources": {"limits": {"memory": "64Mi"}}}]
+        workload = observed_workload(made)
+        assert workload.state == "exited"
+        return workload.exit_code, workload.message
+
+    assert seen(3, "Error", "no such bucket") == (3, "init container 'fetch': no such bucket")
+    assert seen(3, "Error", "") == (3, "init container 'fetch': no message (kubectl logs p -c fetch)")
+    assert "'fetch': OOMKilled: out of memory (limit 64Mi)" in seen(137, "OOMKilled", "")[1]

@@ -34,7 +34,7 @@ from rollyard_operator.pods.workloads import (
     service_name,
     worker_pod,
 )
-from rollyard_operator.settings import HubSettings, OperatorSettings
+from rollyard_operator.settings import HubSettings, OperatorSettings, PodDefaults
 from rollyard_testing.operator.podcases import PERMISSIVE, UID, objects, settings_of
 
 SETTINGS = OperatorSettings.model_validate(
@@ -49,6 +49,12 @@ SETTINGS = OperatorSettings.model_validate(
         "allow": PERMISSIVE,
     }
 )
+SPREAD: dict[str, Any] = {
+    "maxSkew": 1,
+    "topologyKey": "kubernetes.io/hostname",
+    "whenUnsatisfiable": "ScheduleAnyway",
+    "labelSelector": {"matchLabels": {"rollyard.dev/job": "job"}},
+}
 SHAPE = SandboxShape(image="python:3.12", cpu=1.0, memory_bytes=1 << 30, disk_bytes=1 << 30, processes=64)
 OWNER = SandboxOwner("team", "job", UID)
 
@@ -122,14 +128,15 @@ def test_every_pod_is_restricted_labelled_and_owned(seed: int) -> None:
         assert spec["automountServiceAccountToken"] is False
         assert spec["enableServiceLinks"] is False
         component = meta["labels"][labels.COMPONENT]
-        user = spec["securityContext"]["runAsUser"]
-        assert user == 10001 if component != "sandbox" else user > 0
-        assert spec["securityContext"] == {
-            "runAsNonRoot": True,
-            **dict.fromkeys(("runAsUser", "runAsGroup", "fsGroup"), user),
-            "fsGroupChangePolicy": "OnRootMismatch",
-            "seccompProfile": {"type": "RuntimeDefault"},
-        }
+        security = dict(spec["securityContext"])
+        ids = [security.pop(name) for name in ("runAsUser", "runAsGroup", "fsGroup")]
+        further = security.pop("supplementalGroups", [])
+        assert min(*ids, *further, 1) == 1, "nobody is root"
+        if component == "sandbox":
+            assert (len(set(ids)), further) == (1, [])
+        policy = security.pop("fsGroupChangePolicy")
+        assert policy == "OnRootMismatch" or component != "sandbox"
+        assert security == {"runAsNonRoot": True, "seccompProfile": {"type": "RuntimeDefault"}}
         assert not {"hostNetwork", "hostPID", "hostIPC", "serviceAccountName"} & spec.keys()
         volumes = {volume["name"] for volume in spec["volumes"]}
         assert len(volumes) == len(spec["volumes"])
@@ -202,6 +209,8 @@ def test_a_template_says_where_pods_run() -> None:
         "affinity": {"podAntiAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": []}},
         "priorityClassName": "high",
         "runtimeClassName": "gvisor",
+        "schedulerName": "volcano",
+        "topologySpreadConstraints": [SPREAD],
         "imagePullSecrets": [{"name": "own"}],
     }
     labels_too = {"labels": {"team": "a"}, "annotations": {"note": "b"}}
@@ -228,6 +237,59 @@ def test_a_template_says_where_pods_run() -> None:
         assert pod["metadata"]["annotations"]["note"] == "b"
 
 
+def test_the_installation_says_where_pods_run_and_as_whom_unless_a_template_does() -> None:
+    pods = {
+        "schedulerName": "volcano",
+        "topologySpreadConstraints": [SPREAD],
+        "podSecurityContext": {"fsGroup": 2000, "supplementalGroups": [3000]},
+    }
+    settings = SETTINGS.model_copy(update={"pods": PodDefaults.model_validate(pods)})
+    made = [worker(job_of(), settings), backend(settings), sandbox(settings)]
+    for pod in made:
+        assert pod["spec"]["schedulerName"] == "volcano"
+        assert pod["spec"]["topologySpreadConstraints"] == [SPREAD]
+    for pod in made[:2]:
+        security = pod["spec"]["securityContext"]
+        assert (security["runAsUser"], security["fsGroup"]) == (10001, 2000)
+        assert security["supplementalGroups"] == [3000]
+    assert made[2]["spec"]["securityContext"]["fsGroup"] == 1000, "a sandbox has the user of its own setting"
+    assert "supplementalGroups" not in made[2]["spec"]["securityContext"]
+    own = {
+        "schedulerName": "other",
+        "topologySpreadConstraints": [SPREAD | {"maxSkew": 2}],
+        "podSecurityContext": {"runAsUser": 4000, "supplementalGroups": [5000]},
+    }
+    spec = worker(job_of(template=own), settings)["spec"]
+    assert (spec["schedulerName"], spec["topologySpreadConstraints"][0]["maxSkew"]) == ("other", 2)
+    security = spec["securityContext"]
+    assert [security[name] for name in ("runAsUser", "runAsGroup", "fsGroup")] == [4000, 10001, 2000]
+    assert security["supplementalGroups"] == [5000]
+    digests = {installation_digest(one) for one in (SETTINGS, settings)}
+    flavors = {flavor_of(SHAPE, OWNER, one) for one in (SETTINGS, settings)}
+    assert (len(digests), len(flavors)) == (2, 2), "other settings make other pods"
+
+
+def test_init_containers_come_before_the_server_and_after_its_model() -> None:
+    template = {
+        "volumes": [{"name": "data", "emptyDir": {}}],
+        "initContainers": [
+            {"name": "a", "image": "x:1", "volumeMounts": [{"name": "data", "mountPath": "/out"}]},
+            {"name": "b", "image": "y:1", "resources": {"limits": {"memory": "1Gi"}}},
+        ],
+    }
+    spec = backend(template=template, model="org/m", type="vllm")["spec"]
+    assert [one["name"] for one in spec["initContainers"]] == ["model", "a", "b"]
+    first, second = spec["initContainers"][1:]
+    assert first["resources"] == SETTINGS.worker.resources.to_json(), "a quota may require some"
+    assert second["resources"]["limits"]["memory"] == "1Gi"
+    assert {one["mountPath"]: one["name"] for one in first["volumeMounts"]} == {
+        "/tmp": "rollyard-init",
+        "/out": "data",
+    }
+    others = [*spec["containers"], spec["initContainers"][0]]
+    assert "rollyard-init" not in json.dumps(others), "no other container sees their files"
+
+
 def test_a_templates_environment_and_mounts_win() -> None:
     template = {
         "env": [{"name": "HOME", "value": "/home/me"}],
@@ -248,6 +310,10 @@ def test_a_templates_environment_and_mounts_win() -> None:
         ({"env": [{"name": "A"}, {"name": "A"}]}, r"template.env\[1\]: name 'A' is there twice"),
         ({"volumes": [{"name": "rollyard-token"}]}, "the name 'rollyard-token' begins with 'rollyard-'"),
         ({"volumeMounts": [{"name": "a"}]}, r"volumeMounts\[0\]: 'mountPath' is missing"),
+        (
+            {"initContainers": [{"name": "a", "image": "x", "env": [{"name": "A"}, {"name": "A"}]}]},
+            r"initContainers\[0\].env\[1\]: name 'A' is there twice",
+        ),
     ],
 )
 def test_an_unusable_template_is_named(template: dict[str, Any], words: str) -> None:
@@ -367,6 +433,9 @@ def test_workers_have_what_a_tokenizer_of_the_hub_needs() -> None:
     assert (given["HF_HOME"], given["HF_ENDPOINT"]) == ("/var/cache/rollyard/hub", "http://mirror")
     assert {"name": "rollyard-hub", "mountPath": given["HF_HOME"]} in container["volumeMounts"]
     assert {"name": "rollyard-hub", "persistentVolumeClaim": {"claimName": "hub"}} in spec["volumes"]
+    for own in ({"runAsUser": 2000}, {"runAsGroup": 2000}, {"fsGroup": 2000}):
+        with pytest.raises(PodTemplateError, match="podSecurityContext: pods with the shared cache"):
+            worker(job_of(template={"podSecurityContext": own}), settings, "org/m")
     digests = {installation_digest(one) for one in (SETTINGS, hub_settings(claim="hub"))}
     assert len(digests) == 2, "other settings make other pods"
 

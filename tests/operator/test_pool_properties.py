@@ -319,7 +319,7 @@ def test_scaling_up_again_gives_a_draining_backend_back() -> None:
     world.wait(1)
     status = world.turn().status
     assert [backend.draining for backend in status.backends] == [False, True]
-    assert status.ready_replicas == 1
+    assert (status.ready_replicas, status.ready_text) == (1, "1/1")
     world.pool.spec.replicas = 2
     before = set(world.workloads)
     status = world.turn().status

@@ -161,6 +161,7 @@ def test_a_finished_job_stays_finished_as_it_ended(
         status = {condition.type: condition.status for condition in plan.status.conditions}
         finished = status["Finished"] == "True"
         assert (status.get("Succeeded") == "True") + (status.get("Failed") == "True") == int(finished)
+        assert status.get("Complete") == status.get("Succeeded")
         assert (plan.status.phase in {"Succeeded", "Failed", "Cancelled"}) == finished
         if finished:
             assert not plan.launch

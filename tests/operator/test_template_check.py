@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 from rollyard_crds import BackendPool, RolloutJob
@@ -142,6 +145,20 @@ REFUSED: list[tuple[dict[str, Any], str, dict[str, Any]]] = [
         "tolerations[1]",
         {"tolerations": ["nvidia.com/gpu", "dedicated"]},
     ),
+    ({"schedulerName": "volcano"}, "schedulerName", {"schedulers": ["volcano"]}),
+    (
+        {"initContainers": [{"name": "a", "image": "evil:1"}]},
+        "initContainers[0].image",
+        {"initContainers": ["evil:1"]},
+    ),
+    ({"podSecurityContext": {"runAsUser": 1000}}, "podSecurityContext.runAsUser", {"users": [1000]}),
+    ({"podSecurityContext": {"runAsGroup": 1000}}, "podSecurityContext.runAsGroup", {"groups": ["1-1000"]}),
+    ({"podSecurityContext": {"fsGroup": 1000}}, "podSecurityContext.fsGroup", {"groups": ["1000-1001"]}),
+    (
+        {"podSecurityContext": {"supplementalGroups": [10001, 1000]}},
+        "podSecurityContext.supplementalGroups[1]",
+        {"groups": [999, "1000-2000"]},
+    ),
 ]
 WORKERS_ONLY: list[tuple[dict[str, Any], str, dict[str, Any]]] = [
     ({"image": "evil:1"}, "image", {"images": ["evil:1"]}),
@@ -186,6 +203,12 @@ WORKERS_ONLY: list[tuple[dict[str, Any], str, dict[str, Any]]] = [
     boundary="kubernetes",
     surface="`template` of a job or a pool",
     stopped_by="volumes are a list; `jobs.allow` extends it",
+)
+@pytest.mark.attack(
+    "its author brings a program in an init container, or is a user or a group that a file server trusts",
+    boundary="kubernetes",
+    surface="`template` of a job or a pool",
+    stopped_by="`jobs.allow` names the images, users and groups; by default there are none",
 )
 @pytest.mark.parametrize(("template", "field", "allow"), REFUSED, ids=lambda one: str(one)[:60])
 def test_what_is_refused_is_named_with_the_value_that_permits_it(
@@ -327,6 +350,15 @@ def test_the_ordinary_needs_no_permission() -> None:
     template = {
         "image": "w:1",
         "nodeSelector": {"disk": "ssd"},
+        "topologySpreadConstraints": [
+            {
+                "maxSkew": 1,
+                "topologyKey": "kubernetes.io/hostname",
+                "whenUnsatisfiable": "DoNotSchedule",
+                "labelSelector": {"matchLabels": {"rollyard.dev/job": "job"}},
+            }
+        ],
+        "podSecurityContext": {"runAsUser": 10001, "fsGroupChangePolicy": "Always"},
         "tolerations": [{"key": key, "operator": "Exists"} for key in taints],
         "affinity": {"podAntiAffinity": {"x": [{"labelSelector": {"matchLabels": {"namespaces": "a"}}}]}},
         "resources": {"limits": {"memory": "1Gi"}},
@@ -545,3 +577,18 @@ def test_settings_that_would_permit_nothing_are_refused(allow: str, words: str) 
     """
     with pytest.raises(SettingsError, match=words):
         parse_settings(text)
+
+
+def test_the_example_of_the_page_is_permitted_by_its_values_and_by_nothing_less() -> None:
+    page = (Path(__file__).resolve().parents[2] / "docs" / "kubernetes.md").read_text()
+    section = page.partition("\n## Init containers, users and schedulers\n")[2]
+    template, values = (
+        yaml.safe_load(block) for block in re.findall(r"```yaml\n(.*?)```", section, re.DOTALL)[:2]
+    )
+    allow = values["jobs"]["allow"]
+    pool = pool_of(template["template"])
+    assert pool_violations(pool, settings(**allow)) == ()
+    for name in allow:
+        refusals = pool_violations(pool, settings(**{**allow, name: []}))
+        assert refusals
+        assert all(f"jobs.allow.{name}" in refusal for refusal in refusals)

@@ -192,6 +192,8 @@ class BackendPoolStatus(Model):
     """Backends that exist."""
     ready_replicas: Annotated[int, Field(ge=0)] = 0
     """Backends that take rollouts: they are ready, not draining, and have the pool's weights."""
+    ready_text: Annotated[str, Field(max_length=32)] = ""
+    """The same for people, with the wanted backends, such as `1/2`. Programs read `readyReplicas`."""
     policy_version: Annotated[str, Field(max_length=128)] = ""
     """Label of the newest weights that every backend should have; empty before the first update."""
     paused: bool = False

@@ -511,7 +511,8 @@ class RolloutJobStatus(Model):
     conditions: Annotated[list[Condition], Field(max_length=16)] = Field(
         default_factory=list, json_schema_extra=LIST_MAP_BY_TYPE
     )
-    """`Admitted`, `Suspended`, `Running`, `Degraded`; at the end `Finished` and one outcome."""
+    """`Admitted`, `Suspended`, `Running`, `Degraded`; at the end `Finished` and the outcome: `Succeeded` with
+    `Complete`, as a Job of Kubernetes has it, or `Failed`."""
     observed_generation: Annotated[int, Field(ge=0)] = 0
     """The generation of the spec that this status was made from."""
     counts: RolloutCounts = Field(default_factory=RolloutCounts)
@@ -522,6 +523,8 @@ class RolloutJobStatus(Model):
     """When the last rollout ended."""
     reward_mean: float | None = None
     """Mean reward of the rollouts that have one."""
+    reward_text: Annotated[str, Field(max_length=32)] = ""
+    """The same for people, rounded as `kubectl get` shows it. Programs read `rewardMean`."""
     dynamic_sampling: DynamicSamplingStatus | None = None
     """How far dynamic sampling has got, in a job that uses it."""
     skipped_rows: SkippedRows | None = None

@@ -91,7 +91,7 @@ imagePullSecrets:
 {{- end }}
 {{- end }}
 
-{{/* nodeSelector, tolerations, affinity, priorityClassName of a component's values. */}}
+{{/* nodeSelector, tolerations, affinity, spread, scheduler and priorityClassName of a component's values. */}}
 {{- define "rollyard.placement" -}}
 {{- with .nodeSelector }}
 nodeSelector: {{ toYaml . | nindent 2 }}
@@ -104,6 +104,9 @@ affinity: {{ toYaml . | nindent 2 }}
 {{- end }}
 {{- with .topologySpreadConstraints }}
 topologySpreadConstraints: {{ toYaml . | nindent 2 }}
+{{- end }}
+{{- with .schedulerName }}
+schedulerName: {{ . }}
 {{- end }}
 {{- with .priorityClassName }}
 priorityClassName: {{ . }}

@@ -10,6 +10,14 @@ from rollyard_crds.base import Model
 
 Text = Annotated[str, Field(min_length=1, max_length=1024, pattern=r"^\S+$")]
 """A name, a prefix or a key."""
+Ids = Annotated[
+    list[
+        Annotated[int, Field(ge=1, le=2**31 - 1)]
+        | Annotated[str, Field(pattern=r"^[1-9][0-9]{0,9}-[1-9][0-9]{0,9}$")]
+    ],
+    Field(max_length=256),
+]
+"""Numbers of users or groups, and ranges of them such as `2000-2999`. Root is never among them."""
 NamesOrAll = bool | Annotated[list[Text], Field(max_length=256)]
 """True permits any name. False, or an empty list, permits none."""
 Entries = Annotated[list[Text], Field(max_length=256)]
@@ -67,6 +75,14 @@ class Allowed(Model):
     """The names of PriorityClasses."""
     runtime_classes: NamesOrAll = Field(default_factory=list)
     """The names of RuntimeClasses."""
+    schedulers: NamesOrAll = Field(default_factory=list)
+    """The names of schedulers."""
+    init_containers: NamesOrAll = Field(default_factory=list)
+    """The images of init containers, in the form of `images`. Their authors choose the command."""
+    users: Ids = Field(default_factory=list)
+    """The users as which stage workers and backends may run. On a file server they may be somebody."""
+    groups: Ids = Field(default_factory=list)
+    """The groups that stage workers and backends may have, in the same form."""
     env: Entries = Field(default_factory=list)
     """The names of environment variables of stage workers that decide which code runs or whom it trusts."""
     mounts: Annotated[Entries, AfterValidator(_folders)] = Field(default_factory=list)
@@ -93,6 +109,15 @@ def is_below(path: object, folders: Iterable[str]) -> bool:
 def is_named(name: object, names: bool | list[str]) -> bool:
     """Return whether a name is permitted."""
     return isinstance(name, str) and (names is True or (names is not False and name in names))
+
+
+def is_id(number: int, ids: Iterable[int | str]) -> bool:
+    """Return whether the number of a user or a group is one of the numbers or in one of the ranges."""
+    for one in ids:
+        first, _, last = str(one).partition("-")
+        if int(first) <= number <= int(last or first):
+            return True
+    return False
 
 
 def is_key(key: object, keys: Iterable[str]) -> bool:

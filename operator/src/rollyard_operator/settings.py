@@ -9,7 +9,12 @@ from typing import Annotated, Literal
 import yaml
 from pydantic import AfterValidator, Field, ValidationError, model_validator
 from rollyard_crds.base import Model, Name
-from rollyard_crds.fields.pod_template import LocalReference, PodResources
+from rollyard_crds.fields.pod_template import (
+    LocalReference,
+    PodResources,
+    PodSecurityContext,
+    TopologySpreadConstraint,
+)
 
 from rollyard_operator.allowed import Allowed
 from rollyard_operator.errors import OperatorError
@@ -107,6 +112,19 @@ class ContainerDefaults(Model):
     """Requests and limits. A resource that a template names replaces the one named here."""
 
 
+class PodDefaults(Model):
+    """What the installer sets for all pods of jobs and pools whose template says nothing else."""
+
+    scheduler_name: Annotated[str, Field(max_length=253)] = ""
+    """The scheduler of all pods. With "", it is the cluster's."""
+    topology_spread_constraints: Annotated[list[TopologySpreadConstraint], Field(max_length=8)] = Field(
+        default_factory=list
+    )
+    """How all pods are spread over nodes or zones."""
+    pod_security_context: PodSecurityContext = Field(default_factory=PodSecurityContext)
+    """The user and groups of stage workers and backends. Those of sandboxes are `sandbox.runAsUser`."""
+
+
 class SandboxDefaults(Model):
     """How sandbox pods are made. Their size comes with the claim."""
 
@@ -191,6 +209,8 @@ class OperatorSettings(Model):
     """
     sandbox: SandboxDefaults = Field(default_factory=SandboxDefaults)
     """The defaults for sandboxes."""
+    pods: PodDefaults = Field(default_factory=PodDefaults)
+    """The defaults for all pods."""
     hub: HubSettings = Field(default_factory=HubSettings)
     """How pods reach the Hugging Face Hub."""
     traces: TraceSettings = Field(default_factory=TraceSettings)

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from rollyard_testing.kubernetes.installedchart import HOLD, PATIENCE_SECONDS, job, pool, task
+from rollyard_testing.kubernetes.installedchart import HOLD, PATIENCE_SECONDS, SMALL_POD, job, pool, task
 
 if TYPE_CHECKING:
     from rollyard_testing.kubernetes.installedchart import Installation
@@ -38,10 +38,13 @@ def volume(**kind: Any) -> dict[str, Any]:
     return {"volumes": [{"name": "v", **kind}], "volumeMounts": [mount]}
 
 
-def templates(release: str) -> dict[str, tuple[dict[str, Any], str]]:
+def templates(installation: Installation) -> dict[str, tuple[dict[str, Any], str]]:
     """Return templates of a stage worker by name, each with the field that is refused."""
     account = {"serviceAccountToken": {"path": "token"}}
-    keys = {"secretKeyRef": {"name": f"{release}-rollyard-tokens", "key": "admin"}}
+    keys = {"secretKeyRef": {"name": f"{installation.release}-rollyard-tokens", "key": "admin"}}
+    init = {"name": "fetch", "image": installation.sandbox_image}
+    out = [{"name": "v", "mountPath": "/out"}]
+    over = {"volumes": [{"name": "v", "emptyDir": {}}], "volumeMounts": [{"name": "v", "mountPath": "/usr"}]}
     return {
         "hostpath": (volume(hostPath={"path": "/"}), "volumes[0].hostPath"),
         "secret": (volume(secret={"secretName": "keys"}), "volumes[0].secret"),
@@ -52,12 +55,17 @@ def templates(release: str) -> dict[str, tuple[dict[str, Any], str]]:
         "env": ({"env": [{"name": "A", "valueFrom": keys}]}, "env[0].valueFrom.secretKeyRef"),
         "image": ({"image": "registry.local/evil:1"}, "image"),
         "code": ({"env": [{"name": "PYTHONSTARTUP", "value": "/mnt/x.py"}]}, "env[0].name"),
+        "init": ({"initContainers": [{**init, "image": "evil:1"}]}, "initContainers[0].image"),
+        "filled": ({**over, "initContainers": [{**init, "volumeMounts": out}]}, "volumeMounts[0].mountPath"),
+        "user": ({"podSecurityContext": {"runAsUser": 1000}}, "podSecurityContext.runAsUser"),
+        "group": ({"podSecurityContext": {"fsGroup": 1000}}, "podSecurityContext.fsGroup"),
+        "scheduler": ({"schedulerName": "mine"}, "schedulerName"),
     }
 
 
 def test_templates_that_reach_out_start_nothing(installation: Installation) -> None:
     """Each names its field and the chart's value. The API server itself would take all but one of them."""
-    asked = templates(installation.release)
+    asked = templates(installation)
     documents = []
     for name, (template, _) in asked.items():
         documents.append(job(f"evil-{name}", task("a"), stages={"run": {"template": template}}))
@@ -90,6 +98,99 @@ def test_templates_that_reach_out_start_nothing(installation: Installation) -> N
             "kubectl", "delete", "rj,bp", *names, "evil", "-n", installation.jobs, "--ignore-not-found",
             f"--timeout={PATIENCE_SECONDS}s",
         )  # fmt: skip
+
+
+LOOK = """
+import json, os
+
+def readable(path):
+    try:
+        return os.listdir(path) if os.path.isdir(path) else open(path).read(1 << 16)
+    except OSError:
+        return None
+
+def writable(folder):
+    try:
+        open(os.path.join(folder, "x"), "w").close()
+        return True
+    except OSError:
+        return False
+
+places = ("/etc/rollyard/worker/token", "/etc/rollyard", "/var/run/secrets/kubernetes.io", "/tmp")
+seen = {
+    "files": {place: readable(place) for place in places},
+    "env": dict(os.environ),
+    "commands": [readable(f"/proc/{one}/cmdline") for one in os.listdir("/proc") if one.isdigit()],
+    "writable": [place for place in ("/", "/etc", "/usr", "/tmp", "/out") if writable(place)],
+    "ids": [os.getuid(), os.getgid(), *sorted(os.getgroups())],
+    "privileges": [
+        line.split()[1]
+        for line in open("/proc/self/status")
+        if line.startswith(("CapEff", "NoNewPrivs"))
+    ],
+}
+json.dump(seen, open("/out/seen.json", "w"))
+"""
+
+
+@pytest.mark.attack(
+    "an init container looks for the token, the variables and the files of its stage worker, and for the "
+    "token of a service account",
+    boundary="kubernetes",
+    surface="`template` of a stage",
+    stopped_by="it has the template's volumes, a /tmp and an environment of its own, and the restrictions of "
+    "every pod; the worker still reads its token as the user that the template chose",
+)
+def test_an_init_container_sees_nothing_of_its_worker(installation: Installation) -> None:
+    template = {
+        **SMALL_POD,
+        "volumes": [{"name": "v", "emptyDir": {}}],
+        "volumeMounts": [{"name": "v", "mountPath": "/mnt/v"}],
+        "initContainers": [
+            {
+                "name": "look",
+                "image": installation.sandbox_image,
+                "command": ["python3", "-c", LOOK],
+                "env": [{"name": "OWN", "value": "1"}],
+                "volumeMounts": [{"name": "v", "mountPath": "/out"}],
+            }
+        ],
+        "podSecurityContext": {
+            "runAsUser": 20000,
+            "runAsGroup": 20001,
+            "fsGroup": 20002,
+            "supplementalGroups": [20003],
+        },
+    }
+    namespace = installation.jobs
+    with (
+        installation.client() as client,
+        installation.made(job("looking", task("a", hold=HOLD), stages={"run": {"template": template}})),
+    ):
+        installation.until(lambda: client.job("looking").status.counts.run.active == 1, "it is in Run")
+        (pod,) = installation.cluster.items(
+            "pods", namespace, "rollyard.dev/job=looking,rollyard.dev/stage=run"
+        )
+        in_worker = ("exec", "-n", namespace, pod["metadata"]["name"], "-c", "worker", "--")
+        seen = json.loads(installation.cluster.kubectl(*in_worker, "cat", "/mnt/v/seen.json"))
+        ids = "import os; print(os.getuid(), os.getgid(), *sorted(os.getgroups()))"
+        own = installation.cluster.kubectl(*in_worker, "python3", "-c", ids).split()
+        installation.let_go("looking")
+        installation.wait("rj", "looking", "Complete")
+    assert seen["files"] == {
+        "/etc/rollyard/worker/token": None,
+        "/etc/rollyard": None,
+        "/var/run/secrets/kubernetes.io": None,
+        "/tmp": [],
+    }
+    assert seen["env"]["OWN"] == "1"
+    assert not [name for name in seen["env"] if name.startswith(("ROLLYARD_", "HF_"))]
+    assert not any("rollyard_pipeline" in command for command in seen["commands"] if command)
+    assert seen["writable"] == ["/tmp", "/out"]
+    assert seen["ids"][:2] == [20000, 20001]
+    assert {20002, 20003} <= set(seen["ids"])
+    assert seen["privileges"] == ["0000000000000000", "1"]
+    assert [int(one) for one in own] == seen["ids"]
 
 
 def secret_of(installation: Installation, name: str) -> dict[str, Any] | None:

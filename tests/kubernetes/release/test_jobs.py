@@ -36,7 +36,10 @@ def test_an_applied_job_succeeds_and_its_trajectories_are_in_rest(installation: 
         installation.wait("rj", "good", "Running")
         installation.until(lambda: client.job("good").status.counts.run.active == 4, "all are in Run")
         installation.let_go("good")
-        installation.wait("rj", "good", "Succeeded")
+        for outcome in ("Succeeded", "Complete"):
+            installation.wait("rj", "good", outcome)
+        shown = installation.cluster.kubectl("get", "rj/good", "-n", installation.jobs, "--no-headers")
+        assert shown.split()[-2] == "1.000"
         found = installation.get("rj", "good")
         assert found is not None
         assert found["status"]["phase"] == "Succeeded"
@@ -55,6 +58,7 @@ def test_a_job_that_cannot_be_set_up_fails(installation: Installation) -> None:
         found = installation.get("rj", "bad") or {}
         assert condition(found, "Failed")["reason"] == "TooManyFailures"
         assert is_so(found, "Succeeded", "False")
+        assert is_so(found, "Complete", "False")
         assert is_so(found, "Finished")
         assert found["status"]["counts"]["failed"] == 1
         done = installation.cluster.run(
@@ -113,6 +117,8 @@ def test_pools_live_on_both_sides(installation: Installation) -> None:
         with installation.made(pool("applied", replicas=0)):
             installation.until(client.pools, "the pool is in REST")
             installation.until_condition("bp", "applied", "Ready", "NoBackends")
+            shown = installation.cluster.kubectl("get", "bp/applied", "-n", installation.jobs, "--no-headers")
+            assert shown.split()[:2] == ["applied", "0/0"]
             client.delete_pool("applied")
             installation.until(lambda: installation.get("bp", "applied") is None, "its object is gone")
             installation.until(lambda: not client.pools(), "the pool is gone from REST")

@@ -8,6 +8,7 @@ from typing import Any, Final
 import orjson
 import sqlalchemy as sa
 from rollyard_crds.fields.annotations import CANCEL_REASON, CLOSED, OBJECT_UID
+from rollyard_crds.fields.reward import rounded
 from rollyard_tasks.harbor.dockerfiles import DOCKERFILE_IMAGE
 from sqlalchemy.engine import Connection
 
@@ -106,6 +107,7 @@ def document(conn: Connection, job: JobRow, *, bare: bool = False) -> dict[str, 
         annotations[CLOSED] = "true"
     if job.cancel_reason is not None:
         annotations[CANCEL_REASON] = job.cancel_reason
+    mean = job.reward_sum / job.succeeded if job.succeeded else None
     status = {
         "phase": "Pending",
         "conditions": [],
@@ -113,7 +115,8 @@ def document(conn: Connection, job: JobRow, *, bare: bool = False) -> dict[str, 
         "message": "",
         **loads(job.status),
         "counts": counts(conn, job),
-        "rewardMean": job.reward_sum / job.succeeded if job.succeeded else None,
+        "rewardMean": mean,
+        "rewardText": None if mean is None else rounded(mean),
         "dynamicSampling": _dynamic_sampling(conn, job),
         "advice": advice_on(job) or None,
         "startTime": timestamp(job.started_at),

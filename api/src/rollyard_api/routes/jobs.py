@@ -258,6 +258,7 @@ async def list_jobs(
     `finished=false` selects the jobs that a driver has to handle: they have unfinished rollouts, an open
     stream, or an object that is to be deleted. `finished=true` selects those that have ended.
     `omit=tasks` omits inline tasks (`spec.tasks` then has `stream`), for drivers that list jobs often.
+    Viewers never see inline tasks.
     """
     items, more = await call.plane.database.read(
         partial(
@@ -265,7 +266,7 @@ async def list_jobs(
             namespace=namespace,
             limit=limit,
             after=int(after or 0),
-            bare=omit == "tasks",
+            bare=omit == "tasks" or call.caller.role == "viewer",
             finished=finished,
             max_bytes=call.plane.settings.page_bytes,
         )
@@ -276,8 +277,11 @@ async def list_jobs(
 
 @router.get("/{name}")
 async def get_job(job: Named) -> Response:
-    """Return a job, with live counts in its status."""
-    return answer(await job.read(_read))
+    """Return a job, with live counts in its status.
+
+    Viewers do not see inline tasks, which hold answers and hidden tests: `spec.tasks` then has `stream`.
+    """
+    return answer(await job.read(partial(_read, bare=job.caller.role == "viewer")))
 
 
 @router.delete("/{name}", status_code=202)

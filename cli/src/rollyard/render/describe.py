@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.text import Text
 from rollyard_crds import BackendPool, BackendStatus, Condition, RolloutJob
 from rollyard_crds.fields.dynamic_sampling import DynamicSamplingStatus
+from rollyard_crds.fields.reward import rounded
 from rollyard_crds.fields.signals import warnings_of
 from rollyard_process.log_text import one_line
 
@@ -82,7 +83,7 @@ def describe_job(
     _field(console, "Created", _when(job.metadata.creation_timestamp))
     _field(console, "Started", _when(status.start_time))
     _field(console, "Ended", _when(status.completion_time))
-    _field(console, "Reward mean", "-" if status.reward_mean is None else f"{status.reward_mean:.4f}")
+    _field(console, "Reward mean", "-" if status.reward_mean is None else rounded(status.reward_mean))
     ended = f"{counts.succeeded} with a reward, {counts.failed} failed, {counts.cancelled} cancelled"
     _field(console, "Rollouts", f"{counts.total} in all: {ended}")
     _limits(console, job, () if pool is None else pool.status.backends)

@@ -16,6 +16,7 @@ from rich.table import Column
 from rich.text import Text
 from rollyard_client import RunningRollout
 from rollyard_crds import STAGES, RolloutCounts, RolloutJob, StageName
+from rollyard_crds.fields.reward import rounded
 from rollyard_crds.lease import MAX_LIVE_TEXT, LiveTurn
 from rollyard_crds.trajectory import Trajectory
 from rollyard_process.log_text import one_line
@@ -41,8 +42,8 @@ class StageProgress:
 
 
 def stage_progress(counts: RolloutCounts) -> tuple[StageProgress, ...]:
-    """Return the progress of each stage. A rollout that has ended is past every stage."""
-    done = counts.succeeded + counts.failed + counts.cancelled
+    """Return the progress of each stage. A rollout that succeeded or failed is past every stage."""
+    done = counts.succeeded + counts.failed
     out = []
     for stage in reversed(STAGES):
         here = getattr(counts, stage)
@@ -54,7 +55,7 @@ def stage_progress(counts: RolloutCounts) -> tuple[StageProgress, ...]:
 def reward_text(job: RolloutJob) -> str:
     """Return a text such as `reward 0.412, 3 failed`, without the parts that are unknown or zero."""
     status = job.status
-    parts = [] if status.reward_mean is None else [f"reward {status.reward_mean:.3f}"]
+    parts = [] if status.reward_mean is None else [f"reward {rounded(status.reward_mean)}"]
     sampling = status.dynamic_sampling
     parts += (
         [f"{sampling.informative_groups} of {sampling.target_groups} groups"] if sampling is not None else []

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Final
 from rich.console import Console
 from rich.table import Table
 from rollyard_crds import BackendPool, BackendStatus, Condition, RolloutJob, StageCounts
+from rollyard_crds.fields.reward import rounded
 from rollyard_crds.trajectory import Trajectory
 from rollyard_process.log_text import one_line
 
@@ -114,7 +115,7 @@ def jobs_table(jobs: Iterable[RolloutJob], wide: bool = False) -> Table:
             str(counts.succeeded),
             str(counts.failed),
             str(counts.total),
-            "" if status.reward_mean is None else f"{status.reward_mean:.3f}",
+            "" if status.reward_mean is None else rounded(status.reward_mean),
         ]
         if wide:
             pool = job.spec.backend_ref.name if job.spec.backend_ref else ""
@@ -320,7 +321,7 @@ def print_summary(console: Console, summary: Summary) -> None:
     outcome = Table(title="Outcome", title_justify="left", title_style="bold", show_header=False)
     outcome.add_column()
     outcome.add_column(justify="right")
-    reward = "none" if summary.reward_mean is None else f"{summary.reward_mean:.3f}"
+    reward = "none" if summary.reward_mean is None else rounded(summary.reward_mean)
     for name, value in (
         ("rollouts", str(summary.rollouts)),
         ("with a reward", str(summary.succeeded)),

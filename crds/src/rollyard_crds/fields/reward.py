@@ -55,6 +55,11 @@ JOB_RULES: Final = (
 """CEL rules of a job's spec. The second one says the same as `check`."""
 
 
+def rounded(reward: float) -> str:
+    """Return a reward for people: with three decimals, or three significant digits if it is below 0.01."""
+    return f"{reward:.3g}" if 0 < abs(reward) < 0.01 else f"{reward:.3f}"
+
+
 def _pattern(text: str) -> str:
     """Return a pattern that can be compiled in a short time.
 

@@ -358,6 +358,8 @@ def _finished_plan(
         ConditionUpdate("Finished", True, outcome.reason, outcome.message),
         ConditionUpdate(verdict, True, outcome.reason, outcome.message),
         ConditionUpdate(opposite, False, outcome.reason),
+        # Tools that know Jobs of Kubernetes look for this name of a success.
+        ConditionUpdate("Complete", outcome.succeeded, outcome.reason, outcome.message),
     )
     message = "; ".join(part for part in (outcome.message, _skipped(job)) if part)
     status = _job_status(job, claims, _phase(job, outcome, admitted), now, message)

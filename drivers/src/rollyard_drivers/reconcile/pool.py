@@ -248,6 +248,7 @@ def reconcile_pool(
             "observed_generation": pool.metadata.generation or 0,
             "replicas": len(backends),
             "ready_replicas": ready,
+            "ready_text": f"{ready}/{expected if external else pool.spec.replicas}",
             "selector": f"rollyard.dev/pool={pool.metadata.name}",
             "backends": backends,
         }

@@ -276,6 +276,7 @@ def with_counts(status: RolloutJobStatus, known: RolloutJobStatus) -> RolloutJob
         update={
             "counts": known.counts,
             "reward_mean": known.reward_mean,
+            "reward_text": known.reward_text,
             "dynamic_sampling": known.dynamic_sampling,
             "skipped_rows": known.skipped_rows,
             "advice": known.advice,

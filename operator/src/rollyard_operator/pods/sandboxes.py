@@ -86,6 +86,7 @@ def flavor_of(shape: SandboxShape, owner: SandboxOwner, settings: OperatorSettin
         settings.image_volumes,
         settings.isolation.model_dump_json(),
         settings.sandbox.model_dump_json(),
+        settings.pods.model_dump_json(exclude={"pod_security_context"}),
     )
 
 
@@ -238,7 +239,7 @@ def sandbox_pod(
         container["volumeMounts"].append({"name": f"rollyard-folder-{index}", "mountPath": folder})
         spec["volumes"].append({"name": f"rollyard-folder-{index}", "emptyDir": {"sizeLimit": disk}})
     _mount_runtime(spec, settings)
-    with_placement(spec, owner.placement, settings.image_pull_secrets)
+    with_placement(spec, owner.placement, settings)
     tolerations = spec.get("tolerations", ())
     spec["tolerations"] = [*tolerations, *_node_lost(tolerations)]
     return {

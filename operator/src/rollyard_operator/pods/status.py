@@ -86,12 +86,19 @@ def _main(pod: Mapping[str, Any]) -> Mapping[str, Any]:
     return {}
 
 
-def _is_downloading(pod: Mapping[str, Any]) -> bool:
-    """Return whether a backend's model is being downloaded."""
+def _running_init(pod: Mapping[str, Any]) -> str:
+    """Return the name of the init container that runs, or an empty string."""
     statuses = _status(pod).get("initContainerStatuses") or ()
-    return any(
-        one.get("name") == MODEL_CONTAINER and "running" in (one.get("state") or {}) for one in statuses
-    )
+    return next((str(one["name"]) for one in statuses if "running" in (one.get("state") or {})), "")
+
+
+def _failed_init(pod: Mapping[str, Any]) -> str:
+    """Return the name of the template's init container that has failed, or an empty string."""
+    for one in _status(pod).get("initContainerStatuses") or ():
+        code = ((one.get("state") or {}).get("terminated") or {}).get("exitCode")
+        if code and one["name"] != MODEL_CONTAINER:
+            return str(one["name"])
+    return ""
 
 
 def _states(pod: Mapping[str, Any]) -> list[Mapping[str, Any]]:
@@ -201,7 +208,10 @@ def end_trouble(pod: Mapping[str, Any]) -> Trouble | None:
 
 
 def _limit(pod: Mapping[str, Any]) -> str:
-    resources = pod["spec"]["containers"][0].get("resources") or {}
+    """Return the limit of the memory that was too small, for a message."""
+    failed = _failed_init(pod)
+    containers = [one for one in pod["spec"].get("initContainers") or () if one["name"] == failed]
+    resources = (containers or pod["spec"]["containers"])[0].get("resources") or {}
     memory = (resources.get("limits") or {}).get("memory")
     return f" (limit {memory})" if memory else ""
 
@@ -248,11 +258,14 @@ def observed_workload(pod: Mapping[str, Any]) -> ObservedWorkload:
         unready = parse_time(_condition(pod, "Ready").get("lastTransitionTime"))
     code = _exit_code(pod, ended) if ended is not None and state == "exited" else None
     message = trouble.message if trouble is not None else ""
-    if state == "starting" and not message and _is_downloading(pod):
-        message = f"its model is being downloaded (kubectl logs {name} -c {MODEL_CONTAINER})"
+    if state == "starting" and not message and (init := _running_init(pod)):
+        what = "its model is being downloaded" if init == MODEL_CONTAINER else f"init container {init!r} runs"
+        message = f"{what} (kubectl logs {name} -c {init})"
     if ended is not None:
         # The exit code is shown next to the message.
         message = re.sub(r"^(exited with \d+|ended)(: )?", "", ended.message)
+        if init := _failed_init(pod):
+            message = f"init container {init!r}: {message or f'no message (kubectl logs {name} -c {init})'}"
     if backend and code == 0 and not message:
         message = ENGINE_DIED
     return ObservedWorkload(

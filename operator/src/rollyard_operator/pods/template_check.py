@@ -11,18 +11,19 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from rollyard_crds import STAGES, BackendPool, RolloutJob
-from rollyard_crds.fields.pod_template import Placement, PodTemplate
+from rollyard_crds.fields.pod_template import InitContainer, Placement, PodSecurityContext, PodTemplate
 
 from rollyard_operator.allowed import (
     MOUNT_ROOTS,
     ORDINARY_VOLUMES,
     is_below,
+    is_id,
     is_image,
     is_key,
     is_named,
 )
 from rollyard_operator.kube.labels import JOB_SECRET_PREFIX, READY_PREFIX
-from rollyard_operator.pods.parts import RESERVED_PREFIX
+from rollyard_operator.pods.parts import APP_USER, RESERVED_PREFIX
 from rollyard_operator.settings import OperatorSettings
 
 MOST = 8
@@ -92,10 +93,15 @@ class _Check:
             yield _no(f"{field}.image", "a stage worker's image beside its token", "images")
         for index, entry in enumerate(template.env):
             yield from self._env(entry, f"{field}.env[{index}]", worker)
+        for index, container in enumerate(template.init_containers):
+            yield from self._init_container(container, f"{field}.initContainers[{index}]")
+        yield from self._security(template.pod_security_context, f"{field}.podSecurityContext")
+        # What an init container writes to an emptyDir is there when the worker starts.
+        filled = [mount.get("name") for one in template.init_containers for mount in one.volume_mounts]
         harmless: list[object] = []
         for index, entry in enumerate(template.volumes):
             yield from self._volume(entry, f"{field}.volumes[{index}]")
-            if _chosen(entry).keys() <= {"name", "emptyDir"}:
+            if _chosen(entry).keys() <= {"name", "emptyDir"} and entry.get("name") not in filled:
                 harmless.append(entry.get("name"))
         for index, entry in enumerate(template.volume_mounts):
             yield from self._mount(entry, f"{field}.volumeMounts[{index}]", worker, harmless)
@@ -124,8 +130,34 @@ class _Check:
         name = placement.runtime_class_name
         if name and not is_named(name, allowed.runtime_classes):
             yield _no(f"{field}.runtimeClassName", f"the class {name!r}", "runtimeClasses")
+        name = placement.scheduler_name
+        if name and not is_named(name, allowed.schedulers):
+            yield _no(f"{field}.schedulerName", f"the scheduler {name!r}", "schedulers")
         for index, reference in enumerate(placement.image_pull_secrets):
             yield from self._secret(reference.name, f"{field}.imagePullSecrets[{index}]")
+
+    def _init_container(self, container: InitContainer, field: str) -> Iterator[str]:
+        """Check an init container. It has no token, so its environment loads no code beside one."""
+        if not is_image(container.image, self._allowed.init_containers):
+            yield _no(f"{field}.image", f"the init container's image {container.image!r}", "initContainers")
+        for index, entry in enumerate(container.env):
+            yield from self._env(entry, f"{field}.env[{index}]", worker=False)
+        for index, entry in enumerate(container.volume_mounts):
+            yield from self._mount(entry, f"{field}.volumeMounts[{index}]", worker=False, harmless=())
+
+    def _security(self, context: PodSecurityContext, field: str) -> Iterator[str]:
+        allowed = self._allowed
+        chosen = [
+            ("runAsUser", "user", context.run_as_user),
+            ("runAsGroup", "group", context.run_as_group),
+            ("fsGroup", "group", context.fs_group),
+        ]
+        for index, group in enumerate(context.supplemental_groups):
+            chosen.append((f"supplementalGroups[{index}]", "group", group))
+        for name, kind, number in chosen:
+            ids = allowed.users if kind == "user" else allowed.groups
+            if number not in (None, APP_USER) and not is_id(number, ids):
+                yield _no(f"{field}.{name}", f"the {kind} {number}", f"{kind}s")
 
     def _secret(self, name: object, field: str) -> Iterator[str]:
         own = isinstance(name, str) and (

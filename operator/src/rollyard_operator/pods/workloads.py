@@ -28,10 +28,12 @@ from rollyard_process.telemetry.variables import LOG_FORMAT, trace_variables
 from rollyard_operator.kube import labels
 from rollyard_operator.kube.labels import Component, Object
 from rollyard_operator.pods.parts import (
-    APP_USER,
+    INIT_VOLUME,
+    PodTemplateError,
+    chosen_security,
     digest,
     foreign_pull_policy,
-    pod_security,
+    init_containers,
     resources,
     restricted,
     with_placement,
@@ -78,6 +80,7 @@ def installation_digest(settings: OperatorSettings) -> str:
         settings.worker.model_dump(),
         settings.engine.model_dump(),
         settings.hub.model_dump(),
+        settings.pods.model_dump(),
         _telemetry(settings),
     )
 
@@ -208,7 +211,7 @@ def _pod_spec(
         "terminationGracePeriodSeconds": STOP_SECONDS,
         "automountServiceAccountToken": False,
         "enableServiceLinks": False,
-        "securityContext": pod_security(APP_USER),
+        "securityContext": chosen_security(settings.pods.pod_security_context, template.pod_security_context),
         "containers": [
             {
                 **container,
@@ -223,7 +226,18 @@ def _pod_spec(
         "volumes": [{"name": "rollyard-tmp", "emptyDir": {}}, *volumes],
     }
     with_template(spec, template, field)
-    with_placement(spec, template, settings.image_pull_secrets)
+    with_placement(spec, template, settings)
+    if template.init_containers:
+        spec["initContainers"] = init_containers(template, settings, field)
+        spec["volumes"].append({"name": INIT_VOLUME, "emptyDir": {}})
+    own = template.pod_security_context
+    if any("persistentVolumeClaim" in volume for volume in volumes) and (
+        own.run_as_user or own.run_as_group or own.fs_group
+    ):
+        raise PodTemplateError(
+            f"{field}.podSecurityContext: pods with the shared cache of the hub have the installation's user "
+            "and groups; leave out runAsUser, runAsGroup and fsGroup, or name the model by its folder"
+        )
     return spec
 
 
@@ -360,7 +374,8 @@ def backend_pod(workload: Workload, pool: BackendPool, settings: OperatorSetting
     }
     spec = _pod_spec(template, settings, container, volumes, "spec.template")
     if of_hub:
-        spec["initContainers"] = [_model_container(workload.model, workload.engine, settings)]
+        download = _model_container(workload.model, workload.engine, settings)
+        spec["initContainers"] = [download, *spec.get("initContainers", ())]
     return _pod(workload, "backend", pool, template, settings, spec)
 
 

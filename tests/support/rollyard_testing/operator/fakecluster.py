@@ -304,7 +304,7 @@ class FakeControlPlane(DriverClient):
         known = job.status.counts.model_dump() | counts
         changes: dict[str, Any] = {"counts": known}
         if known["succeeded"]:
-            changes["reward_mean"] = 0.5
+            changes |= {"reward_mean": 0.5, "reward_text": "0.500"}
         if known["succeeded"] + known["failed"] + known["cancelled"] == known["total"]:
             changes["completion_time"] = datetime.now(UTC)
         status = RolloutJobStatus.model_validate(job.status.model_dump() | changes)

@@ -51,6 +51,18 @@ PLACEMENTS: tuple[dict[str, Any], ...] = (
         },
     },
     {"tolerations": [{"key": "node.kubernetes.io/unreachable", "operator": "Exists", "effect": "NoExecute"}]},
+    {
+        "schedulerName": "volcano",
+        "topologySpreadConstraints": [
+            {
+                "maxSkew": 1,
+                "topologyKey": "topology.kubernetes.io/zone",
+                "whenUnsatisfiable": "DoNotSchedule",
+                "labelSelector": {"matchLabels": {"rollyard.dev/instance": "team-a"}},
+                "minDomains": 2,
+            }
+        ],
+    },
 )
 TEMPLATES: tuple[dict[str, Any], ...] = (
     {},
@@ -64,6 +76,28 @@ TEMPLATES: tuple[dict[str, Any], ...] = (
         "volumeMounts": [{"name": "data", "mountPath": "/tmp"}, {"name": "cfg", "mountPath": "/cfg"}],
         "resources": {"requests": {"memory": "64Mi"}},
     },
+    {
+        "volumes": [{"name": "data", "emptyDir": {}}],
+        "volumeMounts": [{"name": "data", "mountPath": "/mnt/data"}],
+        "initContainers": [
+            {
+                "name": "fetch",
+                "image": "fetch:1",
+                "command": ["sh", "-c", "cp -r /data/. /out"],
+                "env": [{"name": "HOME", "value": "/tmp"}],
+                "volumeMounts": [{"name": "data", "mountPath": "/out"}],
+            },
+            {
+                "name": "check",
+                "image": "mine:1",
+                "args": ["--strict"],
+                "resources": {"limits": {"memory": "64Mi"}},
+                "volumeMounts": [{"name": "data", "mountPath": "/tmp", "readOnly": True}],
+            },
+        ],
+        "podSecurityContext": {"supplementalGroups": [3000, 4000]},
+    },
+    {"podSecurityContext": {"runAsUser": 2000, "fsGroup": 2001, "fsGroupChangePolicy": "Always"}},
 )
 ENGINES: tuple[dict[str, Any], ...] = (
     {"type": "embedded"},
@@ -75,6 +109,10 @@ SANDBOXES: tuple[dict[str, Any], ...] = (
     {},
     {"image": "docker://python:3.12-slim", "resources": {"cpu": "500m", "memory": "512Mi", "disk": "2Gi"}},
     {"image": "registry.example:5000/a/b@sha256:" + "0" * 64, "resources": {"cpu": "1m", "memory": "4M"}},
+)
+PODS: tuple[dict[str, Any], ...] = (
+    {},
+    {"schedulerName": "own", "podSecurityContext": {"runAsGroup": 5000, "supplementalGroups": [6000]}},
 )
 HUBS: tuple[dict[str, str], ...] = (
     {},
@@ -92,6 +130,10 @@ PERMISSIVE: dict[str, Any] = {
     "runtimeClasses": True,
     "secrets": True,
     "images": True,
+    "schedulers": True,
+    "initContainers": True,
+    "users": ["1-65535"],
+    "groups": ["1-65535"],
 }
 """The permissions of an installation that leaves nearly everything to its authors."""
 
@@ -114,6 +156,7 @@ def settings_of(dice: random.Random) -> OperatorSettings:
             "imageVolume": dice.choice(["always", "never"]),
             "isolation": {"required": required, "checks": ["10.96.0.1:443"] if required else []},
             "hub": dice.choice(HUBS),
+            "pods": dice.choice(PODS),
             "worker": {"resources": dice.choice([{}, {"limits": {"cpu": "1", "memory": "1Gi"}}])},
             "sandbox": {
                 "cpuRequestFraction": dice.choice([0.01, 0.25, 1.0]),
@@ -126,6 +169,8 @@ def settings_of(dice: random.Random) -> OperatorSettings:
 def objects(dice: random.Random, namespace: str) -> Iterator[Object]:
     """Yield one of each kind of object, for a random installation, job and pool."""
     settings = settings_of(dice)
+    # The cache of the hub is refused to pods with a user of their own.
+    templates = TEMPLATES[:-1] if settings.hub.claim else TEMPLATES
     profile = Profile(made_of=installation_digest(settings), combine_stages=dice.random() < 0.3)
     meta = {
         "name": dice.choice(NAMES),
@@ -144,7 +189,7 @@ def objects(dice: random.Random, namespace: str) -> Iterator[Object]:
                 "stages": {
                     stage: {
                         "replicas": dice.choice([1, 2]),
-                        "template": {**dice.choice(PLACEMENTS), **dice.choice(TEMPLATES)},
+                        "template": {**dice.choice(PLACEMENTS), **dice.choice(templates)},
                     }
                     for stage in ("init", "run", "eval")
                 },
@@ -153,7 +198,7 @@ def objects(dice: random.Random, namespace: str) -> Iterator[Object]:
     )
     for workload in job_workloads(job, profile):
         yield worker_pod(workload, job, settings, "rollyard-job-1", dice.choice(MODELS))
-    template = {**dice.choice(PLACEMENTS), **dice.choice(TEMPLATES)}
+    template = {**dice.choice(PLACEMENTS), **dice.choice(templates)}
     pool = BackendPool.model_validate(
         {
             "metadata": meta,

@@ -425,22 +425,22 @@ def assigned_options(options: argparse.Namespace, assignment: Assignment) -> arg
         assigned, unknown = parser.parse_known_args([*options.given, *assignment.arguments])
     except argparse.ArgumentError as error:
         raise PipelineError(
-            f"the assignment has arguments that cannot be used: {error}", "OptionInvalid"
+            f"the assignment has arguments that cannot be used: {error}", "InvalidOption"
         ) from error
     if unknown:
         raise PipelineError(
-            f"the assignment has arguments that are not known here: {' '.join(unknown)}", "OptionInvalid"
+            f"the assignment has arguments that are not known here: {' '.join(unknown)}", "InvalidOption"
         )
     if assigned.node is None:
         assigned.node = options.node
     for name in fixed:
         if getattr(assigned, name) != getattr(options, name):
-            raise PipelineError(f"the assignment may not change --{name.replace('_', '-')}", "OptionInvalid")
+            raise PipelineError(f"the assignment may not change --{name.replace('_', '-')}", "InvalidOption")
     if (assigned.job, assigned.namespace) != (assignment.job, options.namespace):
         raise PipelineError(
             f"the assignment is to job {assignment.job} in namespace {options.namespace}, and its arguments "
             f"name job {assigned.job} in namespace {assigned.namespace}",
-            "OptionInvalid",
+            "InvalidOption",
         )
     return assigned
 
@@ -456,7 +456,7 @@ def stages_of(text: str) -> list[StageName]:
     if unknown or not names:
         raise PipelineError(
             f"--stages: {', '.join(unknown) or 'nothing'} given; expected some of {', '.join(STAGES)}",
-            "OptionInvalid",
+            "InvalidOption",
         )
     return [stage for stage in STAGES if stage in names]
 
@@ -474,7 +474,7 @@ def concurrency_of(text: str | None) -> dict[StageName, int]:
         if stage is None or not count.strip().isdigit() or not 1 <= int(count) <= 4096:
             raise PipelineError(
                 f"--concurrency: '{part}'; expected for example init=16,run=64,eval=16 (1 to 4096)",
-                "OptionInvalid",
+                "InvalidOption",
             )
         places[stage] = int(count)
     return places
@@ -497,7 +497,7 @@ def apptainer_options(options: argparse.Namespace) -> ApptainerOptions | None:
         for name, value in apptainer_only.items():
             if value:
                 raise PipelineError(
-                    f"{name} goes with --sandbox apptainer (got --sandbox {options.sandbox})", "OptionInvalid"
+                    f"{name} goes with --sandbox apptainer (got --sandbox {options.sandbox})", "InvalidOption"
                 )
         return None
     return ApptainerOptions(
@@ -518,7 +518,7 @@ def images_of(options: argparse.Namespace) -> tuple[str, ...]:
     """
     if options.allow_images and options.sandbox == PROVIDER:
         raise PipelineError(
-            f"--allow-image: the cluster fetches the images of --sandbox {PROVIDER}", "OptionInvalid"
+            f"--allow-image: the cluster fetches the images of --sandbox {PROVIDER}", "InvalidOption"
         )
     return tuple(options.allow_images or (ANY,))
 
@@ -533,7 +533,7 @@ def read_token(file: Path) -> str:
         text = file.read_text().strip()
     except OSError as error:
         raise PipelineError(
-            f"--token-file: {file} cannot be read: {error.strerror}", "OptionInvalid"
+            f"--token-file: {file} cannot be read: {error.strerror}", "InvalidOption"
         ) from error
     if not text.startswith("{"):
         return text
@@ -543,7 +543,7 @@ def read_token(file: Path) -> str:
             token = token[0]  # This is the valid token that is not about to be retired.
     except (ValueError, LookupError) as error:
         raise PipelineError(
-            f"--token-file: {file} holds no token of the role 'worker'", "OptionInvalid"
+            f"--token-file: {file} holds no token of the role 'worker'", "InvalidOption"
         ) from error
     return str(token)
 

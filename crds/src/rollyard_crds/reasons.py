@@ -19,18 +19,18 @@ DOCUMENTATION: Final = "https://rollyard.dev/docs/"
 """Where the documentation is published. `project.urls` of pyproject.toml has the same address."""
 _TEXTS: Final = Path(__file__).with_name("reasons.toml")
 PLACES: Final = {
-    "problem": "in a problem document, the answer of the control plane to a refused request",
-    "rollout": "of a rollout that ended as Failed or Cancelled, or of one of its attempts",
-    "reward": "in `reward_reason` of a trajectory",
-    "truncation": "in `truncated_reason` of a trajectory",
-    "condition": "of a condition in the status of a job or a pool",
-    "event": "of an event: of Kubernetes, or of an event stream",
-    "advice": "in `status.advice` of a job",
-    "view": "on the page and in its calls: why a job waits, or why a group was dropped",
-    "command": "of an error of the command line, or of a program that does not start",
-    "trainer": "of an exception of the client or of an adapter for trainers",
-    "extension": "of an exception that handlers, agents and tools get",
-    "log": "in the logs of a program, and in the messages of other reasons",
+    "problem": "a problem document, the control plane's answer to a refused request",
+    "rollout": "a rollout that has failed or was cancelled, or one of its attempts",
+    "reward": "`reward_reason` of a trajectory",
+    "truncation": "`truncated_reason` of a trajectory",
+    "condition": "a condition of a job or a pool",
+    "event": "an event of Kubernetes or of an event stream",
+    "advice": "`status.advice` of a job",
+    "view": "the page and its calls: why a job waits, or why a group was dropped",
+    "command": "an error of a command, or of a program that does not start",
+    "trainer": "an exception of the client or of an adapter for trainers",
+    "extension": "an exception that handlers, agents and tools get from a sandbox",
+    "log": "the log of a program, or the message of another reason",
 }
 """Where a reason stands."""
 FAULTS: Final = {

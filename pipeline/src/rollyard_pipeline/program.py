@@ -391,7 +391,7 @@ class StopSignals:
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Return the options, as `--help` lists them. If they cannot be parsed, argparse ends the process."""
-    options = _with_node(_parser().parse_args(arguments))
+    options = _with_node(argument_parser().parse_args(arguments))
     options.given = list(sys.argv[1:] if arguments is None else arguments)
     return options
 
@@ -401,7 +401,7 @@ def parse_known(arguments: Sequence[str]) -> argparse.Namespace:
 
     `chat_format` is the tokenizer that it loads in advance, or None.
     """
-    parser = _parser(ready=True)
+    parser = argument_parser(ready=True)
     parser.add_argument("--chat-format")
     return _with_node(parser.parse_args(arguments))
 
@@ -421,7 +421,7 @@ def assigned_options(options: argparse.Namespace, assignment: Assignment) -> arg
     """
     fixed = ("url", "token_file", "run_dir", "sandbox", "node", "ready", "otlp_endpoint")
     try:
-        parser = _parser(exit_on_error=False)
+        parser = argument_parser(exit_on_error=False)
         assigned, unknown = parser.parse_known_args([*options.given, *assignment.arguments])
     except argparse.ArgumentError as error:
         raise PipelineError(
@@ -554,7 +554,13 @@ def _positive(text: str) -> int:
     return int(text)
 
 
-def _parser(*, ready: bool = False, exit_on_error: bool = True) -> argparse.ArgumentParser:
+def argument_parser(*, ready: bool = False, exit_on_error: bool = True) -> argparse.ArgumentParser:
+    """Return the parser of a worker's command line.
+
+    Args:
+        ready: Whether the worker stands ready, so that its assignment brings what is required otherwise.
+        exit_on_error: As in `argparse`.
+    """
     home = Path(os.environ.get("ROLLYARD_HOME") or _DEFAULT_HOME).expanduser()
     host = socket.gethostname()
     parser = argparse.ArgumentParser(
@@ -567,7 +573,7 @@ def _parser(*, ready: bool = False, exit_on_error: bool = True) -> argparse.Argu
         "--token-file", required=not ready, type=Path, help="tokens.json, or a file with just the token"
     )
     parser.add_argument("--job", help="work for this job only, and exit when it is over")
-    parser.add_argument("--namespace", default="default")
+    parser.add_argument("--namespace", default="default", help="that of the jobs, default: %(default)s")
     parser.add_argument(
         "--ready",
         metavar="NAME",
@@ -578,7 +584,12 @@ def _parser(*, ready: bool = False, exit_on_error: bool = True) -> argparse.Argu
     parser.add_argument(
         "--concurrency", help="places per stage, as init=16,run=64,eval=16; default: the job's"
     )
-    parser.add_argument("--run-dir", type=Path, default=home / "run", help="default: %(default)s")
+    parser.add_argument(
+        "--run-dir",
+        type=Path,
+        default=home / "run",
+        help=f"folder of the sandboxes, default: run in ROLLYARD_HOME ({_DEFAULT_HOME})",
+    )
     parser.add_argument(
         "--sandbox",
         choices=PROVIDERS,
@@ -632,7 +643,7 @@ def _parser(*, ready: bool = False, exit_on_error: bool = True) -> argparse.Argu
         help="apptainer: build the images of tasks' Dockerfiles; their commands run here as this user",
     )
     parser.add_argument(
-        "--max-sandboxes", type=int, help="claimed at once on this node; default: by concurrency"
+        "--max-sandboxes", type=int, help="sandboxes at once on this node; default: by concurrency"
     )
     parser.add_argument(
         "--sandboxes-end",
@@ -645,17 +656,39 @@ def _parser(*, ready: bool = False, exit_on_error: bool = True) -> argparse.Argu
         metavar="FILE",
         help="says why this worker takes no Init work; gone while nothing is wrong",
     )
-    parser.add_argument("--node", help=f"default: {host}; of workers with --sandbox kubernetes: {NODE}")
-    parser.add_argument("--name", default=f"{host}-{os.getpid()}-{secrets.token_hex(3)}")
-    parser.add_argument("--drain-seconds", type=float, default=30.0)
+    parser.add_argument(
+        "--node", help=f"default: the name of the host; of workers with --sandbox kubernetes: {NODE}"
+    )
+    parser.add_argument(
+        "--name",
+        default=f"{host}-{os.getpid()}-{secrets.token_hex(3)}",
+        help="that of this worker, default: made from the host's name and the number of the process",
+    )
+    parser.add_argument(
+        "--drain-seconds",
+        type=float,
+        default=30.0,
+        help="how long stages may take to end after SIGTERM, default: %(default)g",
+    )
     parser.add_argument(
         "--stall-timeout",
         type=float,
         default=20.0,
-        help="seconds without a sign of life of a backend, after which its requests are given up",
+        help="seconds without a sign of life of a backend, after which its requests are given up, "
+        "default: %(default)g",
     )
-    parser.add_argument("--backend-budget", type=float, default=60.0, help="seconds without any backend")
-    parser.add_argument("--log-level", choices=("debug", "info", "warning", "error"), default="info")
+    parser.add_argument(
+        "--backend-budget",
+        type=float,
+        default=60.0,
+        help="seconds without any backend, after which a Run fails, default: %(default)g",
+    )
+    parser.add_argument(
+        "--log-level",
+        choices=("debug", "info", "warning", "error"),
+        default="info",
+        help="default: %(default)s",
+    )
     add_log_option(parser)
     add_trace_options(parser)
     return parser

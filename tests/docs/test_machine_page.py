@@ -8,6 +8,7 @@ import machine_docs
 import option_docs
 import pytest
 import reference_pages
+from rollyard.main import cli
 from rollyard_crds.described_fields import KINDS, FieldUnknown, described
 from rollyard_crds.reasons import all_reasons
 
@@ -22,6 +23,13 @@ def test_the_states_and_rules_in_the_page_are_current() -> None:
 def test_the_options_in_the_page_are_current() -> None:
     page = option_docs.PAGE.read_text()
     assert page == option_docs.current(page), "run `make reference`, or scripts/option_docs.py alone"
+
+
+def test_every_option_has_a_help() -> None:
+    commands = option_docs.commands(cli, "rollyard")
+    options = {path: option_docs.options_of(path, command) for path, command in commands}
+    assert "rollyard worker" in options
+    assert [(path, one.names) for path, several in options.items() for one in several if not one.help] == []
 
 
 def test_the_pages_of_fields_reasons_and_values_are_current() -> None:

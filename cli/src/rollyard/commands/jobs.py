@@ -73,10 +73,9 @@ def _goal(text: str) -> tuple[str, str] | None:
         return None
     if word == "condition" and name:
         return name, status or "True"
-    likely = f" (condition={text}?)" if text.isalpha() else ""
+    likely = f"; did you mean condition={text}?" if text.isalpha() else ""
     raise UsageProblem(
-        f"--for must be condition=NAME, condition=NAME=STATUS or delete (got {text!r}{likely}); `rollyard "
-        "get -o yaml` shows the rest of a status"
+        f"--for must be condition=NAME, condition=NAME=STATUS or delete (got {text!r}{likely})"
     )
 
 
@@ -172,7 +171,7 @@ def _history(job: RolloutJob) -> Iterator[str]:
 
 
 def _clock(moment: datetime) -> str:
-    return f"{moment.astimezone():%Y-%m-%d %H:%M:%S}"
+    return f"{moment.astimezone(UTC):%Y-%m-%dT%H:%M:%SZ}"
 
 
 def _counts(counts: dict[str, Any]) -> str:
@@ -255,7 +254,7 @@ def _suspended(command: str, words: tuple[str, ...], server: Server, suspended: 
     def one(client: Client, target: Target) -> None:
         job = client.job(target.name, client.namespace)
         if finished(job):
-            raise InvalidInput(f"rolloutjob/{target.name} has ended already ({job.status.phase})")
+            raise InvalidInput(f"it has ended already ({job.status.phase})")
         if job.spec.suspend == suspended:
             click.echo(f"rolloutjob/{target.name} unchanged")
             return
@@ -263,7 +262,7 @@ def _suspended(command: str, words: tuple[str, ...], server: Server, suspended: 
         click.echo(f"rolloutjob/{target.name} {'suspended' if suspended else 'resumed'}")
 
     with connect(*server) as client:
-        return for_each(client, named, one)
+        return for_each(client, ((f"rolloutjob/{each.name}", each) for each in named), one)
 
 
 @click.command()

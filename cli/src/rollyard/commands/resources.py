@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import click
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from rollyard_client import Client
     from rollyard_crds import BackendPool, RolloutJob
 
-Manifests = Iterable["RolloutJob | BackendPool"]
+T = TypeVar("T")
 
 
 @click.command()
@@ -85,12 +85,18 @@ def submit(path: Path, name: str | None, wait: bool, server: Server) -> None:
             click.echo(f"Follow it with `rollyard watch {jobs[0].metadata.name}`")
 
 
-def _placed(manifests: Manifests, client: Client) -> Iterator[RolloutJob | BackendPool]:
+def _placed(
+    manifests: Iterable[RolloutJob | BackendPool], client: Client
+) -> Iterator[RolloutJob | BackendPool]:
     """Yield manifests, each in the namespace that it names or else in that of the client."""
     for manifest in manifests:
         if "namespace" not in manifest.metadata.model_fields_set:
             manifest.metadata.namespace = client.namespace
         yield manifest
+
+
+def _name(thing: RolloutJob | BackendPool) -> str:
+    return f"{thing.kind.lower()}/{thing.metadata.name}"
 
 
 def _warn(job: RolloutJob) -> None:
@@ -139,29 +145,30 @@ def apply(paths: tuple[Path, ...], server: Server) -> int:
 
     def one(client: Client, manifest: RolloutJob | BackendPool) -> None:
         change = apply_manifest(client, manifest)
-        click.echo(f"{manifest.kind.lower()}/{manifest.metadata.name} {change}")
+        click.echo(f"{_name(manifest)} {change}")
         if change == "created" and isinstance(manifest, RolloutJob):
             _warn(manifest)
 
     with connect(*server) as client:
-        return for_each(client, list(_placed(manifests, client)), one)
+        return for_each(client, ((_name(each), each) for each in _placed(manifests, client)), one)
 
 
-def for_each(client: Client, things: Sequence[Any], act: Callable[[Client, Any], None]) -> int:
-    """Do something with each of several things, and return 1 if the server refused one, and else 0.
+def for_each(client: Client, things: Iterable[tuple[str, T]], act: Callable[[Client, T], None]) -> int:
+    """Do something with each of several named things, and return 1 if one was refused, and else 0.
 
-    A refusal is printed, and the others follow, as with kubectl. That of the only one is raised.
+    A refusal is printed, and the others follow, as with kubectl.
     """
     from rollyard_client.errors import Conflict, Invalid, NotFound
 
     status = 0
-    for thing in things:
+    for name, thing in things:
         try:
             act(client, thing)
-        except (NotFound, Conflict, Invalid, InvalidInput) as error:
-            if len(things) == 1:
-                raise
+        except NotFound as error:
             terminal.echo_line(f"rollyard: {one_line_of(error)}", err=True)
+            status = 1
+        except (Conflict, Invalid, InvalidInput) as error:
+            terminal.echo_line(f"rollyard: {name}: {one_line_of(error)}", err=True)
             status = 1
     return status
 
@@ -213,20 +220,15 @@ def get(
         if output in ("json", "yaml", "name"):
             click.echo(_text(things, output, is_one=len(selected.targets) == 1), nl=False)
             return
-        wide = output == "wide"
         if not things:
             names = " and ".join({"rj": "RolloutJobs", "bp": "BackendPools"}[kind] for kind in selected.kinds)
             where = "any namespace" if scope is None else f"namespace {scope!r}"
             click.echo(f"No {names or 'RolloutJobs'} in {where}", err=True)
-        _print_tables(_tables(things, wide, scope is None))
-        if not watching:
-            return
-        printed = _lines(things, wide, scope is None)
-        while True:
+        printed = _PrintedTables(wide=output == "wide", namespaces=scope is None)
+        printed.update(things)
+        while watching:
             time.sleep(WATCH_SECONDS)
-            now = answered(read)
-            printed = _print_changes(things, now, printed, wide, scope is None)
-            things = now
+            printed.update(answered(read))
 
 
 def _selected(
@@ -239,66 +241,59 @@ def _selected(
             yield from client.jobs(namespace) if kind == "rj" else client.pools(namespace)
 
 
-def _tables(things: Manifests, wide: bool, namespaces: bool) -> list[Table]:
-    """Return a table of the jobs and one of the pools among some objects, without empty ones."""
-    from rollyard_crds import BackendPool, RolloutJob
+class _PrintedTables:
+    """Prints tables of objects, and then the rows that change below them, in columns of the same width."""
 
-    from rollyard.render import tables
+    def __init__(self, wide: bool, namespaces: bool) -> None:
+        self._wide = wide
+        self._namespaces = namespaces
+        self._names: set[tuple[str, str]] = set()
+        self._rows: set[tuple[str, ...]] = set()
+        self._widths: dict[tuple[str, ...], list[int]] = {}
 
-    things = list(things)
-    jobs = [thing for thing in things if isinstance(thing, RolloutJob)]
-    pools = [thing for thing in things if isinstance(thing, BackendPool)]
-    made = []
-    if jobs:
-        made.append(tables.jobs_table(jobs, wide, namespaces))
-    if pools and wide:
-        made.append(tables.backends_table(pools, namespaces))
-    elif pools:
-        made.append(tables.pools_table(pools, namespaces))
-    return made
+    def update(self, things: Sequence[RolloutJob | BackendPool]) -> None:
+        """Print what has changed since the last call, which is everything in the first one."""
+        from rollyard.render.tables import print_table
 
+        names = {(_name(thing), thing.metadata.namespace) for thing in things}
+        for name, _ in sorted(self._names - names):
+            click.echo(f"{name} deleted")
+        rows = {thing.metadata.uid: self._texts([thing]) for thing in things}
+        changed = [thing for thing in things if not rows[thing.metadata.uid] <= self._rows]
+        for number, table in enumerate(self._tables(changed)):
+            columns = tuple(str(column.header) for column in table.columns)
+            table.show_header = columns not in self._widths
+            if number and table.show_header:
+                click.echo()
+            widths = self._widths.setdefault(columns, [0] * len(columns))
+            for place, column in enumerate(table.columns):
+                widths[place] = max(widths[place], *map(len, map(str, (column.header, *column.cells))))
+                column.min_width = widths[place]
+            print_table(terminal.console(), table)
+        self._names = names
+        self._rows = set().union(*rows.values())
 
-def _print_tables(shown: Sequence[Table]) -> None:
-    from rollyard.render.tables import print_table
+    def _tables(self, things: Sequence[RolloutJob | BackendPool]) -> list[Table]:
+        """Return a table of the jobs and one of the pools among some objects, without empty ones."""
+        from rollyard_crds import BackendPool, RolloutJob
 
-    for number, table in enumerate(shown):
-        if number:
-            click.echo()
-        print_table(terminal.console(), table)
+        from rollyard.render import tables
 
+        jobs = [thing for thing in things if isinstance(thing, RolloutJob)]
+        pools = [thing for thing in things if isinstance(thing, BackendPool)]
+        made = [tables.jobs_table(jobs, self._wide, self._namespaces)] if jobs else []
+        if pools:
+            table = tables.backends_table if self._wide else tables.pools_table
+            made.append(table(pools, self._namespaces))
+        return made
 
-def _row_texts(table: Table) -> list[tuple[str, ...]]:
-    """Return the rows of a table without its columns of ages, which change all the time."""
-    kept = [column for column in table.columns if column.header != "AGE"]
-    return list(zip(*(map(str, column.cells) for column in kept), strict=True))
-
-
-def _lines(things: Manifests, wide: bool, namespaces: bool) -> set[tuple[str, ...]]:
-    return {row for table in _tables(things, wide, namespaces) for row in _row_texts(table)}
-
-
-def _print_changes(
-    before: Manifests, now: Manifests, printed: set[tuple[str, ...]], wide: bool, namespaces: bool
-) -> set[tuple[str, ...]]:
-    """Print the rows of the objects that changed, and a line for each that is gone; return all rows."""
-    names = {(thing.kind, thing.metadata.namespace, thing.metadata.name) for thing in now}
-    for thing in before:
-        if (thing.kind, thing.metadata.namespace, thing.metadata.name) not in names:
-            click.echo(f"{thing.kind.lower()}/{thing.metadata.name} deleted")
-    everything: set[tuple[str, ...]] = set()
-    changed = []
-    for thing in now:
-        rows = _lines([thing], wide, namespaces)
-        everything |= rows
-        if not rows <= printed:
-            changed.append(thing)
-    # The columns are as wide as those of all rows, so that the lines of a watch stay below each other.
-    for full, part in zip(_tables(now, wide, namespaces), _tables(changed, wide, namespaces), strict=False):
-        for column, narrow in zip(full.columns, part.columns, strict=False):
-            narrow.min_width = max(len(str(cell)) for cell in (column.header, *column.cells))
-        part.show_header = False
-        _print_tables([part])
-    return everything
+    def _texts(self, things: Sequence[RolloutJob | BackendPool]) -> set[tuple[str, ...]]:
+        """Return the rows of some objects without their ages, which change all the time."""
+        texts: set[tuple[str, ...]] = set()
+        for table in self._tables(things):
+            kept = [column for column in table.columns if column.header != "AGE"]
+            texts.update(zip(*(map(str, column.cells) for column in kept), strict=True))
+        return texts
 
 
 def _text(things: Sequence[RolloutJob | BackendPool], output: str, is_one: bool) -> str:
@@ -412,7 +407,7 @@ def scale(words: tuple[str, ...], replicas: int, server: Server) -> int:
         click.echo(f"backendpool/{pool.metadata.name} scaled to {pool.spec.replicas}")
 
     with connect(*server) as client:
-        return for_each(client, wanted, one)
+        return for_each(client, ((f"backendpool/{each.name}", each) for each in wanted), one)
 
 
 @click.command()
@@ -492,12 +487,11 @@ def delete(words: tuple[str, ...], paths: tuple[Path, ...], ignore_not_found: bo
         click.echo(f"{RESOURCES[kind]}/{name} deleted")
 
     with connect(*server) as client:
+        # A name alone is that of a job: nobody loses a pool to a short form.
         items: list[tuple[Kind, str, str]] = [
-            # A name alone is that of a job: nobody loses a pool to a short form.
-            (target.kind or "rj", client.namespace, target.name)
-            for target in named
+            (target.kind or "rj", client.namespace, target.name) for target in named
         ]
         for manifest in _placed(manifests, client):
             kind: Kind = "rj" if manifest.kind == "RolloutJob" else "bp"
             items.append((kind, manifest.metadata.namespace, manifest.metadata.name))
-        return for_each(client, items, one)
+        return for_each(client, ((f"{RESOURCES[item[0]]}/{item[2]}", item) for item in items), one)

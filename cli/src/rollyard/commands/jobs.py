@@ -299,7 +299,8 @@ def push(name: str, path: Path, server: Server) -> None:
             accepted += answer["accepted"]
             repeated += answer["repeated"]
     known = f", {repeated} were there already" if repeated else ""
-    click.echo(f"rolloutjob/{name}: {accepted} tasks accepted{known}")
+    noun = "task" if accepted == 1 else "tasks"
+    click.echo(f"rolloutjob/{name}: {accepted} {noun} accepted{known}")
 
 
 @contextmanager

@@ -9,7 +9,8 @@ import json
 import os
 import re
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -252,22 +253,29 @@ def _print_files(folder: Path, target: LogTarget, wanted: Wanted) -> None:
     if earlier:
         click.echo(f"rollyard: {earlier} earlier logs of this name: `rollyard logs` lists them", err=True)
     shown = len(paths) > 1
-    followed = {}
+    read = {}
     for path in paths:
-        lines, place = last_lines(path, wanted)
-        followed[path] = FollowedLog(path, place)
+        lines, read[path] = last_lines(path, wanted)
         for line in lines:
             _print_line(path, line, shown)
         if not lines:
             terminal.echo_line(f"rollyard: {path} has no lines to show", err=True)
-    while wanted.following:
+    if wanted.following:
+        with ExitStack() as stack:
+            _follow(read, stack, lambda: _files(folder, target)[0])
+
+
+def _follow(read: dict[Path, int], stack: ExitStack, find: Callable[[], list[Path]]) -> None:
+    """Print what follows in some logs after the places that were read, and in those that begin later."""
+    followed = {path: stack.enter_context(closing(FollowedLog(path, place))) for path, place in read.items()}
+    while True:
         time.sleep(POLL_SECONDS)
         for path, log in followed.items():
             for line in log.lines():
-                _print_line(path, line, shown)
-        for path in _files(folder, target)[0]:
+                _print_line(path, line, len(followed) > 1)
+        for path in find():
             if path not in followed:
-                followed[path], shown = FollowedLog(path, 0), True
+                followed[path] = stack.enter_context(closing(FollowedLog(path, 0)))
 
 
 def _print_line(path: Path, line: bytes, shown: bool) -> None:
@@ -368,6 +376,11 @@ class FollowedLog:
                 return
             self._file.close()
             self._file = None
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._file is not None:
+            self._file.close()
 
     def _is_current(self, file: BinaryIO) -> bool:
         try:

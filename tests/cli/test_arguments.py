@@ -5,17 +5,17 @@ from __future__ import annotations
 import click
 import pytest
 from rollyard.arguments import (
-    DURATION,
-    JOB_NAME,
-    ObjectName,
+    NamedObject,
     Selection,
-    Target,
+    duration,
+    job_name,
     label_selector,
+    pool_name,
     selection,
     targets,
 )
 
-JOB, POOL = Target("rj", "a"), Target("bp", "a")
+JOB, POOL = NamedObject("rj", "a"), NamedObject("bp", "a")
 
 
 @pytest.mark.parametrize(
@@ -33,8 +33,8 @@ JOB, POOL = Target("rj", "a"), Target("bp", "a")
         ("rj,bp a", Selection(("rj", "bp"), (JOB, POOL))),
         ("rj/a bp/a", Selection(targets=(JOB, POOL))),
         ("jobs/a", Selection(targets=(JOB,))),
-        ("a", Selection(targets=(Target(None, "a"),))),
-        ("rj events", Selection(("rj",), (Target("rj", "events"),))),
+        ("a", Selection(targets=(NamedObject(None, "a"),))),
+        ("rj events", Selection(("rj",), (NamedObject("rj", "events"),))),
     ],
 )
 def test_what_words_select(words: str, selected: Selection) -> None:
@@ -69,10 +69,10 @@ def test_commands_that_need_a_name_say_so() -> None:
 
 
 def test_a_name_may_have_its_kind() -> None:
-    assert JOB_NAME.convert("a", None, None) == JOB_NAME.convert("rj/a", None, None) == "a"
-    assert ObjectName("bp").convert("pool/a", None, None) == "a"
+    assert job_name("a") == job_name("rj/a") == "a"
+    assert pool_name("pool/a") == pool_name("a") == "a"
     with pytest.raises(click.BadParameter, match="takes a rolloutjob"):
-        JOB_NAME.convert("bp/a", None, None)
+        job_name("bp/a")
 
 
 @pytest.mark.parametrize(
@@ -102,10 +102,10 @@ def test_other_selectors_are_refused(text: str) -> None:
     [("90s", 90), ("1h30m", 5400), ("2d", 172_800), ("500ms", 0.5), ("45", 45), ("-1s", -1), ("0", 0)],
 )
 def test_durations(text: str, seconds: float) -> None:
-    assert DURATION.convert(text, None, None) == seconds
+    assert duration(text) == seconds
 
 
 @pytest.mark.parametrize("text", ["", "soon", "1w", "1h x", "--5s"])
 def test_other_durations_are_refused(text: str) -> None:
     with pytest.raises(click.BadParameter, match="must be such as 90s"):
-        DURATION.convert(text, None, None)
+        duration(text)

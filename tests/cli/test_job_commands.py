@@ -324,7 +324,7 @@ def test_a_wait_does_not_end_with_another_object(monkeypatch: pytest.MonkeyPatch
                 raise state
             return RolloutJob.model_validate(job("j") | {"metadata": {"name": "j", "uid": state}})
 
-    client, target = cast(Client, Seen()), jobs.Target("rj", "j")
+    client, target = cast(Client, Seen()), jobs.NamedObject("rj", "j")
     states[:] = ["a", "a", "b"]
     with pytest.raises(jobs.CliError, match="was deleted, and there is another one of its name"):
         jobs._await(client, target, ("Finished", "True"), 1.0)

@@ -39,7 +39,7 @@ _LABEL: Final = re.compile(r"(?P<no>!?)(?P<key>[^\s=!,]+)(?:\s*(?P<sign>!=|==?)\
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class NamedObject:
     """An object that a command line names. Without a kind, it is the job of this name, or else the pool."""
 
     kind: Kind | None
@@ -51,7 +51,7 @@ class Selection:
     """What a command line names: objects, or else all of some kinds, or else nothing."""
 
     kinds: tuple[Kind, ...] = ()
-    targets: tuple[Target, ...] = ()
+    targets: tuple[NamedObject, ...] = ()
 
 
 def kind_of(word: str) -> Kind | None:
@@ -73,7 +73,7 @@ def selection(words: Sequence[str]) -> Selection:
     kinds = ("rj", "bp") if words[0] == "all" else tuple(dict.fromkeys(map(kind_of, parts)))
     known = tuple(kind for kind in kinds if kind is not None)
     if len(known) == len(kinds):
-        return Selection(known, tuple(Target(kind, name) for kind in known for name in words[1:]))
+        return Selection(known, tuple(NamedObject(kind, name) for kind in known for name in words[1:]))
     unknown = next(part for part in parts if kind_of(part) is None)
     if unknown.lower() in _OTHER_KINDS:
         raise click.UsageError(
@@ -84,20 +84,20 @@ def selection(words: Sequence[str]) -> Selection:
         raise click.UsageError(
             f"KIND must be rj or bp (got {unknown!r}); several names need it: rj NAME NAME"
         )
-    return Selection(targets=(Target(None, words[0]),))
+    return Selection(targets=(NamedObject(None, words[0]),))
 
 
-def _joined(word: str) -> Target:
+def _joined(word: str) -> NamedObject:
     before, slash, name = word.partition("/")
     kind = kind_of(before)
     if not slash or not name or "/" in name:
         raise click.UsageError(f"give KIND/NAME for each object, or KIND and then names (got {word!r})")
     if kind is None:
         raise click.UsageError(f"KIND must be rj or bp (got {before!r})")
-    return Target(kind, name)
+    return NamedObject(kind, name)
 
 
-def targets(command: str, words: Sequence[str]) -> tuple[Target, ...]:
+def targets(command: str, words: Sequence[str]) -> tuple[NamedObject, ...]:
     """Return the objects that a command is given, of which there is at least one.
 
     Raises:
@@ -114,24 +114,23 @@ def targets(command: str, words: Sequence[str]) -> tuple[Target, ...]:
     )
 
 
-class ObjectName(click.ParamType):
-    """The NAME of an object of one kind, which may be written as KIND/NAME."""
-
-    def __init__(self, kind: Kind) -> None:
-        self._kind: Kind = kind
-        self.name = "name"
-
-    def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        """Return the name alone."""
-        if "/" not in value:
-            return value
-        target = _joined(value)
-        if target.kind != self._kind:
-            self.fail(f"this command takes a {RESOURCES[self._kind]} (got {value!r})", param, ctx)
-        return target.name
+def job_name(text: str) -> str:
+    """Return the NAME of a job, which may be written as KIND/NAME."""
+    return _name_of("rj", text)
 
 
-JOB_NAME: Final = ObjectName("rj")
+def pool_name(text: str) -> str:
+    """Return the NAME of a pool, which may be written as KIND/NAME."""
+    return _name_of("bp", text)
+
+
+def _name_of(kind: Kind, text: str) -> str:
+    if "/" not in text:
+        return text
+    named = _joined(text)
+    if named.kind != kind:
+        raise click.BadParameter(f"this command takes a {RESOURCES[kind]} (got {text!r})")
+    return named.name
 
 
 def label_selector(text: str) -> Callable[[Mapping[str, str]], bool]:
@@ -155,23 +154,20 @@ def label_selector(text: str) -> Callable[[Mapping[str, str]], bool]:
     return lambda labels: all(fulfils(labels, match) for match in requirements)
 
 
-class Duration(click.ParamType):
-    """A duration as kubectl takes it, such as `90s`, `1h30m` or `2d`, or a number of seconds."""
+def duration(text: str) -> float:
+    """Return a duration as kubectl takes it, such as `90s`, `1h30m` or `2d`, or a number of seconds.
 
-    name = "duration"
+    It is negative where the text is.
 
-    def convert(self, value: str | float, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        """Return the duration in seconds. It is negative where the text is."""
-        text = str(value).strip()
-        amount = text.removeprefix("-")
-        pieces = _DURATION.findall(amount)
-        if pieces and "".join(map("".join, pieces)) == amount:
-            seconds = sum(float(number) * _SECONDS[unit] for number, unit in pieces)
-        elif re.fullmatch(r"\d+(\.\d+)?", amount):
-            seconds = float(amount)
-        else:
-            self.fail(f"must be such as 90s, 10m or 1h30m (got {text!r})", param, ctx)
-        return -seconds if text.startswith("-") else seconds
-
-
-DURATION: Final = Duration()
+    Raises:
+        click.BadParameter: The text has another form.
+    """
+    amount = text.strip().removeprefix("-")
+    pieces = _DURATION.findall(amount)
+    if pieces and "".join(map("".join, pieces)) == amount:
+        seconds = sum(float(number) * _SECONDS[unit] for number, unit in pieces)
+    elif re.fullmatch(r"\d+(\.\d+)?", amount):
+        seconds = float(amount)
+    else:
+        raise click.BadParameter(f"must be such as 90s, 10m or 1h30m (got {text!r})")
+    return -seconds if text.strip().startswith("-") else seconds

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 
 from rollyard import terminal
-from rollyard.arguments import DURATION, GROUP, JOB_NAME, RESOURCES, Target, kind_of, targets
+from rollyard.arguments import GROUP, RESOURCES, NamedObject, duration, job_name, kind_of, targets
 from rollyard.connection import Server, connect, one_line_of, server_options
 from rollyard.errors import CliError, InvalidInput, UsageProblem
 
@@ -43,7 +43,7 @@ MAX_PUSHED_BYTES: Final = 4 << 20
 )
 @click.option(
     "--timeout",
-    type=DURATION,
+    type=duration,
     default="30s",
     show_default=True,
     help="The longest wait; 0: look once; negative: a week.",
@@ -79,7 +79,7 @@ def _goal(text: str) -> tuple[str, str] | None:
     )
 
 
-def _await(client: Client, target: Target, wanted: tuple[str, str] | None, end: float) -> str:
+def _await(client: Client, target: NamedObject, wanted: tuple[str, str] | None, end: float) -> str:
     """Wait for one object, and return its kind in lower case.
 
     Raises:
@@ -138,7 +138,7 @@ def _late(thing: RolloutJob | BackendPool, wanted: tuple[str, str] | None, messa
 
 
 @click.command()
-@click.argument("name", type=JOB_NAME)
+@click.argument("name", type=job_name)
 @click.option("-f", "--follow", "following", is_flag=True, help="Then print what happens, to its end.")
 @server_options
 def events(name: str, following: bool, server: Server) -> None:
@@ -251,7 +251,7 @@ def _suspended(command: str, words: tuple[str, ...], server: Server, suspended: 
             flag = "--pause abort" if suspended else "--resume"
             raise click.UsageError(f"a pool: use `rollyard weights {target.name} {flag}`")
 
-    def one(client: Client, target: Target) -> None:
+    def one(client: Client, target: NamedObject) -> None:
         job = client.job(target.name, client.namespace)
         if finished(job):
             raise InvalidInput(f"it has ended already ({job.status.phase})")
@@ -266,7 +266,7 @@ def _suspended(command: str, words: tuple[str, ...], server: Server, suspended: 
 
 
 @click.command()
-@click.argument("name", metavar="JOB", type=JOB_NAME)
+@click.argument("name", metavar="JOB", type=job_name)
 @click.argument("path", metavar="FILE", type=click.Path(path_type=Path))
 @server_options
 def push(name: str, path: Path, server: Server) -> None:
@@ -339,7 +339,7 @@ def _batches(tasks: Sequence[Task]) -> Iterator[list[Task]]:
 
 
 @click.command()
-@click.argument("name", metavar="JOB", type=JOB_NAME)
+@click.argument("name", metavar="JOB", type=job_name)
 @server_options
 def close(name: str, server: Server) -> None:
     """Close a stream: it takes no more tasks, and ends with those that it has."""

@@ -19,7 +19,7 @@ from typing import BinaryIO, Final
 import click
 
 from rollyard import terminal
-from rollyard.arguments import DURATION, kind_of
+from rollyard.arguments import duration, kind_of
 from rollyard.connection import KUBERNETES, Server, server_options
 from rollyard.errors import CliError, LookupFailed, UsageProblem
 
@@ -45,7 +45,7 @@ _NAME: Final = re.compile(r"[A-Za-z0-9]([-A-Za-z0-9._]*[A-Za-z0-9])?")
 
 @dataclass(frozen=True, slots=True)
 class LogTarget:
-    """Whose logs are wanted: `kind` is `rj`, `bp`, `process`, or empty for a name alone."""
+    """What has the wanted logs: `kind` is `rj`, `bp`, `process`, or empty for a name alone."""
 
     kind: str
     name: str
@@ -72,7 +72,7 @@ class Wanted:
 @click.option(
     "--tail", metavar="N", type=int, default=200, show_default=True, help="The last N lines of each; -1: all."
 )
-@click.option("--since", type=DURATION, help="Only what is newer, as 10m.")
+@click.option("--since", type=duration, help="Only what is newer, as 10m.")
 @click.option("--stage", type=click.Choice(STAGES), help="With JOB: only the workers of this stage.")
 @server_options
 def logs(

@@ -12,11 +12,11 @@ import click
 from rollyard import terminal
 from rollyard.arguments import (
     GROUP,
-    JOB_NAME,
     RESOURCES,
     Kind,
+    NamedObject,
     Selection,
-    Target,
+    job_name,
     label_selector,
     selection,
     targets,
@@ -312,7 +312,7 @@ def _text(things: Sequence[RolloutJob | BackendPool], output: str, is_one: bool)
     return text
 
 
-def find(client: Client, target: Target, namespace: str) -> RolloutJob | BackendPool:
+def find(client: Client, target: NamedObject, namespace: str) -> RolloutJob | BackendPool:
     """Return an object. Without a kind it is the job of this name, or else the pool."""
     from rollyard_client.errors import NotFound
 
@@ -402,7 +402,7 @@ def scale(words: tuple[str, ...], replicas: int, server: Server) -> int:
                 "spec.stages, which `rollyard apply` changes"
             )
 
-    def one(client: Client, target: Target) -> None:
+    def one(client: Client, target: NamedObject) -> None:
         pool = client.patch_pool(target.name, {"replicas": replicas}, client.namespace)
         click.echo(f"backendpool/{pool.metadata.name} scaled to {pool.spec.replicas}")
 
@@ -411,7 +411,7 @@ def scale(words: tuple[str, ...], replicas: int, server: Server) -> int:
 
 
 @click.command()
-@click.argument("name", type=JOB_NAME)
+@click.argument("name", type=job_name)
 @click.option(
     "--rollout",
     metavar="ID",
@@ -433,7 +433,7 @@ def watch(name: str, rollout: str | None, server: Server) -> None:
 
 
 @click.command()
-@click.argument("name", type=JOB_NAME)
+@click.argument("name", type=job_name)
 @click.option("--group", help="Only the rollouts of this task.")
 @click.option("--rollout", help="Only this rollout.")
 @server_options

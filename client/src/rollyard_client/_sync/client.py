@@ -56,7 +56,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Client", "ResultIterator"]
 
-M = TypeVar("M", "RolloutJob", "BackendPool")
+M = TypeVar("M", bound="RolloutJob | BackendPool")
 DEFAULT_TIMEOUT = 30.0
 SUBMIT_SECONDS = 600.0
 
@@ -262,8 +262,10 @@ class Client:
             Conflict: A field differs that cannot be changed; `errors` names each.
         """
         if isinstance(manifest, crds.RolloutJob):
-            return self._transport.send(jobs.register_job(manifest, None, None, SUBMIT_SECONDS))
-        return self._transport.send(pools.register_pool(manifest))
+            call: Call[Any] = jobs.register_job(manifest, None, None, SUBMIT_SECONDS)
+        else:
+            call = pools.register_pool(manifest)
+        return cast(M, self._transport.send(call))
 
     def push_tasks(
         self, name: str, tasks: Iterable[Task | Mapping[str, Any]], namespace: str | None = None

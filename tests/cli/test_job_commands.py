@@ -21,6 +21,8 @@ from rollyard_crds.fields.annotations import OBJECT_UID
 from rollyard_testing.api.control_plane import StartedControlPlane, a_control_plane
 from rollyard_testing.manifests import job_manifest, pool_manifest
 
+pytestmark = pytest.mark.slow
+
 TASK = {"id": "t", "prompt": "p"}
 ORACLE: dict[str, Any] = {"handler": "shell", "agent": {"type": "oracle"}}
 

@@ -123,12 +123,12 @@ def _field(path: str, node: Mapping[str, Any], *, required: bool, immutable: boo
         default = f"`{json.dumps(node['default'], ensure_ascii=False)}`"
     return DescribedField(
         path=path,
-        type=_type(node),
+        type=type_in_words(node),
         description=description,
         default=default if not path.startswith("status") else "",
         required=required,
         choices=tuple(str(choice) for choice in inner.get("enum", ())),
-        bounds=tuple(_bounds(node)),
+        bounds=tuple(bounds_in_words(node)),
         immutable=immutable,
         rules=tuple(
             rule["message"] for rule in rules + inner.get(_RULES, []) * bool(suffix) if _is_shown(rule)
@@ -162,19 +162,20 @@ def _split(text: str) -> tuple[str, str]:
     return f"{before} {after}".strip(), found[1]
 
 
-def _type(node: Mapping[str, Any], *, plural: bool = False) -> str:
+def type_in_words(node: Mapping[str, Any], *, plural: bool = False) -> str:
+    """Return the type that a schema without references or choices describes."""
     if "items" in node:
-        words = f"list of {_type(node['items'], plural=True)}"
+        words = f"list of {type_in_words(node['items'], plural=True)}"
         return f"lists ({words})" if plural else words
     if "additionalProperties" in node:
-        words = f"map of strings to {_type(node['additionalProperties'], plural=True)}"
+        words = f"map of strings to {type_in_words(node['additionalProperties'], plural=True)}"
         return f"maps ({words})" if plural else words
     word = "time" if node.get("format") == "date-time" else str(node["type"])
     return f"{word}s" if plural else word
 
 
-def _bounds(node: Mapping[str, Any]) -> Iterator[str]:
-    """Yield what a value, and each item of a list or value of a map, must fulfil."""
+def bounds_in_words(node: Mapping[str, Any]) -> Iterator[str]:
+    """Yield what a value, and each item of a list or value of a map, must fulfil by a schema."""
     yield from _range("", node.get("minimum"), node.get("maximum"), node)
     yield from _range(" characters", node.get("minLength"), node.get("maxLength"))
     yield from _range(" items", node.get("minItems"), node.get("maxItems"))
@@ -182,9 +183,9 @@ def _bounds(node: Mapping[str, Any]) -> Iterator[str]:
     if "pattern" in node:
         yield f"matches `{node['pattern']}`"
     if "items" in node and "properties" not in node["items"]:
-        yield from (f"each: {bound}" for bound in _bounds(node["items"]))
+        yield from (f"each: {bound}" for bound in bounds_in_words(node["items"]))
     if "additionalProperties" in node and "properties" not in node["additionalProperties"]:
-        yield from (f"each value: {bound}" for bound in _bounds(node["additionalProperties"]))
+        yield from (f"each value: {bound}" for bound in bounds_in_words(node["additionalProperties"]))
 
 
 def _range(

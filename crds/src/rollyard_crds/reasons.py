@@ -10,25 +10,27 @@ import difflib
 import tomllib
 from dataclasses import dataclass
 from functools import cache
-from importlib.resources import files
+from pathlib import Path
 from typing import Any, Final
 
 from rollyard_crds.errors import CrdsError
 
 DOCUMENTATION: Final = "https://rollyard.dev/docs/"
 """Where the documentation is published. `project.urls` of pyproject.toml has the same address."""
+_TEXTS: Final = Path(__file__).with_name("reasons.toml")
 PLACES: Final = {
-    "problem": "in a problem document, the answer of the control plane to a refused request",
-    "rollout": "of a rollout that ended as Failed or Cancelled, or of one of its attempts",
-    "reward": "in `reward_reason` of a trajectory",
-    "truncation": "in `truncated_reason` of a trajectory",
-    "condition": "of a condition in the status of a job or a pool",
-    "event": "of an event: of Kubernetes, or of an event stream",
-    "advice": "in `status.advice` of a job",
-    "command": "of an error of the command line, or of a program that does not start",
-    "trainer": "of an exception of the client or of an adapter for trainers",
-    "extension": "of an exception that handlers, agents and tools get",
-    "log": "in the logs of a program, and in the messages of other reasons",
+    "problem": "a problem document, the control plane's answer to a refused request",
+    "rollout": "a rollout that has failed or was cancelled, or one of its attempts",
+    "reward": "`reward_reason` of a trajectory",
+    "truncation": "`truncated_reason` of a trajectory",
+    "condition": "a condition of a job or a pool",
+    "event": "an event of Kubernetes or of an event stream",
+    "advice": "`status.advice` of a job",
+    "view": "the page and its calls: why a job waits, or why a group was dropped",
+    "command": "an error of a command, or of a program that does not start",
+    "trainer": "an exception of the client or of an adapter for trainers",
+    "extension": "an exception that handlers, agents and tools get from a sandbox",
+    "log": "the log of a program, or the message of another reason",
 }
 """Where a reason stands."""
 FAULTS: Final = {
@@ -42,7 +44,7 @@ FAULTS: Final = {
     "rollyard": "Rollyard: this is a bug",
     "nobody": "nobody: this is how it should be",
 }
-"""Whose fault something is."""
+"""Those at fault."""
 
 
 class ReasonUnknown(CrdsError, LookupError):
@@ -60,7 +62,7 @@ class ReasonMeaning:
     what: str
     """What has happened."""
     faults: tuple[str, ...]
-    """Whose fault it is: keys of `FAULTS`, the likeliest one first."""
+    """Those at fault: keys of `FAULTS`, the likeliest one first."""
     remedy: str
     """What to do."""
     statuses: tuple[int, ...] = ()
@@ -70,7 +72,7 @@ class ReasonMeaning:
 @cache
 def all_reasons() -> dict[str, tuple[ReasonMeaning, ...]]:
     """Return each reason with its meanings. Most have one."""
-    document = tomllib.loads(files("rollyard_crds").joinpath("reasons.toml").read_text(encoding="utf-8"))
+    document = tomllib.loads(_TEXTS.read_text(encoding="utf-8"))
     return {name: tuple(_meaning(table) for table in tables) for name, tables in document.items()}
 
 

@@ -187,7 +187,7 @@ def test_get_takes_what_kubectl_takes(run: Run) -> None:
     assert json.loads(run("get", "bp", "gt", "-o", "json")[1])["metadata"]["name"] == "gt"
     assert len(json.loads(run("get", "rj,bp", "gt", "-o", "json")[1])["items"]) == 2
     status, out, err = run("get", "-n", "empty")
-    assert (status, out, err) == (0, "", "No RolloutJobs in namespace 'empty'\n")
+    assert (status, out, err) == (0, "", "No rolloutjobs in namespace 'empty'\n")
     assert run("get", "events")[0] == 2
     assert run("get", "-w", "-o", "json")[0] == 2
     assert "Name:         gt" in run("describe", "rj/gt")[1]

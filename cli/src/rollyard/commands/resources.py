@@ -221,9 +221,9 @@ def get(
             click.echo(_text(things, output, is_one=len(selected.targets) == 1), nl=False)
             return
         if not things:
-            names = " and ".join({"rj": "RolloutJobs", "bp": "BackendPools"}[kind] for kind in selected.kinds)
+            names = " and ".join(f"{RESOURCES[kind]}s" for kind in selected.kinds or ("rj",))
             where = "any namespace" if scope is None else f"namespace {scope!r}"
-            click.echo(f"No {names or 'RolloutJobs'} in {where}", err=True)
+            click.echo(f"No {names} in {where}", err=True)
         printed = _PrintedTables(wide=output == "wide", namespaces=scope is None)
         printed.update(things)
         while watching:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 from rollyard.doctor import check_cluster
 from rollyard.local.options import check_model_folder, shipped_model
-from rollyard.main import COMMANDS, main
+from rollyard.main import COMMANDS, ELSEWHERE, SECTIONS, main
 from rollyard_testing.manifests import job_manifest
 
 JOB: dict[str, Any] = job_manifest(
@@ -45,6 +46,7 @@ def test_help_names_every_command_and_loads_none(capsys: pytest.CaptureFixture[s
     assert main(["--help"]) == 0
     shown = capsys.readouterr().out
     assert all(f"  {name} " in shown for name in COMMANDS)
+    assert all(f"\n{title}:\n" in shown for title in SECTIONS)
     script = (
         "import sys\n"
         "from rollyard.main import main\n"
@@ -68,6 +70,36 @@ def test_wrong_command_and_wrong_flag(capsys: pytest.CaptureFixture[str]) -> Non
     assert "Did you mean 'submit'?" in capsys.readouterr().err
     assert main(["submit", "--fil", "x"]) == 2
     assert "--file" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("word", ELSEWHERE)
+def test_a_command_of_another_tool_is_named_by_what_does_it_here(
+    word: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert word not in COMMANDS
+    assert main([word, "x", "--flag"]) == 2
+    shown = capsys.readouterr().err
+    assert f"No such command {word!r}: {ELSEWHERE[word]}." in shown
+    named = re.findall(r"`rollyard ([a-z-]+)", ELSEWHERE[word])
+    assert all(name in COMMANDS or name.startswith("--") for name in named)
+
+
+def test_the_version_is_an_option_too(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == main(["version"]) == 0
+    first, second = capsys.readouterr().out.splitlines()
+    assert first == second
+    assert first.startswith("rollyard ")
+
+
+def test_up_shows_first_what_matters_first(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["up", "--help"]) == 0
+    _, first, rest = re.split(r"Most used:\n|\nOptions:\n", capsys.readouterr().out)
+    assert re.findall(r"^  (--[a-z-]+)", first, re.MULTILINE) == [
+        *("--backend", "--model", "--gpus", "--home", "--detach"),
+    ]
+    titles = re.findall(r"^([A-Z].*):$", rest, re.MULTILINE)
+    assert titles[:4] == ["Backends", "Sandboxes", "Workers", "State"]
+    assert not re.search(r"^  --(backend|model|gpus|home|detach) ", rest, re.MULTILINE)
 
 
 def test_no_server_of_a_home(

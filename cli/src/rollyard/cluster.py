@@ -26,6 +26,7 @@ from typing import IO, Final
 from rollyard_drivers.host import launcher
 from rollyard_process.backoff import Backoff
 
+from rollyard import terminal
 from rollyard.errors import CliError, LookupFailed, UsageProblem
 
 SCHEME: Final = "kubernetes://"
@@ -75,12 +76,7 @@ def kubectl(*arguments: str, seconds: float = CALL_SECONDS) -> str:
         KubectlRefused: kubectl failed.
         CliError: There is no kubectl, or no cluster answers in time.
     """
-    program = shutil.which("kubectl")
-    if program is None:
-        raise _problem(
-            "kubectl is not on PATH, and --kubernetes needs it; install it, or give --url (an ingress, say)"
-        )
-    command = [program, *arguments, f"--request-timeout={seconds:.0f}s"]
+    command = [_program(), *arguments, f"--request-timeout={seconds:.0f}s"]
     try:
         process = subprocess.run(
             command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=seconds + 5
@@ -95,6 +91,47 @@ def kubectl(*arguments: str, seconds: float = CALL_SECONDS) -> str:
     if any(part in text for part in unreachable):
         raise _problem(f"the cluster does not answer: {text} (is KUBECONFIG right?)")
     raise KubectlRefused(text)
+
+
+def output_lines(*arguments: str, limit: int) -> Iterator[bytes]:
+    """Run kubectl without a time limit, and yield the lines of its output, in parts of at most `limit` bytes.
+
+    What it says beside them, such as that there are no such pods, is printed to standard error.
+
+    Raises:
+        KubectlRefused: kubectl failed.
+        CliError: There is no kubectl.
+    """
+    program = _program()
+    with tempfile.TemporaryFile() as errors:
+        process = subprocess.Popen(
+            [program, *arguments], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=errors
+        )
+        assert process.stdout is not None
+        try:
+            while line := process.stdout.readline(limit):
+                yield line.rstrip(b"\r\n")
+            status = process.wait(CALL_SECONDS)
+        finally:
+            process.kill()
+            process.wait()
+            process.stdout.close()
+        errors.seek(0)
+        said = [line for line in errors.read(limit).decode(errors="replace").splitlines() if line.strip()]
+    if status:
+        text = said[-1].removeprefix("error: ") if said else f"kubectl ended with status {status}"
+        raise KubectlRefused(text)
+    for text in said:
+        terminal.echo_line(f"rollyard: {text}", err=True)
+
+
+def _program() -> str:
+    program = shutil.which("kubectl")
+    if program is None:
+        raise _problem(
+            "kubectl is not on PATH, and --kubernetes needs it; install it, or give --url (an ingress, say)"
+        )
+    return program
 
 
 @dataclass(frozen=True, slots=True)

@@ -125,13 +125,13 @@ def connection(url: str | None, home: Path | None, namespace: str | None) -> Ite
             client = Client(context.url, context.token, namespace=namespace, tls=context.tls)
             yield OpenConnection(stack.enter_context(client), is_tunnel)
     except wire.ServerUnavailable as error:
-        raise CliError(_one_line(error), reason="NoServer") from error
+        raise CliError(one_line_of(error), reason="NoServer") from error
     except wire.NotFound as error:
-        raise LookupFailed(_one_line(error)) from error
+        raise LookupFailed(one_line_of(error)) from error
     except (wire.Invalid, wire.Conflict) as error:
-        raise InvalidInput(_one_line(error)) from error
+        raise InvalidInput(one_line_of(error)) from error
     except wire.RollyardError as error:
-        raise CliError(_one_line(error)) from error
+        raise CliError(one_line_of(error)) from error
 
 
 @contextlib.contextmanager
@@ -218,7 +218,8 @@ def _no_context(error: Exception, url: str | None, env: dict[str, str]) -> CliEr
     return CliError(str(error))
 
 
-def _one_line(error: Exception) -> str:
+def one_line_of(error: Exception) -> str:
+    """Return what an error of the client says in one line, with all fields that it names."""
     problems = list(getattr(error, "errors", ()))
     text = "; ".join(problems) if problems else str(error)
     return " ".join(text.split())

@@ -18,48 +18,105 @@ from rollyard_drivers.host.errors import HostError
 from rollyard import terminal
 from rollyard.errors import UsageProblem
 
-COMMANDS: Final[dict[str, tuple[str, str]]] = {
-    "up": ("up:up", "Start control plane, workers and a backend on this machine"),
-    "down": ("local:down", "Stop what `rollyard up` started"),
-    "doctor": ("local:doctor", "Show what works on this machine, and what to do about the rest"),
-    "check-backend": (
-        "local:check_backend",
-        "Show what a running vLLM or SGLang server lacks for training",
-    ),
-    "submit": ("resources:submit", "Submit a job or a backend pool from a manifest"),
-    "get": ("resources:get", "List jobs (rj) or backend pools (bp), or show one"),
-    "describe": ("resources:describe", "Show everything about one job or pool"),
-    "scale": ("resources:scale", "Change the number of a pool's backends"),
-    "watch": ("resources:watch", "Follow a job's progress until it ends"),
-    "trajectories": (
-        "trajectories:trajectories",
-        "Write a job's trajectories to a file (.parquet or .jsonl)",
-    ),
-    "grade": ("tasks:grade", "Grade an answer, or a file of answers, and show why"),
-    "rescore": ("trajectories:rescore", "Evaluate a job's kept trajectories again, into a new file"),
-    "view": ("trajectories:view", "Read a trajectory turn by turn, sampled tokens marked"),
-    "open": ("trajectories:open_page", "Print a link that opens the page in a browser, signed in"),
-    "cancel": ("resources:cancel", "Cancel a job, a group or a rollout"),
-    "delete": ("resources:delete", "Delete a job or a pool"),
-    "weights": ("weights:weights", "Update a pool's weights, list its updates, pause or resume it"),
-    "control-plane": (
-        "rollyard_api.command:command",
-        "Run a control plane of your own, without workers and backends",
-    ),
-    "slurm-bridge": (
-        "slurm_bridge:bridge",
-        "Run jobs and backends on a Slurm cluster, from a login or service node",
-    ),
-    "validate": ("tasks:validate", "Check manifests and the tasks they name, without a server"),
-    "images": ("tasks:images", "Build images of sandboxes from Dockerfiles, for Apptainer"),
-    "worker": ("local:worker", "Run a stage worker against a control plane"),
-    "quickstart": (
-        "local:quickstart",
-        "Run the quickstart job on this machine, from nothing to trajectories",
-    ),
-    "version": ("local:version", "Print the version"),
+SECTIONS: Final[dict[str, dict[str, tuple[str, str]]]] = {
+    "On this machine": {
+        "quickstart": (
+            "local:quickstart",
+            "Run the quickstart job on this machine, from nothing to trajectories",
+        ),
+        "up": ("up:up", "Start control plane, workers and a backend on this machine"),
+        "down": ("local:down", "Stop what `rollyard up` started"),
+        "doctor": ("local:doctor", "Show what works on this machine, and what to do about the rest"),
+    },
+    "Jobs and pools": {
+        "submit": ("resources:submit", "Submit a job or a backend pool from a manifest"),
+        "apply": ("resources:apply", "Create jobs and pools from manifests, or change them"),
+        "get": ("resources:get", "List jobs (rj) or backend pools (bp), or show some"),
+        "describe": ("resources:describe", "Show everything about a job or pool"),
+        "watch": ("resources:watch", "Follow a job's progress until it ends"),
+        "wait": ("jobs:wait", "Wait until jobs or pools have a condition, or are gone"),
+        "suspend": ("jobs:suspend", "Suspend jobs"),
+        "resume": ("jobs:resume", "Let suspended jobs continue"),
+        "cancel": ("resources:cancel", "Cancel a job, a group or a rollout"),
+        "delete": ("resources:delete", "Delete jobs or pools"),
+        "push": ("jobs:push", "Push tasks to a stream"),
+        "close": ("jobs:close", "Close a stream, which takes no more tasks then"),
+        "scale": ("resources:scale", "Change the number of a pool's backends"),
+        "weights": ("weights:weights", "Update a pool's weights, list its updates, pause or resume it"),
+    },
+    "Results": {
+        "view": ("trajectories:view", "Read a trajectory turn by turn, sampled tokens marked"),
+        "open": ("trajectories:open_page", "Print a link that opens the page in a browser, signed in"),
+        "trajectories": (
+            "trajectories:trajectories",
+            "Write a job's trajectories to a file (.parquet or .jsonl)",
+        ),
+        "rescore": ("trajectories:rescore", "Evaluate a job's kept trajectories again, into a new file"),
+    },
+    "Why something fails": {
+        "explain": ("explain:explain", "Explain a field of a manifest or a task, or a reason"),
+        "logs": ("logs:logs", "Print the logs of the control plane, of workers and of backends"),
+        "events": ("jobs:events", "Show what has happened to a job, and follow what happens"),
+    },
+    "Before a job": {
+        "validate": ("tasks:validate", "Check manifests and the tasks they name, without a server"),
+        "grade": ("tasks:grade", "Grade an answer, or a file of answers, and show why"),
+        "check-backend": (
+            "local:check_backend",
+            "Show what a running vLLM or SGLang server lacks for training",
+        ),
+        "images": ("tasks:images", "Build images of sandboxes from Dockerfiles, for Apptainer"),
+    },
+    "Parts of an installation": {
+        "slurm-bridge": (
+            "slurm_bridge:bridge",
+            "Run jobs and backends on a Slurm cluster, from a login or service node",
+        ),
+        "control-plane": (
+            "rollyard_api.command:command",
+            "Run a control plane of your own, without workers and backends",
+        ),
+        "worker": ("local:worker", "Run a stage worker against a control plane"),
+        "version": ("local:version", "Print the version"),
+    },
 }
-"""Where each command is (below `rollyard.commands`, or with its full name), and its one-line help."""
+"""The commands in the order in which a new user meets them, by purpose.
+
+Each has its place (below `rollyard.commands`, or with its full name) and its one-line help.
+"""
+COMMANDS: Final = {name: command for section in SECTIONS.values() for name, command in section.items()}
+_LISTS: Final = "`rollyard get` lists jobs, `rollyard get bp` pools, and `rollyard logs` processes"
+_CHANGES: Final = "`rollyard apply -f FILE` changes a job or pool by its manifest"
+ELSEWHERE: Final = {
+    **dict.fromkeys(("create", "sbatch", "run", "srun"), "`rollyard submit -f FILE` submits a job"),
+    **dict.fromkeys(("ps", "ls", "list", "status", "squeue", "sacct"), _LISTS),
+    **dict.fromkeys(("top", "stats", "sinfo"), "`rollyard get bp -o wide` shows the load of backends"),
+    **dict.fromkeys(("rm", "remove"), "`rollyard delete NAME` deletes a job"),
+    **dict.fromkeys(
+        ("stop", "kill", "scancel"), "`rollyard cancel NAME` cancels a job, and `rollyard down` stops all"
+    ),
+    "start": "`rollyard up` starts all on this machine, and `rollyard resume NAME` a suspended job",
+    **dict.fromkeys(("edit", "patch", "replace", "set"), _CHANGES),
+    **dict.fromkeys(("hold", "pause"), "`rollyard suspend NAME` suspends a job"),
+    **dict.fromkeys(("release", "unpause"), "`rollyard resume NAME` lets a job continue"),
+    **dict.fromkeys(
+        ("exec", "attach", "cp"),
+        "nobody enters a sandbox; `rollyard watch JOB --rollout ID` follows a rollout, and `rollyard view "
+        "JOB ID` reads it",
+    ),
+    "port-forward": "`rollyard --kubernetes COMMAND` reaches a control plane in a cluster, without a tunnel",
+    "rollout": "`rollyard view JOB --list` lists the rollouts of a job",
+    **dict.fromkeys(("cluster-info", "info"), "`rollyard doctor` shows what works on this machine"),
+    "api-resources": "there are rj (rolloutjobs) and bp (backendpools); `rollyard explain rj` has the fields",
+    **dict.fromkeys(("inspect", "show", "scontrol"), "`rollyard describe NAME` shows a job or pool"),
+    **dict.fromkeys(
+        ("login", "config"),
+        "ROLLYARD_URL and ROLLYARD_TOKEN name a server; without them it is that of `rollyard up`, or that "
+        "of your kubeconfig",
+    ),
+    "help": "`rollyard --help` lists the commands",
+}
+"""What users of kubectl, docker or Slurm may type, and what does it here."""
 
 
 def _bare_kubernetes(words: list[str]) -> list[str]:
@@ -97,6 +154,8 @@ class LazyGroup(click.Group):
     ) -> tuple[str | None, click.Command | None, list[str]]:
         """Resolve a command, and suggest similar names if there is none with this name."""
         if args and args[0] not in COMMANDS and not args[0].startswith("-"):
+            if args[0] in ELSEWHERE:
+                raise click.UsageError(f"No such command {args[0]!r}: {ELSEWHERE[args[0]]}.", ctx)
             import difflib
 
             similar = difflib.get_close_matches(args[0], COMMANDS, n=1)
@@ -105,13 +164,31 @@ class LazyGroup(click.Group):
         return super().resolve_command(ctx, _bare_kubernetes(args))
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the list of commands with their help."""
-        with formatter.section("Commands"):
-            formatter.write_dl([(name, text) for name, (_, text) in COMMANDS.items()])
+        """Write the list of commands with their help, by purpose."""
+        width = max(map(len, COMMANDS))
+        for title, commands in SECTIONS.items():
+            with formatter.section(title):
+                formatter.write_dl([(f"{name:<{width}}", text) for name, (_, text) in commands.items()])
+
+
+def _print_version(ctx: click.Context, _param: click.Parameter, value: bool) -> None:
+    if value:
+        from rollyard_process.version import installed_version
+
+        click.echo(f"rollyard {installed_version()}")
+        ctx.exit()
 
 
 @click.group(
     cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100}
+)
+@click.option(
+    "--version",
+    is_flag=True,
+    is_eager=True,
+    expose_value=False,
+    callback=_print_version,
+    help="Print the version.",
 )
 def cli() -> None:
     """Rollouts as a service for reinforcement learning of multi-turn LLM agents.

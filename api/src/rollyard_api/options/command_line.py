@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin
 
@@ -25,19 +25,38 @@ class DeclaredOption(click.Option):
 
 
 class GroupedCommand(click.Command):
-    """A command whose help lists declared options by group, after its own."""
+    """A command whose help lists declared options by group, after its own.
+
+    Args:
+        most_used: The parameters that come before all others, by name.
+        first_groups: The groups that come before the others.
+    """
+
+    def __init__(
+        self, *words: Any, most_used: Sequence[str] = (), first_groups: Sequence[str] = (), **more: Any
+    ) -> None:
+        super().__init__(*words, **more)
+        self._most_used = tuple(most_used)
+        self._first_groups = tuple(first_groups)
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the options, the command's own first."""
-        groups: dict[str, list[tuple[str, str]]] = {"Options": []}
-        for parameter in self.get_params(ctx):
+        """Write the options: the most used ones, the command's own, and then the groups."""
+        first = ("Most used", "Options", *self._first_groups)
+        groups: dict[str, list[tuple[str, str]]] = {title: [] for title in first}
+        for parameter in sorted(self.get_params(ctx), key=self._place):
             record = parameter.get_help_record(ctx)
             if record is not None:
-                groups.setdefault(getattr(parameter, "group", "Options"), []).append(record)
+                is_most_used = parameter.name in self._most_used
+                title = "Most used" if is_most_used else getattr(parameter, "group", "Options")
+                groups.setdefault(title, []).append(record)
         for title, records in groups.items():
             if records:
                 with formatter.section(title):
                     formatter.write_dl(records)
+
+    def _place(self, parameter: click.Parameter) -> int:
+        name = parameter.name or ""
+        return self._most_used.index(name) if name in self._most_used else len(self._most_used)
 
 
 def declared_options(model: type[DeclaredOptions]) -> Callable[[F], F]:

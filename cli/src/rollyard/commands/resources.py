@@ -2,18 +2,34 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, Literal
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import click
 
 from rollyard import terminal
-from rollyard.connection import Server, connect, connection, server_options
+from rollyard.arguments import (
+    GROUP,
+    RESOURCES,
+    Kind,
+    NamedObject,
+    Selection,
+    job_name,
+    label_selector,
+    selection,
+    targets,
+)
+from rollyard.connection import Server, connect, connection, one_line_of, server_options
 from rollyard.errors import InvalidInput, UsageProblem
 
 if TYPE_CHECKING:
+    from rich.table import Table
     from rollyard_client import Client
     from rollyard_crds import BackendPool, RolloutJob
+
+T = TypeVar("T")
 
 
 @click.command()
@@ -24,11 +40,13 @@ if TYPE_CHECKING:
 @click.option("--wait", is_flag=True, help="Show progress until the job has ended.")
 @server_options
 def submit(path: Path, name: str | None, wait: bool, server: Server) -> None:
-    """Submit a job or a backend pool from a manifest. Submitting the same manifest again changes nothing."""
-    from rollyard_crds import BackendPool, RolloutJob
-    from rollyard_crds.fields.signals import warnings_of
+    """Submit a job or a backend pool from a manifest. Submitting the same manifest again changes nothing.
 
-    from rollyard.jobs.manifests import entry_point_problems, folder_warnings, local_path, read_manifests
+    `rollyard apply` also changes what exists.
+    """
+    from rollyard_crds import BackendPool, RolloutJob
+
+    from rollyard.jobs.manifests import read_manifests
     from rollyard.jobs.running import follow, leaving, phase_of, require_success, submit_job
 
     manifests = read_manifests(path)
@@ -38,9 +56,7 @@ def submit(path: Path, name: str | None, wait: bool, server: Server) -> None:
             raise UsageProblem(f"--name needs a file with one RolloutJob; {path} holds {len(jobs)}")
         jobs[0].metadata.name = name
     with connect(*server) as client:
-        for manifest in manifests:
-            if "namespace" not in manifest.metadata.model_fields_set:
-                manifest.metadata.namespace = client.namespace
+        for manifest in _placed(manifests, client):
             if isinstance(manifest, BackendPool):
                 client.create_pool(manifest)
                 click.echo(f"backendpool/{manifest.metadata.name} submitted")
@@ -55,14 +71,7 @@ def submit(path: Path, name: str | None, wait: bool, server: Server) -> None:
                 if job.status.skipped_rows is not None:
                     for line in job.status.skipped_rows.lines():
                         click.echo(f"rollyard: {line}", err=True)
-                source = manifest.spec.tasks
-                folder = local_path(source.url or "")
-                further = folder_warnings(folder, source) if folder is not None and folder.is_dir() else []
-                for warning in warnings_of(manifest.spec) + [f"spec.tasks.url: {line}" for line in further]:
-                    click.echo(f"rollyard: warning: {warning}", err=True)
-                # The control plane, perhaps on another machine, has them, so this is only a note.
-                for problem in entry_point_problems(manifest):
-                    click.echo(f"rollyard: not installed on this machine: {problem}", err=True)
+                _warn(manifest)
         if not jobs:
             if wait:
                 raise InvalidInput(f"{path}: holds no RolloutJob to wait for")
@@ -76,53 +85,223 @@ def submit(path: Path, name: str | None, wait: bool, server: Server) -> None:
             click.echo(f"Follow it with `rollyard watch {jobs[0].metadata.name}`")
 
 
-JOB_WORDS: Final = ("rj", "rolloutjob", "rolloutjobs", "job", "jobs")
-POOL_WORDS: Final = ("bp", "backendpool", "backendpools", "pool", "pools")
+def _placed(
+    manifests: Iterable[RolloutJob | BackendPool], client: Client
+) -> Iterator[RolloutJob | BackendPool]:
+    """Yield manifests, each in the namespace that it names or else in that of the client."""
+    for manifest in manifests:
+        if "namespace" not in manifest.metadata.model_fields_set:
+            manifest.metadata.namespace = client.namespace
+        yield manifest
+
+
+def _name(thing: RolloutJob | BackendPool) -> str:
+    return f"{thing.kind.lower()}/{thing.metadata.name}"
+
+
+def _warn(job: RolloutJob) -> None:
+    """Print what is hardly meant in a job that was submitted, and what is not installed on this machine."""
+    from rollyard_crds.fields.signals import warnings_of
+
+    from rollyard.jobs.manifests import entry_point_problems, folder_warnings, local_path
+
+    source = job.spec.tasks
+    folder = local_path(source.url or "")
+    further = folder_warnings(folder, source) if folder is not None and folder.is_dir() else []
+    for warning in warnings_of(job.spec) + [f"spec.tasks.url: {line}" for line in further]:
+        click.echo(f"rollyard: warning: {warning}", err=True)
+    # The control plane, perhaps on another machine, has them, so this is only a note.
+    for problem in entry_point_problems(job):
+        click.echo(f"rollyard: not installed on this machine: {problem}", err=True)
+
+
+FILES: Final = click.option(
+    "-f",
+    "--file",
+    "paths",
+    multiple=True,
+    type=click.Path(path_type=Path),
+    help="Manifest (YAML or JSON, several documents too), or - for standard input; repeatable.",
+)
 
 
 @click.command()
-@click.argument("kind", default="rj")
-@click.argument("name", required=False)
-@click.option("-o", "--output", type=click.Choice(["json", "yaml", "wide"]), help="Instead of the table.")
+@FILES
+@server_options
+def apply(paths: tuple[Path, ...], server: Server) -> int:
+    """Create the jobs and pools that manifests describe, or change them.
+
+    What a manifest leaves out stays as it is. Of a job, what is to be rolled out cannot be changed; workers,
+    limits, `priority` and `suspend` can. A refused change names the field.
+    """
+    from rollyard_crds import RolloutJob
+
+    from rollyard.jobs.manifests import read_manifests
+    from rollyard.jobs.running import apply_manifest
+
+    if not paths:
+        raise UsageProblem("give a manifest: rollyard apply -f FILE (or - for standard input)")
+    manifests = [manifest for path in paths for manifest in read_manifests(path)]
+
+    def one(client: Client, manifest: RolloutJob | BackendPool) -> None:
+        change = apply_manifest(client, manifest)
+        click.echo(f"{_name(manifest)} {change}")
+        if change == "created" and isinstance(manifest, RolloutJob):
+            _warn(manifest)
+
+    with connect(*server) as client:
+        return for_each(client, ((_name(each), each) for each in _placed(manifests, client)), one)
+
+
+def for_each(client: Client, things: Iterable[tuple[str, T]], act: Callable[[Client, T], None]) -> int:
+    """Do something with each of several named things, and return 1 if one was refused, and else 0.
+
+    A refusal is printed, and the others follow, as with kubectl.
+    """
+    from rollyard_client.errors import Conflict, Invalid, NotFound
+
+    status = 0
+    for name, thing in things:
+        try:
+            act(client, thing)
+        except NotFound as error:
+            terminal.echo_line(f"rollyard: {one_line_of(error)}", err=True)
+            status = 1
+        except (Conflict, Invalid, InvalidInput) as error:
+            terminal.echo_line(f"rollyard: {name}: {one_line_of(error)}", err=True)
+            status = 1
+    return status
+
+
+WATCH_SECONDS: Final = 1.0
+"""The seconds between two readings of what `get --watch` shows."""
+
+
+@click.command()
+@click.argument("words", nargs=-1, metavar="[KIND[,KIND]|all] [NAME]...")
+@click.option(
+    "-o", "--output", type=click.Choice(["json", "yaml", "wide", "name"]), help="Instead of the table."
+)
 @click.option("-A", "--all-namespaces", is_flag=True, help="List those of all namespaces.")
+@click.option("-l", "--selector", metavar="LABELS", help="Only those with these labels, as team=a,stage!=b.")
+@click.option("-w", "--watch", "watching", is_flag=True, help="Then print a line for each change.")
 @server_options
 def get(
-    kind: str,
-    name: str | None,
+    words: tuple[str, ...],
     output: str | None,
     all_namespaces: bool,
+    selector: str | None,
+    watching: bool,
     server: Server,
 ) -> None:
-    """List jobs (KIND rj, the default) or backend pools (KIND bp), or show one.
+    """List jobs (KIND rj, the default) or backend pools (KIND bp), or show some.
 
     `get bp -o wide` has a line for each backend: its health, circuit, weights, load and speed.
     """
+    from rollyard.jobs.running import answered
 
-    from rollyard.render import tables
-
-    if kind not in (*JOB_WORDS, *POOL_WORDS):
-        kind, name = "rj", kind
-    of_jobs = kind in JOB_WORDS
+    selected = selection(words)
+    chosen = label_selector(selector) if selector is not None else None
+    if watching and output not in (None, "wide"):
+        raise UsageProblem(f"--watch prints tables; leave -o {output} out")
+    if selected.targets and (chosen is not None or all_namespaces):
+        raise UsageProblem("--selector and --all-namespaces go without NAMEs")
     with connect(*server) as client:
         scope = "*" if all_namespaces else client.namespace
-        if of_jobs:
-            jobs = [client.job(name, client.namespace)] if name else client.jobs(scope)
-            if output not in ("json", "yaml"):
-                tables.print_table(terminal.console(), tables.jobs_table(jobs, output == "wide"))
-                return
-            documents = [job.to_json() for job in jobs]
-        else:
-            pools = [client.pool(name, client.namespace)] if name else client.pools(scope)
-            if output not in ("json", "yaml"):
-                table = tables.backends_table(pools) if output == "wide" else tables.pools_table(pools)
-                tables.print_table(terminal.console(), table)
-                return
-            documents = [pool.to_json() for pool in pools]
-    document = documents[0] if name else {"apiVersion": "v1", "kind": "List", "items": documents}
-    click.echo(_text(document, output or "yaml"), nl=False)
+
+        def read() -> list[RolloutJob | BackendPool]:
+            return [
+                thing
+                for thing in _selected(client, selected, scope)
+                if chosen is None or chosen(thing.metadata.labels)
+            ]
+
+        things = read()
+        if output in ("json", "yaml", "name"):
+            click.echo(_text(things, output, is_one=len(selected.targets) == 1), nl=False)
+            return
+        if not things:
+            names = " and ".join(f"{RESOURCES[kind]}s" for kind in selected.kinds or ("rj",))
+            where = "any namespace" if all_namespaces else f"namespace {scope!r}"
+            click.echo(f"No {names} in {where}", err=True)
+        printed = _PrintedTables(wide=output == "wide", namespaces=all_namespaces)
+        printed.update(things)
+        while watching:
+            time.sleep(WATCH_SECONDS)
+            printed.update(answered(read))
 
 
-def _text(document: object, output: str) -> str:
+def _selected(
+    client: Client, selected: Selection, namespace: str
+) -> Iterator[RolloutJob | BackendPool]:
+    for target in selected.targets:
+        yield find(client, target, client.namespace)
+    if not selected.targets:
+        for kind in selected.kinds or ("rj",):
+            yield from client.jobs(namespace) if kind == "rj" else client.pools(namespace)
+
+
+class _PrintedTables:
+    """Prints tables of objects, and then the rows that change below them, in columns of the same width."""
+
+    def __init__(self, wide: bool, namespaces: bool) -> None:
+        self._wide = wide
+        self._namespaces = namespaces
+        self._names: set[tuple[str, str]] = set()
+        self._rows: set[tuple[str, ...]] = set()
+        self._widths: dict[tuple[str, ...], list[int]] = {}
+
+    def update(self, things: Sequence[RolloutJob | BackendPool]) -> None:
+        """Print what has changed since the last call, which is everything in the first one."""
+        from rollyard.render.tables import print_table
+
+        names = {(_name(thing), thing.metadata.namespace) for thing in things}
+        for name, _ in sorted(self._names - names):
+            click.echo(f"{name} deleted")
+        rows = {thing.metadata.uid: self._texts([thing]) for thing in things}
+        changed = [thing for thing in things if not rows[thing.metadata.uid] <= self._rows]
+        for number, table in enumerate(self._tables(changed)):
+            columns = tuple(str(column.header) for column in table.columns)
+            table.show_header = columns not in self._widths
+            if number and table.show_header:
+                click.echo()
+            widths = self._widths.setdefault(columns, [0] * len(columns))
+            for place, column in enumerate(table.columns):
+                widths[place] = max(widths[place], *map(len, map(str, (column.header, *column.cells))))
+                column.min_width = widths[place]
+            print_table(terminal.console(), table)
+        self._names = names
+        self._rows = set().union(*rows.values())
+
+    def _tables(self, things: Sequence[RolloutJob | BackendPool]) -> list[Table]:
+        """Return a table of the jobs and one of the pools among some objects, without empty ones."""
+        from rollyard_crds import BackendPool, RolloutJob
+
+        from rollyard.render import tables
+
+        jobs = [thing for thing in things if isinstance(thing, RolloutJob)]
+        pools = [thing for thing in things if isinstance(thing, BackendPool)]
+        made = [tables.jobs_table(jobs, self._wide, self._namespaces)] if jobs else []
+        if pools:
+            table = tables.backends_table if self._wide else tables.pools_table
+            made.append(table(pools, self._namespaces))
+        return made
+
+    def _texts(self, things: Sequence[RolloutJob | BackendPool]) -> set[tuple[str, ...]]:
+        """Return the rows of some objects without their ages, which change all the time."""
+        texts: set[tuple[str, ...]] = set()
+        for table in self._tables(things):
+            kept = [column for column in table.columns if column.header != "AGE"]
+            texts.update(zip(*(map(str, column.cells) for column in kept), strict=True))
+        return texts
+
+
+def _text(things: Sequence[RolloutJob | BackendPool], output: str, is_one: bool) -> str:
+    """Return objects as text: one as it is, several as a List, or the name of each in a line."""
+    if output == "name":
+        return "".join(f"{thing.kind.lower()}.{GROUP}/{thing.metadata.name}\n" for thing in things)
+    documents: list[Mapping[str, Any]] = [thing.to_json() for thing in things]
+    document = documents[0] if is_one else {"apiVersion": "v1", "kind": "List", "items": documents}
     if output == "json":
         import json
 
@@ -133,36 +312,17 @@ def _text(document: object, output: str) -> str:
     return text
 
 
-def named(command: str, kind: str, name: str | None) -> tuple[Literal["rj", "bp"] | None, str]:
-    """Return the kind and the name that `[KIND] NAME` of a command gives. The kind is None for a NAME alone.
-
-    Raises:
-        click.UsageError: There is a KIND alone, or a word that is not a KIND.
-    """
-    known: Literal["rj", "bp"] | None = "rj" if kind in JOB_WORDS else "bp" if kind in POOL_WORDS else None
-    if name is None and known is not None:
-        raise click.UsageError(
-            f"give the NAME too: rollyard {command} {kind} NAME (`rollyard get {kind}` lists them)"
-        )
-    if name is None:
-        return None, kind
-    if known is None:
-        raise click.UsageError(f"KIND must be rj or bp (got {kind!r})")
-    return known, name
-
-
-def find(
-    client: Client, kind: Literal["rj", "bp"] | None, name: str, namespace: str
-) -> RolloutJob | BackendPool:
-    """Return the object of a kind and name. Without a kind it is the job of this name, or else the pool."""
+def find(client: Client, target: NamedObject, namespace: str) -> RolloutJob | BackendPool:
+    """Return an object. Without a kind it is the job of this name, or else the pool."""
     from rollyard_client.errors import NotFound
 
-    if kind == "bp":
+    name = target.name
+    if target.kind == "bp":
         return client.pool(name, namespace)
     try:
         return client.job(name, namespace)
     except NotFound:
-        if kind == "rj":
+        if target.kind == "rj":
             raise
         try:
             return client.pool(name, namespace)
@@ -187,11 +347,10 @@ def _pool_of(client: Client, job: RolloutJob) -> BackendPool | None:
 
 
 @click.command()
-@click.argument("kind", metavar="[KIND]")
-@click.argument("name", required=False)
+@click.argument("words", nargs=-1, metavar="[KIND] NAME")
 @server_options
-def describe(kind: str, name: str | None, server: Server) -> None:
-    """Show everything about one job or pool: `describe NAME`, or `describe rj|bp NAME`."""
+def describe(words: tuple[str, ...], server: Server) -> None:
+    """Show everything about a job or pool: `describe NAME`, or `describe rj|bp NAME`."""
     from collections import Counter
     from itertools import islice
 
@@ -200,12 +359,17 @@ def describe(kind: str, name: str | None, server: Server) -> None:
     from rollyard.page import link_if_any
     from rollyard.render.describe import describe_job, describe_pool
 
-    which, name = named("describe", kind, name)
     console = terminal.console()
+    wanted = targets("describe", words)
     with connection(*server) as opened:
         client = opened.client
-        thing = find(client, which, name, client.namespace)
-        if isinstance(thing, RolloutJob):
+        for number, target in enumerate(wanted):
+            if number:
+                console.print()
+            thing = find(client, target, client.namespace)
+            if not isinstance(thing, RolloutJob):
+                describe_pool(console, thing)
+                continue
             meta = thing.metadata
             failures = client.statistics(meta.name, meta.namespace).failures
             # Each reason comes with the message of its newest rollout.
@@ -218,32 +382,36 @@ def describe(kind: str, name: str | None, server: Server) -> None:
             )
             link = link_if_any(opened, meta.namespace, meta.name)
             describe_job(console, thing, reasons, attempts, link, _pool_of(client, thing))
-        else:
-            describe_pool(console, thing)
 
 
 @click.command()
-@click.argument("kind", metavar="[bp]")
-@click.argument("name", required=False)
+@click.argument("words", nargs=-1, metavar="[bp] NAME...")
 @click.option("--replicas", type=click.IntRange(0, 1024), required=True, help="Backends that should run.")
 @server_options
-def scale(kind: str, name: str | None, replicas: int, server: Server) -> None:
+def scale(words: tuple[str, ...], replicas: int, server: Server) -> int:
     """Change the number of a pool's backends: `scale bp NAME --replicas N`.
 
     Backends that go take no new rollouts, and end when they have none left or after half a minute; rollouts
     that they still have then continue elsewhere.
     """
-    if name is None:
-        kind, name = "bp", kind
-    if kind not in POOL_WORDS:
-        raise click.UsageError(f"only backend pools (bp) are scaled (got {kind!r})")
+    wanted = targets("scale", words)
+    for target in wanted:
+        if target.kind == "rj":
+            raise click.UsageError(
+                f"only backend pools (bp) are scaled (got rj/{target.name}); the workers of a job are in "
+                "spec.stages, which `rollyard apply` changes"
+            )
+
+    def one(client: Client, target: NamedObject) -> None:
+        pool = client.patch_pool(target.name, {"replicas": replicas}, client.namespace)
+        click.echo(f"backendpool/{pool.metadata.name} scaled to {pool.spec.replicas}")
+
     with connect(*server) as client:
-        pool = client.patch_pool(name, {"replicas": replicas}, client.namespace)
-    click.echo(f"backendpool/{pool.metadata.name} scaled to {pool.spec.replicas}")
+        return for_each(client, ((f"backendpool/{each.name}", each) for each in wanted), one)
 
 
 @click.command()
-@click.argument("name")
+@click.argument("name", type=job_name)
 @click.option(
     "--rollout",
     metavar="ID",
@@ -265,7 +433,7 @@ def watch(name: str, rollout: str | None, server: Server) -> None:
 
 
 @click.command()
-@click.argument("name")
+@click.argument("name", type=job_name)
 @click.option("--group", help="Only the rollouts of this task.")
 @click.option("--rollout", help="Only this rollout.")
 @server_options
@@ -287,19 +455,43 @@ def cancel(name: str, group: str | None, rollout: str | None, server: Server) ->
 
 
 @click.command()
-@click.argument("kind", metavar="[KIND]")
-@click.argument("name", required=False)
+@click.argument("words", nargs=-1, metavar="[KIND] NAME...")
+@FILES
+@click.option("--ignore-not-found", is_flag=True, help="Count what is not there as deleted.")
 @server_options
-def delete(kind: str, name: str | None, server: Server) -> None:
-    """Delete a job or a pool: `delete NAME` for a job, or `delete rj|bp NAME`.
+def delete(words: tuple[str, ...], paths: tuple[Path, ...], ignore_not_found: bool, server: Server) -> int:
+    """Delete jobs or pools: `delete NAME` for a job, `delete rj|bp NAME…`, or all of `-f FILE`.
 
     A job that has not ended is cancelled. Its trajectories stay in the trajectory store.
     """
-    which, name = named("delete", kind, name)
+    from rollyard.jobs.manifests import read_manifests
+
+    if bool(words) == bool(paths):
+        raise UsageProblem("give the NAMEs of what to delete, or -f FILE" + " (not both)" * bool(words))
+    manifests = [manifest for path in paths for manifest in read_manifests(path)]
+    named = targets("delete", words) if words else ()
+
+    def one(client: Client, item: tuple[Kind, str, str]) -> None:
+        from rollyard_client.errors import NotFound
+
+        kind, namespace, name = item
+        try:
+            if kind == "bp":
+                client.delete_pool(name, namespace)
+            else:
+                client.delete(name, namespace)
+        except NotFound:
+            if not ignore_not_found:
+                raise
+            return
+        click.echo(f"{RESOURCES[kind]}/{name} deleted")
+
     with connect(*server) as client:
-        if which == "bp":
-            client.delete_pool(name, client.namespace)
-            click.echo(f"backendpool/{name} deleted")
-        else:
-            client.delete(name, client.namespace)
-            click.echo(f"rolloutjob/{name} deleted")
+        # A name alone is that of a job: nobody loses a pool to a short form.
+        items: list[tuple[Kind, str, str]] = [
+            (target.kind or "rj", client.namespace, target.name) for target in named
+        ]
+        for manifest in _placed(manifests, client):
+            kind: Kind = "rj" if manifest.kind == "RolloutJob" else "bp"
+            items.append((kind, manifest.metadata.namespace, manifest.metadata.name))
+        return for_each(client, ((f"{RESOURCES[item[0]]}/{item[2]}", item) for item in items), one)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 
 from rollyard import terminal
+from rollyard.arguments import job_name
 from rollyard.commands import sandbox_option
 from rollyard.connection import Server, connect, connection, server_options
 from rollyard.errors import CliError, LookupFailed, UsageProblem
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 
 
 @click.command()
-@click.argument("name")
+@click.argument("name", type=job_name)
 @click.option(
     "-o",
     "--output",
@@ -50,7 +51,7 @@ def trajectories(name: str, output: Path, follow: bool, server: Server) -> None:
 
 
 @click.command()
-@click.argument("name")
+@click.argument("name", type=job_name)
 @click.option(
     "--handler",
     required=True,
@@ -110,7 +111,7 @@ class Choice:
 
 
 @click.command()
-@click.argument("arguments", nargs=-1, metavar="[NAME] [ROLLOUT]")
+@click.argument("arguments", nargs=-1, type=job_name, metavar="[NAME] [ROLLOUT]")
 @click.option(
     "--from",
     "path",
@@ -282,7 +283,7 @@ CODE_SECONDS: Final = 60
 
 
 @click.command()
-@click.argument("arguments", nargs=-1, metavar="[NAME] [ROLLOUT]")
+@click.argument("arguments", nargs=-1, type=job_name, metavar="[NAME] [ROLLOUT]")
 @click.option(
     "--role",
     type=click.Choice(["viewer", "admin"]),

@@ -17,7 +17,16 @@ from rollyard_api.options.sources import drop_variables
 from rollyard import terminal
 from rollyard.declared import set_telemetry, speaker
 from rollyard.errors import UsageProblem
-from rollyard.local.options import Engine, Options, check_model_folder, is_for_vllm, whole_path
+from rollyard.local.options import (
+    BACKENDS,
+    SANDBOXES,
+    WORKERS,
+    Engine,
+    Options,
+    check_model_folder,
+    is_for_vllm,
+    whole_path,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -31,7 +40,11 @@ minutes."""
 PROGRAM: Final = "rollyard up"
 
 
-@click.command(cls=GroupedCommand)
+@click.command(
+    cls=GroupedCommand,
+    most_used=("backend_url", "model", "gpus", "home", "detach"),
+    first_groups=(BACKENDS, SANDBOXES, WORKERS),
+)
 @declared_options(Options)
 @click.option("--detach", is_flag=True, help="Return once a backend is ready; stop it with `rollyard down`.")
 @click.pass_context
@@ -40,8 +53,7 @@ def up(ctx: click.Context, /, config: Path | None, detach: bool, **arguments: An
 
     With vLLM: `rollyard up --model Qwen/Qwen3-8B --replicas 2 --gpus 1
     --engine-arg=--max-model-len=32768`. `$(BACKEND_INDEX)` in --engine-arg and --engine-env is
-    the replica's number, from 0. The options from "State" on, except --home, are those of `rollyard
-    control-plane`.
+    the replica's number, from 0. The options from "State" on are those of `rollyard control-plane`.
     """
     from rollyard.declared import load_options
     from rollyard.extras import require

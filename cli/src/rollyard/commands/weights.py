@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 
 from rollyard import terminal
+from rollyard.arguments import pool_name
 from rollyard.connection import Server, connect, server_options
 from rollyard.errors import CliError, UsageProblem
 
@@ -23,7 +24,7 @@ MODES: Final = click.Choice(["abort", "wait", "keep"])
 
 
 @click.command()
-@click.argument("pool")
+@click.argument("pool", type=pool_name)
 @click.option("--version", "version", metavar="V", help="Policy version of the new weights.")
 @click.option("--checkpoint", metavar="DIR", help="Load this model folder.")
 @click.option("--lora", metavar="NAME=DIR", help="Load this adapter.")

@@ -6,10 +6,11 @@ import codecs
 import gzip
 import os
 import re
+import sys
 import tempfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, closing, contextmanager, suppress
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import entry_points
@@ -59,25 +60,33 @@ class CheckReport:
 TasksCheck = Callable[[RolloutJob | str, Sequence[Task]], CheckReport]
 
 
+STANDARD_INPUT: Final = Path("-")
+
+
 def read_manifests(path: Path) -> list[Manifest]:
     """Return every manifest of a file. Task paths, which are relative to the file, are made absolute.
+
+    The path `-` stands for standard input, whose task paths are relative to the working directory.
 
     Raises:
         LookupFailed: There is no such file.
         InvalidInput: A document is refused. The message names the field and the fault.
     """
+    name = "standard input" if path == STANDARD_INPUT else str(path)
     try:
-        if path.stat().st_size > MAX_MANIFEST_BYTES:
-            raise InvalidInput(f"{path}: larger than {MAX_MANIFEST_BYTES >> 20} MiB; is it a manifest?")
-        text = path.read_text()
+        with nullcontext(sys.stdin.buffer) if path == STANDARD_INPUT else path.open("rb") as file:
+            data = file.read(MAX_MANIFEST_BYTES + 1)
+        if len(data) > MAX_MANIFEST_BYTES:
+            raise InvalidInput(f"{name}: larger than {MAX_MANIFEST_BYTES >> 20} MiB; is it a manifest?")
+        text = data.decode()
     except UnicodeDecodeError as error:
-        raise InvalidInput(f"{path}: not UTF-8 text ({error})") from error
+        raise InvalidInput(f"{name}: not UTF-8 text ({error})") from error
     except OSError as error:
-        raise LookupFailed(f"{path}: {error.strerror}") from error
+        raise LookupFailed(f"{name}: {error.strerror}") from error
     try:
         manifests = load(text)
     except ManifestError as error:
-        raise InvalidInput(f"{path}: {error}") from error
+        raise InvalidInput(f"{name}: {error}") from error
     return [_absolute(manifest, path.parent.resolve()) for manifest in manifests]
 
 

@@ -7,11 +7,12 @@ import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar
 
 import click
 from rollyard_client import Client, Invalid, NotFound
-from rollyard_crds import RolloutJob
+from rollyard_crds import Manifest, RolloutJob
+from rollyard_crds.fields.annotations import OBJECT_UID
 from rollyard_tasks.task_list import TaskListError
 
 from rollyard import terminal
@@ -47,27 +48,36 @@ def submit_job(client: Client, job: RolloutJob) -> RolloutJob:
         RollyardError: The server refuses the job.
         InvalidInput: The file cannot be read.
     """
+    sent = _with_uploads(client, job)
+    try:
+        return client.submit(sent)
+    except Invalid as error:
+        url, named = sent.spec.tasks.url, job.spec.tasks.url
+        if url is None or named is None or url == named:
+            raise
+        # Users know the file by its name, not by the URL of its upload.
+        errors = [line.replace(url, named) for line in error.errors]
+        message = str(error).replace(url, named)
+        raise Invalid(message, reason=error.reason, status=error.status, errors=errors) from error
+
+
+def _with_uploads(client: Client, job: RolloutJob) -> RolloutJob:
+    """Return the job with the URLs of its uploaded files, where it names files on this machine."""
     path = local_path(job.spec.tasks.url or "")
     if path is None or not (path.is_file() or path.is_dir()):
-        return client.submit(job)
+        return job
     try:
-        url = _uploaded(client, job, path)
+        uploaded: dict[str, object] = {"url": _uploaded(client, job, path)}
     except OSError as error:
         raise InvalidInput(f"spec.tasks.url: {path}: {error.strerror or error}") from error
     specs = local_path(job.spec.tasks.specs or "")
-    uploaded: dict[str, object] = {"url": url}
     if specs is not None:
         try:
             uploaded["specs"] = client.upload(specs, job.metadata.namespace)
         except OSError as error:
             raise InvalidInput(f"spec.tasks.specs: {specs}: {error.strerror or error}") from error
-    try:
-        return client.submit(_with(job, **uploaded))
-    except Invalid as error:
-        # Users know the file by its name, not by the URL of its upload.
-        errors = [line.replace(url, path.as_uri()) for line in error.errors]
-        message = str(error).replace(url, path.as_uri())
-        raise Invalid(message, reason=error.reason, status=error.status, errors=errors) from error
+    tasks = job.spec.tasks.model_copy(update=uploaded)
+    return job.model_copy(update={"spec": job.spec.model_copy(update={"tasks": tasks})})
 
 
 def _uploaded(client: Client, job: RolloutJob, path: Path) -> str:
@@ -83,9 +93,67 @@ def _uploaded(client: Client, job: RolloutJob, path: Path) -> str:
         raise InvalidInput(f"spec.tasks.url: {path}: {error}") from error
 
 
-def _with(job: RolloutJob, **source: object) -> RolloutJob:
-    tasks = job.spec.tasks.model_copy(update=source)
-    return job.model_copy(update={"spec": job.spec.model_copy(update={"tasks": tasks})})
+OVER_REST: Final = frozenset({"suspend", "priority"})
+"""The fields of a job's spec that its driver takes over from the control plane where it has an object."""
+
+
+def apply_manifest(client: Client, manifest: Manifest) -> Literal["created", "configured", "unchanged"]:
+    """Create what a manifest describes, or change it. Fields that the manifest leaves out stay as they are.
+
+    Raises:
+        RollyardError: The server refuses the object, or the change of a field.
+        InvalidInput: A file cannot be read, or the object is one of a cluster, where kubectl changes fields.
+    """
+    meta = manifest.metadata
+    try:
+        current: Manifest = (
+            client.job(meta.name, meta.namespace)
+            if isinstance(manifest, RolloutJob)
+            else client.pool(meta.name, meta.namespace)
+        )
+    except NotFound:
+        if isinstance(manifest, RolloutJob):
+            submit_job(client, manifest)
+        else:
+            client.create_pool(manifest)
+        return "created"
+    wanted = _with_uploads(client, manifest) if isinstance(manifest, RolloutJob) else manifest
+    before, after = current.spec.to_json(), wanted.spec.to_json()
+    fields = type(wanted.spec).model_fields
+    names = [fields[name].alias or name for name in wanted.spec.model_fields_set]
+    changes = {name: after.get(name) for name in names if after.get(name) != before.get(name)}
+    labels = current.metadata.labels | meta.labels
+    annotations = current.metadata.annotations | meta.annotations
+    described = (labels, annotations) != (current.metadata.labels, current.metadata.annotations)
+    if not changes and not described:
+        return "unchanged"
+    if OBJECT_UID in current.metadata.annotations:
+        _change_object(client, wanted, changes, described)
+        return "configured"
+    spec = {name: value for name, value in {**before, **changes}.items() if value is not None}
+    metadata = {"name": meta.name, "namespace": meta.namespace, "labels": labels, "annotations": annotations}
+    client.replace(type(wanted).model_validate({"metadata": metadata, "spec": spec}))
+    return "configured"
+
+
+def _change_object(client: Client, wanted: Manifest, changes: dict[str, Any], described: bool) -> None:
+    """Change what is an object of a cluster too, whose driver takes over some changes from here.
+
+    Raises:
+        InvalidInput: The driver would undo the change.
+    """
+    meta, is_job = wanted.metadata, isinstance(wanted, RolloutJob)
+    fixed = [f"spec.{name}" for name in changes if is_job and name not in OVER_REST]
+    fixed += ["metadata"] if described else []
+    if fixed:
+        raise InvalidInput(
+            f"{', '.join(fixed)}: {wanted.kind} {meta.name!r} is an object of a cluster: "
+            "`kubectl apply -f FILE` changes this"
+        )
+    if is_job:
+        client.update(meta.name, namespace=meta.namespace, **changes)
+    else:
+        client.patch_pool(meta.name, changes, meta.namespace)
 
 
 def follow(
@@ -114,7 +182,7 @@ def follow(
         uid: str | None = None
         while True:
             try:
-                job = _answer(partial(client.job, name, namespace))
+                job = answered(partial(client.job, name, namespace))
             except NotFound as error:
                 if uid is None:
                     raise
@@ -135,7 +203,7 @@ def follow(
             time.sleep(POLL_SECONDS)
 
 
-def _answer(call: Callable[[], Answer]) -> Answer:
+def answered(call: Callable[[], Answer]) -> Answer:
     """Return what a call of the client returns, and repeat it while the control plane does not answer.
 
     Raises:
@@ -174,13 +242,13 @@ def follow_rollout(
     with conversation_view(console or terminal.console()) as view:
         while True:
             try:
-                view.update(_answer(partial(client.running_rollout, name, rollout, namespace)))
+                view.update(answered(partial(client.running_rollout, name, rollout, namespace)))
             except Conflict as error:
                 if error.reason != "RolloutEnded":
                     raise
                 break
             time.sleep(ROLLOUT_SECONDS)
-        record = _answer(partial(client.trajectory, name, rollout, namespace))
+        record = answered(partial(client.trajectory, name, rollout, namespace))
         view.finish(record)
     reward = "without a reward" if record.reward is None else f"with the reward {record.reward:g}"
     outcome = f"ended {reward}" if record.status == "succeeded" else why(record)

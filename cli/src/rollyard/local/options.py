@@ -19,6 +19,7 @@ from rollyard.errors import LookupFailed, UsageProblem
 DEFAULT_POOL: Final = "default"
 BACKENDS: Final = "Backends"
 SANDBOXES: Final = "Sandboxes"
+WORKERS: Final = "Workers"
 _WEIGHTS: Final = "*.safetensors, *.bin or *.pt"
 _MODEL_FILES: Final = {
     "embedded": ("genai_config.json", "tokenizer.json", "*.onnx"),
@@ -180,7 +181,7 @@ class Options(ListeningOptions):
         Field(ge=0, le=64),
         Option(
             "Ready processes for the workers of jobs; 0: no ready process of any kind",
-            "Workers",
+            WORKERS,
         ),
     ] = 1
     """The number of ready processes that can become stage workers. With 0, there are no ready processes of

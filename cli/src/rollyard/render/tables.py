@@ -98,12 +98,25 @@ def _stage(counts: StageCounts) -> str:
     return f"{counts.active}+{counts.queued}"
 
 
-def jobs_table(jobs: Iterable[RolloutJob], wide: bool = False) -> Table:
+NAMESPACE: Final = ("namespace",)
+"""The first column of a table with objects of all namespaces."""
+
+
+def jobs_table(jobs: Iterable[RolloutJob], wide: bool = False, namespaces: bool = False) -> Table:
     """Return a table with one row for each job."""
-    columns = ["name", "finished", "phase", "reason", "succeeded", "failed", "total", "reward"]
+    columns = [
+        "name",
+        "finished",
+        "phase",
+        "reason",
+        "succeeded",
+        "failed",
+        "total",
+        "reward",
+    ]
     if wide:
         columns += ["handler", "pool", "init", "run", "eval", "message"]
-    table = plain_table([*columns, "age"])
+    table = plain_table([*NAMESPACE * namespaces, *columns, "age"])
     now = datetime.now(UTC)
     for job in jobs:
         counts, status = job.status.counts, job.status
@@ -121,19 +134,31 @@ def jobs_table(jobs: Iterable[RolloutJob], wide: bool = False) -> Table:
             pool = job.spec.backend_ref.name if job.spec.backend_ref else ""
             stages = [_stage(counts.init), _stage(counts.run), _stage(counts.eval)]
             row += [job.spec.handler, pool, *stages, status.message]
-        table.add_row(*row, age(job.metadata.creation_timestamp, now))
+        where = [job.metadata.namespace] * namespaces
+        table.add_row(*where, *row, age(job.metadata.creation_timestamp, now))
     return table
 
 
-def pools_table(pools: Iterable[BackendPool]) -> Table:
+def pools_table(pools: Iterable[BackendPool], namespaces: bool = False) -> Table:
     """Return a table with one row for each pool. A model's folder is shortened to its last part."""
-    columns = ["name", "ready", "model", "engine", "version", "active", "waiting", "hit rate", "state"]
-    table = plain_table([*columns, "age", "trains"])
+    columns = [
+        "name",
+        "ready",
+        "model",
+        "engine",
+        "version",
+        "active",
+        "waiting",
+        "hit rate",
+        "state",
+    ]
+    table = plain_table([*NAMESPACE * namespaces, *columns, "age", "trains"])
     now = datetime.now(UTC)
     for pool in pools:
         backends, external = pool.status.backends, pool.spec.engine.external
         total = len(external.urls) if external else pool.spec.replicas
         table.add_row(
+            *([pool.metadata.namespace] * namespaces),
             pool.metadata.name,
             f"{pool.status.ready_replicas}/{total}",
             _short(pool.spec.model),
@@ -174,14 +199,14 @@ def backend_row(backend: BackendStatus) -> list[str]:
     ]
 
 
-def backends_table(pools: Iterable[BackendPool]) -> Table:
+def backends_table(pools: Iterable[BackendPool], namespaces: bool = False) -> Table:
     """Return a table with one row for each backend of each pool.
 
     A pool without a backend has one row that says why.
     """
     rows: list[tuple[str, list[str], str]] = []
     for pool in pools:
-        name = pool.metadata.name
+        name = f"{pool.metadata.namespace}/{pool.metadata.name}" if namespaces else pool.metadata.name
         rows += [(name, backend_row(backend), backend.message) for backend in pool.status.backends]
         if not pool.status.backends:
             rows.append((name, ["-"] * len(BACKEND_COLUMNS), _why_not_ready(pool)))

@@ -9,7 +9,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, Literal, Self, cast
+from typing import TYPE_CHECKING, Any, Generic, Literal, Self, TypeVar, cast
 
 import rollyard_crds as crds
 
@@ -67,6 +67,7 @@ if TYPE_CHECKING:
 
 __all__ = ["AsyncClient", "AsyncResultIterator"]
 
+M = TypeVar("M", bound="RolloutJob | BackendPool")
 DEFAULT_TIMEOUT = 30.0
 SUBMIT_SECONDS = 600.0
 
@@ -292,6 +293,20 @@ class AsyncClient:
         """Suspend a job, resume it, or change its priority, and return it."""
         changes = {k: v for k, v in (("suspend", suspend), ("priority", priority)) if v is not None}
         return await self._transport.send(jobs.patch(name, namespace or self.namespace, changes))
+
+    async def replace(self, manifest: M) -> M:
+        """Create a job or a pool, or give the one of this name another spec, and return it.
+
+        Inline tasks of a job are left out of the answer. Only some fields can be changed.
+
+        Raises:
+            Conflict: A field differs that cannot be changed; `errors` names each.
+        """
+        if isinstance(manifest, crds.RolloutJob):
+            call: Call[Any] = jobs.register_job(manifest, None, None, SUBMIT_SECONDS)
+        else:
+            call = pools.register_pool(manifest)
+        return cast(M, await self._transport.send(call))
 
     async def push_tasks(
         self, name: str, tasks: Iterable[Task | Mapping[str, Any]], namespace: str | None = None

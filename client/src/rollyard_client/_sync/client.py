@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, Literal, Self, cast
+from typing import TYPE_CHECKING, Any, Generic, Literal, Self, TypeVar, cast
 
 import rollyard_crds as crds
 
@@ -67,6 +67,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Client", "ResultIterator"]
 
+M = TypeVar("M", bound="RolloutJob | BackendPool")
 DEFAULT_TIMEOUT = 30.0
 SUBMIT_SECONDS = 600.0
 
@@ -289,6 +290,20 @@ class Client:
         """Suspend a job, resume it, or change its priority, and return it."""
         changes = {k: v for k, v in (("suspend", suspend), ("priority", priority)) if v is not None}
         return self._transport.send(jobs.patch(name, namespace or self.namespace, changes))
+
+    def replace(self, manifest: M) -> M:
+        """Create a job or a pool, or give the one of this name another spec, and return it.
+
+        Inline tasks of a job are left out of the answer. Only some fields can be changed.
+
+        Raises:
+            Conflict: A field differs that cannot be changed; `errors` names each.
+        """
+        if isinstance(manifest, crds.RolloutJob):
+            call: Call[Any] = jobs.register_job(manifest, None, None, SUBMIT_SECONDS)
+        else:
+            call = pools.register_pool(manifest)
+        return cast(M, self._transport.send(call))
 
     def push_tasks(
         self, name: str, tasks: Iterable[Task | Mapping[str, Any]], namespace: str | None = None

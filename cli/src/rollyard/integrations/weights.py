@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import time
 import uuid
 from collections.abc import Callable, Iterable
 from dataclasses import KW_ONLY, InitVar, dataclass, field
@@ -20,9 +21,10 @@ if TYPE_CHECKING:
     from rollyard_client import Client
     from rollyard_crds.weights import PauseMode
 
-__all__ = ["PoolWeights", "link_files"]
+__all__ = ["PoolWeights", "link_files", "wait_for"]
 
 UPDATE_SECONDS: Final = 600.0
+LOOK_SECONDS: Final = 0.5
 _ADAPTER: Final = "adapter_config.json"
 """The file that every adapter (LoRA) has, and no whole model."""
 
@@ -111,7 +113,7 @@ class PoolWeights:
         if is_adapter and not self.adapter:
             raise TrainerMismatch(
                 "the trainer trains an adapter, which the pool gets under a name: give "
-                f"{type(self).__name__} adapter='NAME', or merge the adapter into the model before it is saved",
+                f"{type(self).__name__} adapter='NAME', or merge the adapter into the model that is saved",
                 reason="AdapterMismatch",
             )
         if self.adapter and not is_adapter:
@@ -143,13 +145,28 @@ class PoolWeights:
 def link_files(files: Iterable[Path], folder: Path) -> None:
     """Give files a second name in a folder, or copy those that lie on another file system.
 
-    The trainer that wrote the files may remove its own names of them at any time.
+    Folders among them are left out. The trainer that wrote the files may remove its own names of them.
     """
     folder.mkdir(parents=True, exist_ok=True)
     for file in files:
+        if file.is_dir():
+            continue
         # Files of a Hugging Face cache are symbolic links.
         source = file.resolve()
         try:
             os.link(source, folder / file.name)
         except OSError:
             shutil.copy2(source, folder / file.name)
+
+
+def wait_for(holds: Callable[[], bool], timeout: float, what: str) -> None:
+    """Wait until a trainer has written something.
+
+    Raises:
+        CliError: It has not done so within `timeout` seconds.
+    """
+    end = time.monotonic() + timeout
+    while not holds():
+        if time.monotonic() >= end:
+            raise CliError(f"{what} was not there within {timeout:.0f} s", reason="WeightsLate")
+        time.sleep(LOOK_SECONDS)

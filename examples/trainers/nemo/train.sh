@@ -13,7 +13,7 @@ if [ -n "$ROLLYARD_ADAPTER" ]; then
   lora=(policy.dtensor_cfg.lora_cfg.enabled=true)
 fi
 
-exec uv run --extra automodel --extra vllm --extra nemo_gym examples/rollyard/train.py \
+exec uv run --with rollyard --extra automodel --extra vllm --extra nemo_gym examples/rollyard/train.py \
   --config examples/rollyard/config.yaml \
   policy.model_name="$MODEL" \
   checkpointing.checkpoint_dir="$RUN" \

@@ -3,7 +3,7 @@
 # RESUME is the step of a checkpoint from which to resume.
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
-: "${MODEL:=/models/Qwen3-8B}" "${RUN:=/checkpoints/prime-rl-1}" "${GPUS:=8}" "${RESUME:=0}" "${ROLLYARD_ADAPTER:=}"
+: "${MODEL:=/models/Qwen3-8B}" "${RUN:=/checkpoints/prime-rl-1}" "${GPUS:=4}" "${RESUME:=0}" "${ROLLYARD_ADAPTER:=}"
 
 files=(@ "$here/trainer.toml")
 settings=(--output-dir "$RUN" --model.name "$MODEL")

@@ -2,7 +2,7 @@
 # Train with SkyRL on the rollouts of Rollyard: bash train.sh [more of SkyRL's settings]
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
-: "${MODEL:=/models/Qwen3-8B}" "${RUN:=/checkpoints/skyrl-1}" "${GPUS:=8}" "${ROLLYARD_ADAPTER:=}"
+: "${MODEL:=/models/Qwen3-8B}" "${RUN:=/checkpoints/skyrl-1}" "${GPUS:=4}" "${ROLLYARD_ADAPTER:=}"
 export ROLLYARD_JOB=$here/job.yaml ROLLYARD_POOL=default ROLLYARD_ADAPTER PYTHONPATH=$here
 
 lora=()

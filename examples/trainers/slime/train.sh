@@ -2,7 +2,7 @@
 # Train with slime on the rollouts of Rollyard: SLIME=FOLDER bash train.sh [more of slime's arguments]
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
-: "${SLIME:?give the folder of slime}" "${MEGATRON:=/root/Megatron-LM}" "${GPUS:=8}"
+: "${SLIME:?give the folder of slime}" "${MEGATRON:=/root/Megatron-LM}" "${GPUS:=4}"
 : "${MODEL:=/models/Qwen3-8B}" "${TORCH_DIST:=/models/Qwen3-8B_torch_dist}" "${RUN:=/checkpoints/slime-1}"
 export ROLLYARD_JOB=$here/job.yaml ROLLYARD_POOL=default ROLLYARD_WEIGHTS=$RUN/pool
 export PYTHONPATH=$here:$MEGATRON CUDA_DEVICE_MAX_CONNECTIONS=1

@@ -22,7 +22,7 @@ import typing_extensions
 typing.TypedDict = typing_extensions.TypedDict
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.append(str(ROOT / "examples" / "trainers"))
+sys.path += [str(ROOT / "examples" / "trainers" / name) for name in ("verl", "skyrl")]
 
 import torch  # noqa: E402
 from rollyard.integrations import nemo, skyrl, verl  # noqa: E402
@@ -141,13 +141,13 @@ def of_nemo_rl(batch: list[Trajectory], pad: int) -> list[Row]:
 
 def of_examples(batch: list[Trajectory], pad: int) -> None:
     """Let the classes of examples/trainers play a batch whose rollouts are given."""
-    import skyrl_generator
-    import verl_agent_loop
+    import rollyard_loop
+    import train
     from verl.experimental.agent_loop.agent_loop import _agent_loop_registry
 
-    task = {"id": "a", "prompt": "?"}
+    task = json.dumps({"id": "a", "prompt": "?"})
     player = types.SimpleNamespace(play_each=lambda tasks: batch)
-    generator = skyrl_generator.RollyardGenerator(typing.cast(Any, player), pad, step_wise=True)
+    generator = train.RollyardGenerator(typing.cast(Any, player), pad, step_wise=True)
     names = [TrajectoryID(one.group_id, one.sample_index) for one in batch]
     asked = {"env_extras": [{"task": task}] * len(batch), "trajectory_ids": names}
     output = asyncio.run(generator.generate(asked))
@@ -164,8 +164,8 @@ def of_examples(batch: list[Trajectory], pad: int) -> None:
             future.set_result([left.pop(0)])
             return [future]
 
-        verl_agent_loop.player = lambda start=start: types.SimpleNamespace(start=start)
-        loop = object.__new__(verl_agent_loop.RollyardAgentLoop)
+        rollyard_loop.player = lambda start=start: types.SimpleNamespace(start=start)
+        loop = object.__new__(rollyard_loop.RollyardAgentLoop)
         loop.tokenizer = types.SimpleNamespace(pad_token_id=pad)
         seen = asyncio.run(loop.run({}, extra_info={"task": task}))
         assert isinstance(seen, AgentLoopOutput)

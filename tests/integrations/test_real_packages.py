@@ -1,4 +1,4 @@
-"""verl's and SkyRL's own classes hold what the adapters give them, and their own checks accept it."""
+"""verl's and SkyRL's own classes hold what the adapters give them, and save the weights that a pool gets."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 from rollyard_crds.trajectory import Trajectory
 from rollyard_testing.faults.yard import ROOT
 from rollyard_testing.integrations.rollouts import PAD, Sampled, batches, sampled, trained
+from rollyard_testing.integrations.scripts import commands
 from rollyard_testing.integrations.trl_run import ENVIRONMENT_SECONDS, PACKAGES
 from rollyard_testing.pace import patience
 
@@ -60,6 +61,19 @@ def python(missing: Callable[[str], NoReturn]) -> Path:
     return Path(done.stdout.strip().splitlines()[-1])
 
 
+def on_real_packages(python: Path, script: str, *arguments: str) -> list[str]:
+    """Run a script of this folder on the real packages, and return the lines of JSON that it printed."""
+    done = subprocess.run(
+        [str(python), str(ROOT / "tests/integrations" / script), *arguments],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(str(ROOT / name) for name in PACKAGES)},
+        capture_output=True,
+        text=True,
+        timeout=patience(RUN_SECONDS),
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return [line for line in done.stdout.splitlines() if line.startswith("{")]
+
+
 @pytest.fixture(scope="module")
 def seen(
     python: Path, tmp_path_factory: pytest.TempPathFactory
@@ -72,16 +86,8 @@ def seen(
     path.write_text(
         "".join(json.dumps([one.model_dump(mode="json") for one in batch]) + "\n" for batch in every)
     )
-    done = subprocess.run(
-        [str(python), str(ROOT / "tests/integrations/on_real_packages.py"), str(path), str(PAD)],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(str(ROOT / name) for name in PACKAGES)},
-        capture_output=True,
-        text=True,
-        timeout=patience(RUN_SECONDS),
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    return list(zip(every, lines, strict=True))
+    lines = on_real_packages(python, "on_real_packages.py", str(path), str(PAD))
+    return list(zip(every, map(json.loads, lines), strict=True))
 
 
 @pytest.mark.parametrize("form", ["data_proto", "skyrl", "nemo_rl"])
@@ -109,3 +115,27 @@ def test_an_agent_loop_takes_rollouts_of_one_segment(
             assert found == sampled(batch)
             single += 1
     assert single > 0
+
+
+def test_pools_get_the_weights_that_verl_and_skyrl_save(python: Path, tmp_path: Path) -> None:
+    """The settings are those of examples/trainers, which the trainers' own checks accept."""
+    settings = {}
+    for trainer, before in (("verl", ["python", "-m", "verl.trainer.main_ppo"]), ("skyrl", ["python"])):
+        for kind, adapter in (("model", ""), ("adapter", "trained")):
+            folder = tmp_path / f"{trainer}-{kind}"
+            folder.mkdir()
+            (command,) = commands(trainer, folder, ROLLYARD_ADAPTER=adapter)
+            assert command[: len(before)] == before
+            settings[folder.name] = command[3 if trainer == "verl" else 2 :]
+    file, folder = tmp_path / "settings.json", tmp_path / "run"
+    file.write_text(json.dumps(settings))
+    folder.mkdir()
+    (line,) = on_real_packages(python, "weights_on_real_packages.py", str(folder), str(file))
+    for case, seen in json.loads(line).items():
+        # A trainer that resumes brings its checkpoint once more, as a version of its own.
+        resumed = ["step-2"] if case.startswith("verl") else []
+        assert seen["versions"] == ["step-1", "step-2", *resumed]
+        # verl rounds adapters to bfloat16 when it puts them together.
+        tolerance = 0.05 if case == "verl-adapter" else 1e-4
+        for difference, effect in seen["distances"]:
+            assert difference < tolerance < 0.1 * effect, case

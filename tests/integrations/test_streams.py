@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import queue
-import shutil
 import threading
 import types
 from collections.abc import Iterator
@@ -115,6 +114,7 @@ class ScriptedClient:
         lora: tuple[str, str] | None,
         mode: str,
         in_flight: str,
+        require_verified: bool,
     ) -> Any:
         name, folder = lora or (None, checkpoint)
         assert folder is not None
@@ -154,8 +154,8 @@ def trainer(step: int = 0, *, peft: bool = False, **arguments: Any) -> Any:
                 save_pretrained=lambda folder, state_dict: (
                     folder.mkdir(parents=True),
                     (folder / "weights").write_text(str(state_dict["w"])),
+                    (folder / "adapter_config.json").write_text("{}") if peft else None,
                 ),
-                **({"peft_config": {}} if peft else {}),
             ),
         ),
     )
@@ -404,8 +404,6 @@ def test_weights_that_a_server_refuses_stop_the_trainer(tmp_path: Any) -> None:
     assert weights.version == ""
     # The pool still lacks them, so they are brought again before anything is played.
     client.update_state = "Succeeded"
-    for path in tmp_path.iterdir():
-        shutil.rmtree(path)
     rollouts([rollouts.dataset()[0]["prompt"]] * 2, trainer())
     assert [version.partition("-")[2] for version, _ in client.updates] == ["step-0", "step-0"]
     assert weights.version == client.updates[-1][0]
@@ -428,7 +426,7 @@ def test_an_adapter_has_one_name_for_the_servers(tmp_path: Any) -> None:
 
 @pytest.mark.parametrize(
     ("adapter", "peft", "why"),
-    [("", True, "give TrlWeights adapter='NAME'"), ("a", False, "give the trainer a peft_config")],
+    [("", True, "give TrlWeights adapter='NAME'"), ("a", False, "or let the trainer train an adapter")],
 )
 def test_an_adapter_is_not_mistaken_for_a_model(tmp_path: Any, adapter: str, peft: bool, why: str) -> None:
     client = ScriptedClient()

@@ -1,14 +1,19 @@
-"""NeMo-Gym: answers of `POST /run`. NeMo-RL: rows of the type `DatumSpec`."""
+"""NeMo-Gym: answers of `POST /run`. NeMo-RL: rows of the type `DatumSpec`, and weight updates."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass
 from itertools import takewhile
+from pathlib import Path
 from typing import Any
 
 from rollyard_crds.trajectory import Trajectory
 
+from rollyard.integrations.errors import TrainerMismatch
 from rollyard.integrations.sequences import TrainingSequence, rewards, sequences
+from rollyard.integrations.weights import PoolWeights, link_files
 
 Decode = Callable[[Sequence[int]], str]
 
@@ -156,3 +161,77 @@ def _items(row: TrainingSequence, decode: Decode | None) -> list[dict[str, Any]]
 
 def _before_the_policy(trajectory: Trajectory) -> list[Any]:
     return list(takewhile(lambda message: message.role in ("system", "user"), trajectory.messages))
+
+
+@dataclass
+class NemoWeights(PoolWeights):
+    """A `WeightSynchronizer` of NeMo-RL that brings the policy to every backend of a pool.
+
+    `setup` returns the policy and its generation. Give it to the latter, and NeMo-RL calls it whenever it
+    would refit its own engines: `policy_generation.weight_synchronizer = NemoWeights(…)`.
+
+    Args:
+        policy: NeMo-RL's policy, on DTensor workers of the second version.
+        checkpointing: The section `checkpointing` of NeMo-RL's configuration. Whole models need
+            `save_consolidated: true`, and both kinds `model_save_format: safetensors`.
+        completed: The steps that were completed before, which is `current_step` of NeMo-RL's saved state.
+    """
+
+    _: KW_ONLY
+    policy: Any
+    checkpointing: Mapping[str, Any]
+    completed: int = 0
+
+    def __post_init__(self, at_once: bool) -> None:
+        super().__post_init__(at_once)
+        # A resumed trainer syncs before its first step, and so does a new one if the pool is stale.
+        self._next = self.completed + (0 if self.is_stale else 1)
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether the pool must get weights before the first rollouts."""
+        return self.step is None or self.step < self.completed
+
+    def init_communicator(self) -> None:
+        """Do nothing: the weights are files."""
+
+    def sync_weights(
+        self, *, timer: Any = None, kv_scales: Mapping[str, float] | None = None
+    ) -> dict[str, float]:
+        """Bring the weights after each step to the pool. NeMo-RL calls this.
+
+        Raises:
+            TrainerMismatch: The policy saves nothing that a server could load, or an adapter and none was
+                named, or the other way round.
+            CliError: The update failed on a backend.
+            RollyardError: The control plane refuses the update, or it takes longer than `timeout`.
+            OSError: The folder cannot be written.
+        """
+        self.bring_step(self._next, self._save)
+        self._next += 1
+        return {}
+
+    def shutdown(self) -> None:
+        """Do nothing: the folders that the servers have loaded stay."""
+
+    def _save(self, folder: Path) -> None:
+        # NeMo-RL takes the folder above `weights` for that of the checkpoint.
+        parts = folder.with_name(f"{folder.name}.parts")
+        weights = parts / "weights"
+        try:
+            self.policy.save_checkpoint(
+                weights_path=str(weights),
+                tokenizer_path=str(parts / "tokenizer"),
+                checkpointing_cfg={**self.checkpointing, "is_async": False},
+            )
+            model = weights / "model"
+            saved = model if (model / "adapter_config.json").exists() else model / "consolidated"
+            if not any(saved.glob("*.safetensors")):
+                raise TrainerMismatch(
+                    f"NeMo-RL saved no weights in {saved}: set checkpointing.save_consolidated to true and "
+                    "checkpointing.model_save_format to safetensors, and policy.dtensor_cfg._v2 to true"
+                )
+            shutil.move(saved, folder)
+            link_files((parts / "tokenizer").iterdir(), folder)
+        finally:
+            shutil.rmtree(parts, ignore_errors=True)

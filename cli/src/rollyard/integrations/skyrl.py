@@ -1,16 +1,20 @@
-"""SkyRL: the `GeneratorOutput` that a generator returns to the trainer.
+"""SkyRL: the `GeneratorOutput` that a generator returns to the trainer, and weight updates.
 
 The names are those of `skyrl.train.generators.base` (SkyRL 0.3).
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from rollyard_crds.trajectory import Timings, Trajectory
 
 from rollyard.integrations.sequences import TrainingSequence, check_one_each, is_scored, sequences
+from rollyard.integrations.weights import PoolWeights
 
 
 def generator_output(
@@ -107,3 +111,30 @@ def _metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
         "rollyard/sampled_tokens": float(sum(trajectory.sampled_tokens for trajectory in trajectories)),
         "rollyard/turns": float(sum(len(trajectory.turns) for trajectory in trajectories)),
     }
+
+
+@dataclass
+class SkyrlWeights(PoolWeights):
+    """Brings the policy of a SkyRL trainer to every backend of a pool, and not to SkyRL's own engines."""
+
+    def install(self, trainer: Any) -> None:
+        """Let the trainer bring its weights to the pool whenever it would send them to its engines.
+
+        A subclass of SkyRL's trainer calls this as its `init_weight_sync_state`, which the trainer calls once
+        when its models are there. SkyRL's simulated trainer replaces the same two functions.
+        """
+        trainer.dispatch.save_weights_for_sampler = partial(self.bring, trainer)
+
+    async def bring(self, trainer: Any, model_id: str | None = None) -> None:
+        """Bring the weights of the trainer's step to the pool, unless it has them.
+
+        Raises:
+            TrainerMismatch: The trainer trains an adapter without a name, or the name is that of none.
+            CliError: The update failed on a backend.
+            RollyardError: The control plane refuses the update, or it takes longer than `timeout`.
+            OSError: The folder cannot be written.
+        """
+        save = partial(trainer.dispatch.save_hf_model, "policy")
+        await asyncio.to_thread(
+            self.bring_step, int(trainer.global_step), lambda folder: save(str(folder), trainer.tokenizer)
+        )

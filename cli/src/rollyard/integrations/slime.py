@@ -1,17 +1,21 @@
-"""slime: rows of `slime.utils.types.Sample`, as a rollout function returns them."""
+"""slime: rows of `slime.utils.types.Sample`, as a rollout function returns them, and weight updates."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields
-from typing import Any
+from dataclasses import KW_ONLY, dataclass, fields
+from pathlib import Path
+from typing import Any, Final
 
 from rollyard_crds.trajectory import Trajectory
 
 from rollyard.integrations.errors import TrainerMismatch
 from rollyard.integrations.sequences import TrainingSequence, is_scored, sequences
+from rollyard.integrations.weights import PoolWeights, link_files, wait_for
 
 Decode = Callable[[Sequence[int]], str]
+_INDEX: Final = "model.safetensors.index.json"
 
 
 def sample_fields(
@@ -131,3 +135,68 @@ def _status(trajectory: Trajectory) -> str:
     if not is_scored(trajectory):
         return "failed"
     return "truncated" if trajectory.truncated else "completed"
+
+
+@dataclass
+class SlimeWeights(PoolWeights):
+    """Brings the Hugging Face folders of `--save-hf` to every backend of a pool.
+
+    slime trains whole models, and writes such a folder with each checkpoint: `--save-interval 1`. It removes
+    none of them.
+
+    Args:
+        lag: The number of rollouts by which the weights may be behind: 0 with slime's train.py, 1 with its
+            train_async.py, which begins a rollout while the model is trained on the one before it.
+    """
+
+    _: KW_ONLY
+    lag: int = 0
+
+    def __post_init__(self, at_once: bool) -> None:
+        super().__post_init__(at_once)
+        if self.adapter:
+            raise ValueError(f"adapter is {self.adapter!r}; slime trains no adapters: leave it out")
+
+    def bring(self, args: Any, rollout_id: int) -> None:
+        """Bring the newest weights that slime saved before a rollout to the pool, unless it has them.
+
+        The rollout function calls this first. Before the first folder, the pool has the model of
+        `--hf-checkpoint`; with `at_once`, it gets it.
+
+        Args:
+            args: slime's arguments.
+            rollout_id: The number of the rollout that is about to begin.
+
+        Raises:
+            TrainerMismatch: slime does not save such a folder with each rollout.
+            CliError: The update failed on a backend, or the folder was not there within `timeout`.
+            RollyardError: The control plane refuses the update, or it takes longer than `timeout`.
+            OSError: The folder cannot be written.
+        """
+        if "{rollout_id}" not in (args.save_hf or "") or args.save_interval != 1:
+            raise TrainerMismatch(
+                f"slime has --save-hf {args.save_hf} and --save-interval {args.save_interval}; for the "
+                "weights of each rollout, give --save-hf FOLDER/{rollout_id} --save-interval 1"
+            )
+        oldest = rollout_id - 1 - self.lag
+        numbers = range(rollout_id - 1, max(oldest, 0) - 1, -1)
+        folders = {number: Path(args.save_hf.format(rollout_id=number)) for number in numbers}
+
+        def newest() -> int | None:
+            return next((number for number, folder in folders.items() if _is_whole(folder)), None)
+
+        if oldest >= 0:
+            wait_for(lambda: newest() is not None, self.timeout, f"slime's model in {folders[oldest]}")
+        number = newest()
+        source = Path(args.hf_checkpoint) if number is None else folders[number]
+        step = 0 if number is None else number + 1
+        self.bring_step(step, lambda folder: link_files(source.iterdir(), folder))
+
+
+def _is_whole(folder: Path) -> bool:
+    """Return whether slime has written a folder to its end: it writes the index after the other files."""
+    try:
+        names = json.loads((folder / _INDEX).read_bytes())["weight_map"].values()
+    except (FileNotFoundError, ValueError):
+        return False
+    return all((folder / name).is_file() for name in names)

@@ -14,25 +14,23 @@ from __future__ import annotations
 
 import json
 import shutil
-import uuid
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import KW_ONLY, InitVar, dataclass, field
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 from rollyard_crds.trajectory import Trajectory
 
-from rollyard.errors import CliError
 from rollyard.integrations.errors import TrainerMismatch
 from rollyard.integrations.sequences import TrainingSequence, is_scored, sequences
 from rollyard.integrations.streams import PLAY_SECONDS, StreamPlayer
+from rollyard.integrations.weights import PoolWeights
 
 if TYPE_CHECKING:
     from rollyard_client import Client
     from rollyard_crds import RolloutJob
     from rollyard_crds.task import Task
-    from rollyard_crds.weights import PauseMode
 
 __all__ = ["Several", "TrlRollouts", "TrlWeights", "rollout_output", "rollyard_reward"]
 
@@ -40,7 +38,6 @@ Several = Literal["refuse", "longest", "last"]
 TASK_KEY: Final = "rollyard_task"
 """The key of a prompt's last message that names the task. TRL passes prompts on unchanged."""
 Convert = Callable[[Path, Path], None]
-UPDATE_SECONDS: Final = 600.0
 
 
 def rollout_output(
@@ -194,51 +191,16 @@ def _chosen(rows: Sequence[TrainingSequence], several: Several) -> TrainingSeque
 
 
 @dataclass
-class TrlWeights:
-    """Brings the weights of each optimizer step to every backend of a pool.
-
-    Each version is saved to a folder of its own, `FOLDER/RUN-step-N`, which is complete before the pool is
-    asked to load it. Policy versions are the names of these folders.
+class TrlWeights(PoolWeights):
+    """Brings the weights of each optimizer step of a TRL trainer to every backend of a pool.
 
     Args:
-        client: The client of the control plane.
-        pool: The pool from which the job samples.
-        folder: A folder that the trainer can write and every backend can read.
         convert: Makes the folder that the servers load (second argument) from the Hugging Face folder (first
             argument). Without it, the servers load the Hugging Face folder, as vLLM and SGLang do.
-        adapter: The name under which the servers load the adapter (LoRA) that the trainer trains. Without
-            it, the trainer trains whole models. vLLM needs `--enable-lora` and the variable
-            `VLLM_ALLOW_RUNTIME_LORA_UPDATING=True`.
-        mode: How servers are paused; see the client's `update_weights`.
-        timeout: The seconds that an update may take.
-        keep: How many of the newest folders are kept, at least 1.
-        at_once: Also bring the weights before the first rollouts. By default the pool is assumed to have
-            them.
     """
 
-    client: Client
-    pool: str
-    folder: str | Path
     _: KW_ONLY
     convert: Convert | None = None
-    adapter: str = ""
-    mode: PauseMode = "abort"
-    timeout: float = UPDATE_SECONDS
-    keep: int = 2
-    at_once: InitVar[bool] = False
-    version: str = field(default="", init=False)
-    """The version that the pool has, or an empty text before the first update."""
-
-    def __post_init__(self, at_once: bool) -> None:
-        if self.keep < 1:
-            raise ValueError(
-                f"keep is {self.keep}; at least the folder that the servers have loaded must stay: 1"
-            )
-        self._folder = Path(self.folder).resolve()
-        # A version must never name other weights, so another run must give other names.
-        self._run = uuid.uuid4().hex[:8]
-        self._step = None if at_once else 0
-        self._folders: list[Path] = []
 
     def bring(self, trainer: Any) -> None:
         """Bring the weights to the pool, unless it has those of this step. All processes must call it.
@@ -250,62 +212,21 @@ class TrlWeights:
             OSError: The checkpoint cannot be written.
         """
         step = int(trainer.state.global_step)
-        if step == self._step:
+        if step == self.step:
             return
         accelerator = trainer.accelerator
         # With sharded weights, every process takes part in collecting them.
         weights = accelerator.get_state_dict(trainer.model)
         if accelerator.is_main_process:
-            self._update(step, self._save(trainer, weights, step))
+            self.bring_step(step, lambda folder: self._save(trainer, weights, folder))
         accelerator.wait_for_everyone()
-        self._step = step
+        self.step = step
 
-    def _save(self, trainer: Any, weights: Any, step: int) -> Path:
-        target = self._folder / f"{self._run}-step-{step}"
-        saved = target if self.convert is None else target.with_name(f"{target.name}.hf")
+    def _save(self, trainer: Any, weights: Any, folder: Path) -> None:
+        saved = folder if self.convert is None else folder.with_name(f"{folder.name}.hf")
         model = trainer.accelerator.unwrap_model(trainer.model)
-        if self.convert is None:
-            self._check_kind(model)
         model.save_pretrained(saved, state_dict=weights)
         trainer.processing_class.save_pretrained(saved)
         if self.convert is not None:
-            self.convert(saved, target)
+            self.convert(saved, folder)
             shutil.rmtree(saved)
-        return target
-
-    def _check_kind(self, model: Any) -> None:
-        trains_adapter = hasattr(model, "peft_config")
-        if trains_adapter and not self.adapter:
-            raise TrainerMismatch(
-                "the trainer trains an adapter, which the pool gets under a name: give TrlWeights "
-                "adapter='NAME', or a convert that merges it into the model",
-                reason="AdapterMismatch",
-            )
-        if self.adapter and not trains_adapter:
-            raise TrainerMismatch(
-                f"TrlWeights has adapter={self.adapter!r}, and the trainer trains a whole model: leave it "
-                "out, or give the trainer a peft_config",
-                reason="AdapterMismatch",
-            )
-
-    def _update(self, step: int, checkpoint: Path) -> None:
-        version, folder = f"{self._run}-step-{step}", str(checkpoint)
-        update = self.client.update_weights(
-            self.pool,
-            version,
-            checkpoint=None if self.adapter else folder,
-            lora=(self.adapter, folder) if self.adapter else None,
-            mode=self.mode,
-            # The first adapter changes the model's name in requests.
-            in_flight="restart" if self.adapter and not self.version else "continue",
-        )
-        update = self.client.wait_weights(self.pool, update.id, self.timeout)
-        if update.state != "Succeeded":
-            raise CliError(
-                f"weights {version} did not reach pool {self.pool}: {update.message or update.state}",
-                reason="WeightsRefused",
-            )
-        self.version = version
-        self._folders.append(checkpoint)
-        while len(self._folders) > self.keep:
-            shutil.rmtree(self._folders.pop(0), ignore_errors=True)

@@ -1,14 +1,18 @@
-"""verl: the `AgentLoopOutput` of an agent loop, and a padded `DataProto` batch (verl 0.9)."""
+"""verl: the `AgentLoopOutput` of an agent loop, a padded `DataProto` batch, and weight updates (verl 0.9)."""
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Final, Literal
 
 from rollyard_crds.trajectory import Trajectory
 
 from rollyard.integrations.errors import TrainerMismatch
 from rollyard.integrations.sequences import TrainingSequence, check_one_each, is_scored, sequences, step_of
+from rollyard.integrations.weights import PoolWeights, link_files
 
 Several = Literal["refuse", "rows"]
 _BESIDE: Final = (
@@ -183,3 +187,102 @@ def _width(lengths: list[int], limit: int | None, part: str, rows: Sequence[Trai
             f"lower the job's agent.maxContextTokens"
         )
     return longest if limit is None else limit
+
+
+@dataclass
+class VerlWeights(PoolWeights):
+    """Brings the checkpoints of verl's FSDP workers to every backend of a pool.
+
+    A `CheckpointCallback` calls it, which `trainer.checkpoint_callback_class` names. Whole models need
+    `hf_model` among `actor.checkpoint.save_contents`. An adapter is put together from verl's shards.
+    """
+
+    def bring(self, checkpoint: str | Path, *, async_save: bool = False) -> None:
+        """Bring the weights of a `global_step_N` folder to the pool, unless it has them.
+
+        Raises:
+            TrainerMismatch: The checkpoint has no weights that a server could load, or it is an adapter and
+                none was named, or the other way round.
+            CliError: The update failed on a backend.
+            RollyardError: The control plane refuses the update, or it takes longer than `timeout`.
+            OSError: The folder cannot be written.
+        """
+        if async_save:
+            raise TrainerMismatch(
+                "verl still writes the checkpoint, and the pool needs whole ones: set "
+                "actor_rollout_ref.actor.checkpoint.async_save to false"
+            )
+        actor = Path(checkpoint) / "actor"
+        step = int(Path(checkpoint).name.removeprefix("global_step_"))
+        self.bring_step(step, lambda folder: self._fill(actor, folder))
+
+    def bring_resumed(self, config: Any) -> None:
+        """Bring the checkpoint from which verl is about to resume, if there is one.
+
+        If there is none and `at_once` is set, the folder of the model is brought.
+
+        Args:
+            config: verl's whole configuration.
+
+        Raises:
+            TrainerMismatch: As `bring` says.
+            CliError: The update failed on a backend.
+            RollyardError: The control plane refuses the update, or it takes longer than `timeout`.
+            OSError: The folder cannot be read or written.
+        """
+        from verl.utils.checkpoint.checkpoint_manager import find_latest_ckpt_path
+
+        checkpoint = None
+        if config.trainer.resume_mode == "auto":
+            checkpoint = find_latest_ckpt_path(str(Path(config.trainer.default_local_dir).absolute()))
+        elif config.trainer.resume_mode == "resume_path":
+            checkpoint = config.trainer.resume_from_path
+        if checkpoint is not None:
+            self.bring(Path(checkpoint).absolute())
+        elif not self.adapter:
+            model = Path(config.actor_rollout_ref.model.path)
+            self.bring_step(0, lambda folder: link_files(model.iterdir(), folder))
+
+    def _fill(self, actor: Path, folder: Path) -> None:
+        if self.adapter:
+            _write_adapter(actor, folder)
+            return
+        saved = actor / "huggingface"
+        if (actor / "lora_train_meta.json").is_file():
+            raise TrainerMismatch(
+                "verl trains an adapter, which the pool gets under a name: give VerlWeights adapter='NAME'",
+                reason="AdapterMismatch",
+            )
+        if not any(saved.glob("*.safetensors")):
+            raise TrainerMismatch(
+                f"{saved} has no weights: actor_rollout_ref.actor.checkpoint.save_contents must have hf_model"
+            )
+        link_files(saved.iterdir(), folder)
+
+
+def _write_adapter(actor: Path, folder: Path) -> None:
+    """Put the adapter together whose shards are in a checkpoint of verl's FSDP workers."""
+    from verl.model_merger.base_model_merger import ModelMergerConfig
+    from verl.model_merger.fsdp_model_merger import FSDPModelMerger
+
+    merger = FSDPModelMerger(
+        ModelMergerConfig(
+            operation="merge",
+            backend="fsdp",
+            local_dir=str(actor),
+            hf_model_config_path=str(actor / "huggingface"),
+            target_dir=str(folder),
+        )
+    )
+    # verl would also write the model that the adapter belongs to.
+    merger.save_hf_model_and_tokenizer = merger.save_lora_adapter
+    merger.merge_and_save()
+    written = folder / "lora_adapter"
+    if not written.is_dir():
+        raise TrainerMismatch(
+            f"VerlWeights has an adapter=, and {actor} holds none: leave it out, or let verl "
+            "train one (actor_rollout_ref.model.lora_rank)",
+            reason="AdapterMismatch",
+        )
+    link_files(written.iterdir(), folder)
+    shutil.rmtree(written)

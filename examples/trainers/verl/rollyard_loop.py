@@ -1,7 +1,7 @@
-"""An agent loop of verl that plays its samples on Rollyard.
+"""An agent loop of verl that plays its samples on Rollyard. `loops.yaml` names it.
 
-`actor_rollout_ref.rollout.agent.agent_loop_config_path` names a YAML file with this class, ROLLYARD_JOB the
-manifest of a stream with `samplesPerTask: 1`, because verl asks for one sample at a time.
+ROLLYARD_JOB names the manifest of a stream with `samplesPerTask: 1`, because verl asks for one sample at a
+time.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from rollyard import Client
+from rollyard import Client, Task
 from rollyard.integrations.sequences import is_scored
 from rollyard.integrations.streams import StreamPlayer
 from rollyard.integrations.verl import agent_loop_output
@@ -35,9 +35,10 @@ class RollyardAgentLoop(AgentLoopBase):
 
     async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput:
         """Play the task until an evaluation has scored it. An infrastructure failure is no reward of 0."""
+        task = Task.model_validate_json(kwargs["extra_info"]["task"])
         async with asyncio.timeout(SECONDS):
             for _ in range(TRIES):
-                (future,) = await asyncio.to_thread(player().start, [kwargs["extra_info"]["task"]])
+                (future,) = await asyncio.to_thread(player().start, [task])
                 (trajectory,) = await asyncio.wrap_future(future)
                 if is_scored(trajectory):
                     break

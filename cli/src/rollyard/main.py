@@ -26,6 +26,8 @@ COMMANDS: Final[dict[str, tuple[str, str]]] = {
         "local:check_backend",
         "Show what a running vLLM or SGLang server lacks for training",
     ),
+    "init": ("first:init", "Make a folder with tasks, a reward and a job of one's own, to change"),
+    "try": ("first:try_task", "Play one task once, and show it turn by turn with its reward"),
     "submit": ("resources:submit", "Submit a job or a backend pool from a manifest"),
     "get": ("resources:get", "List jobs (rj) or backend pools (bp), or show one"),
     "describe": ("resources:describe", "Show everything about one job or pool"),

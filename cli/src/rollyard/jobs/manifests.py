@@ -411,7 +411,7 @@ def _check_regular(path: Path) -> None:
         raise LookupFailed(f"{path}: must be a file, and is a pipe or a device: write its content to a file")
 
 
-def _has_manifests(path: Path) -> bool:
+def has_manifests(path: Path) -> bool:
     """Return whether a file has manifests, and not tasks.
 
     Raises:
@@ -455,7 +455,7 @@ def check_file(
     """
     if path.is_dir():
         handler, task_format = handler or "harbor", task_format or "harbor"
-    if path.is_dir() or not _has_manifests(path):
+    if path.is_dir() or not has_manifests(path):
         try:
             tasks = read_tasks(path, TaskSource(url=path.name, format=task_format))
         except ValidationError as error:

@@ -23,6 +23,13 @@ TINY_POLICY: Final = "the tiny policy"
 @click.option("--task", "task_id", metavar="ID", help="Which task of the manifest or list [the first].")
 @click.option("--handler", help="For a bare task list: the handler that scores its tasks.")
 @click.option("--format", "task_format", help="For a bare task list: its format, such as verl.")
+@click.option(
+    "--plugin",
+    "plugins",
+    multiple=True,
+    type=click.Path(path_type=Path),
+    help="A Python file with handlers, tools or reward functions of yours; repeatable.",
+)
 @click.option("--backend", metavar="URL", help="A running vLLM-compatible server instead of the tiny policy.")
 @click.option("--tokenizer", metavar="DIR", help="With --backend: the tokenizer, as for `rollyard up`.")
 @click.option("--pool", metavar="NAME", help="Play in this pool of the running control plane instead.")
@@ -44,6 +51,7 @@ def try_task(
     task_id: str | None,
     handler: str | None,
     task_format: str | None,
+    plugins: tuple[Path, ...],
     backend: str | None,
     tokenizer: str | None,
     pool: str | None,
@@ -59,7 +67,7 @@ def try_task(
     """
     from rollyard.jobs.trial import play_here, play_in_pool, trial_of
 
-    here = {"--backend": backend, "--tokenizer": tokenizer, "--sandbox": sandbox}
+    here = {"--plugin": plugins or None, "--backend": backend, "--tokenizer": tokenizer, "--sandbox": sandbox}
     if pool is not None:
         for option, value in here.items():
             if value is not None:
@@ -69,12 +77,12 @@ def try_task(
     if tokenizer is not None and backend is None:
         raise UsageProblem("--tokenizer goes with --backend")
     require("`rollyard try`", "local", "api", "worker", "sandbox", *(() if backend else ("engine",)))
-    trial = trial_of(path, task_id, handler, task_format, timeout)
+    trial = trial_of(path, task_id, handler, task_format, plugins, timeout)
     console = terminal.console()
     if pool is not None:
         play_in_pool(trial, pool, server, console)
         return
-    arguments = ["--sandbox", sandbox or "bubblewrap"]
+    arguments = ["--sandbox", sandbox or "bubblewrap", *(f"--plugin={plugin}" for plugin in plugins)]
     if backend is not None:
         arguments += ["--backend", backend]
     if tokenizer is not None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import secrets
-import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -32,12 +31,19 @@ if TYPE_CHECKING:
 
 LOG_LINES: Final = 12
 """The lines of a log that are shown if the infrastructure failed."""
+MAX_BASE: Final = 32
+"""The longest path of a folder for temporary homes, in characters."""
 KEPT_SECONDS: Final = 600
 """The seconds after which the control plane deletes the job of a trial that was killed."""
 
 
 def trial_of(
-    path: Path, task_id: str | None, handler: str | None, task_format: str | None, seconds: int
+    path: Path,
+    task_id: str | None,
+    handler: str | None,
+    task_format: str | None,
+    plugins: Sequence[Path],
+    seconds: int,
 ) -> RolloutJob:
     """Return a job with one task of a manifest, or of a task list and a handler, which is played once.
 
@@ -46,6 +52,7 @@ def trial_of(
         task_id: The id of the task. The default is the first one.
         handler: The handler of a task list.
         task_format: The format of a task list.
+        plugins: The plugins that the job may use.
         seconds: The longest time that the rollout may take.
 
     Raises:
@@ -145,8 +152,8 @@ def _of_one(job: RolloutJob, task: Task, seconds: int) -> RolloutJob:
 
 
 def _task_of(trial: RolloutJob) -> Task:
-    (task,) = trial.spec.tasks.inline or ()
-    return task
+    assert trial.spec.tasks.inline is not None
+    return trial.spec.tasks.inline[0]
 
 
 def _in_pool(job: RolloutJob, pool: str) -> RolloutJob:
@@ -172,12 +179,12 @@ def play_here(trial: RolloutJob, arguments: Sequence[str], policy: str, console:
     """
     job = _in_pool(trial, DEFAULT_POOL)
     job.spec.placement = None
-    with tempfile.TemporaryDirectory(prefix="rollyard-try-", ignore_cleanup_errors=True) as folder:
-        home = Home(Path(folder).resolve() / "home")
+    # A long path leaves no room for the sockets of sandboxes.
+    base = tempfile.gettempdir() if len(tempfile.gettempdir()) <= MAX_BASE else "/tmp"
+    with tempfile.TemporaryDirectory(prefix="rollyard-try-", dir=base, ignore_cleanup_errors=True) as folder:
+        home = Home(Path(folder).resolve())
         home.make()
         with contextlib.ExitStack() as stack:
-            # It lies elsewhere if the path of the temporary folder is long.
-            stack.callback(shutil.rmtree, home.run, ignore_errors=True)
             with console.status(f"Starting control plane, worker and {policy}"):
                 try:
                     stack.enter_context(running_up(home, arguments))

@@ -85,7 +85,7 @@ def why(trajectory: Trajectory) -> str:
         parts.append(f"truncated ({trajectory.truncated_reason})")
     errors = [call.error for turn in trajectory.turns for call in turn.tool_calls if call.error]
     if errors:
-        parts.append(f"{len(errors)} tool calls failed, last: {errors[-1]}")
+        parts.append(f"{len(errors)} tool calls failed, last: {one_line(errors[-1])}")
     if trajectory.tool_parser and not any(turn.tool_calls for turn in trajectory.turns):
         parts.append("it never called a tool")
     turns = len(trajectory.turns)
@@ -103,7 +103,7 @@ def attempts(listed: Sequence[Attempt], dropped: int) -> Iterator[Text]:
             else f"in the queue of {attempt.stage}"
         )
         note = "" if attempt.counted else ", not counted"
-        detail = f": {attempt.message}" if attempt.message else ""
+        detail = f": {one_line(attempt.message)}" if attempt.message else ""
         yield Text(f"{title}, {attempt.seconds:.3f} s{where}{note}: {attempt.reason}{detail}", style="yellow")
     if dropped:
         yield Text(f"{dropped} more attempts are not listed", style="yellow")
@@ -220,7 +220,7 @@ class TrajectoryView:
         for call in turn.tool_calls:
             line = Text(f"   {call.name} {_arguments(call.arguments)}  {call.seconds:.3f} s", style="cyan")
             if call.error:
-                line.append(f"  {call.error}", style="red")
+                line.append(f"  {one_line(call.error)}", style="red")
             self._console.print(line, soft_wrap=True)
 
     def _tokens(self, trajectory: Trajectory, decode: Decode) -> None:

@@ -28,7 +28,7 @@ def submit(path: Path, name: str | None, wait: bool, server: Server) -> None:
     from rollyard_crds import BackendPool, RolloutJob
     from rollyard_crds.fields.signals import warnings_of
 
-    from rollyard.jobs.manifests import entry_point_problems, folder_warnings, local_path, read_manifests
+    from rollyard.jobs.manifests import folder_warnings, local_path, read_manifests
     from rollyard.jobs.running import follow, leaving, phase_of, require_success, submit_job
 
     manifests = read_manifests(path)
@@ -60,9 +60,6 @@ def submit(path: Path, name: str | None, wait: bool, server: Server) -> None:
                 further = folder_warnings(folder, source) if folder is not None and folder.is_dir() else []
                 for warning in warnings_of(manifest.spec) + [f"spec.tasks.url: {line}" for line in further]:
                     click.echo(f"rollyard: warning: {warning}", err=True)
-                # The control plane, perhaps on another machine, has them, so this is only a note.
-                for problem in entry_point_problems(manifest):
-                    click.echo(f"rollyard: not installed on this machine: {problem}", err=True)
         if not jobs:
             if wait:
                 raise InvalidInput(f"{path}: holds no RolloutJob to wait for")

@@ -132,7 +132,7 @@ class Rescorer:
             )
         self._spec = spec.model_copy(update={"handler": handler, "reward": reward})
         self._name, self._by = handler, by
-        self._rewards = Rewards(extensions)
+        self._rewards = Rewards(lambda _: extensions)
         self._provider = provider() if sandboxed and provider is not None else None
         # Tests have limits of time, so no more of them run at once than there are cores.
         self._at_once = _AT_ONCE if self._provider is None else max(2, os.cpu_count() or 2)

@@ -122,7 +122,7 @@ def test_the_page_has_each_tool_with_its_arguments() -> None:
 
 
 def test_each_block_of_the_page_is_checked_by_a_test() -> None:
-    """A block without a language is run, see test_first_task.py; the others say with what they are compared."""
+    """Blocks without a language are run by test_first_task.py. The others say with what they are compared."""
     marks = re.findall(r"(?:<!-- (\w+): [^\n]* -->\n)?```(\w*)\n.*?```", PAGE, re.DOTALL)
     wanted = {"text": "output", "json": ("task", "valid"), "yaml": "from", "python": ("from", "plugin")}
     assert [mark for mark in marks if mark[1] and mark[0] not in wanted[mark[1]]] == []

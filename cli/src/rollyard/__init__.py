@@ -7,9 +7,11 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rollyard_client import AsyncClient, Client
 
+    from rollyard.jobs.evaluation import evaluate
+
     __version__: str
 
-__all__ = ["AsyncClient", "Client", "__version__"]
+__all__ = ["AsyncClient", "Client", "__version__", "evaluate"]
 
 
 def __getattr__(name: str) -> Any:
@@ -18,6 +20,10 @@ def __getattr__(name: str) -> Any:
         from rollyard_process.version import installed_version
 
         return installed_version()
+    if name == "evaluate":
+        from rollyard.jobs.evaluation import evaluate
+
+        return evaluate
     if name in __all__:
         import rollyard_client
 

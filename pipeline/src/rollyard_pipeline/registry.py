@@ -12,6 +12,7 @@ import hashlib
 import importlib
 import importlib.util
 import operator
+import site
 import sys
 from collections.abc import Mapping, Sequence
 from importlib import metadata
@@ -52,6 +53,13 @@ _WORDS: Final = {
 def installed(group: str) -> list[str]:
     """Return the names that installed packages offer in `group`, sorted."""
     return sorted({entry.name for entry in metadata.entry_points(group=group)})
+
+
+def _notice_installed() -> None:
+    """Let this process import what was installed since it started, as it may have stood ready for long."""
+    importlib.invalidate_caches()
+    for folder in site.getsitepackages():
+        site.addsitedir(folder)  # An installation in development mode adds a folder to the path.
 
 
 def imported(target: str) -> Any:
@@ -176,10 +184,10 @@ class Registry:
         key = (group, name)
         if key not in self._loaded:
             plugin = self._of_plugin(group, name)
-            entry = None if plugin is not None else self._entry(group, name)
+            entry = self._entry(group, name) if plugin is None else None
             noun, reason = _WORDS[group]
             try:
-                self._loaded[key] = imported(plugin) if entry is None else entry.load()
+                self._loaded[key] = entry.load() if entry is not None else imported(plugin or "")
             except (ImportError, AttributeError) as error:
                 place = entry.value if entry is not None else Path(plugin or "").name
                 raise PermanentFailure(
@@ -215,6 +223,7 @@ class Registry:
         entries = self._own_entries().select(group=group, name=name)
         if not entries:
             if self._entries is None:
+                _notice_installed()
                 self._entries = metadata.entry_points()
             entries = self._entries.select(group=group, name=name)
         for entry in entries:

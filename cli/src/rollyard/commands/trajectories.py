@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 
 from rollyard import terminal
-from rollyard.commands import sandbox_option
+from rollyard.commands import plugin_option, sandbox_option
 from rollyard.connection import Server, connect, connection, server_options
 from rollyard.errors import CliError, LookupFailed, UsageProblem
 from rollyard.extras import require
@@ -69,6 +69,7 @@ def trajectories(name: str, output: Path, follow: bool, server: Server) -> None:
     help="YAML with a section `reward`, instead of the job's.",
 )
 @sandbox_option
+@plugin_option
 @server_options
 def rescore(
     name: str,
@@ -76,6 +77,7 @@ def rescore(
     output: Path | None,
     reward_file: Path | None,
     sandbox: str,
+    plugins: tuple[Path, ...],
     server: Server,
 ) -> None:
     """Evaluate a job's kept trajectories again on this machine, and report how many rewards change.
@@ -87,7 +89,9 @@ def rescore(
 
     require("`rollyard rescore`", "worker")
     with connect(*server) as client:
-        report = rescoring.rescore(client, name, client.namespace, handler, output, reward_file, sandbox)
+        report = rescoring.rescore(
+            client, name, client.namespace, handler, output, reward_file, sandbox, plugins
+        )
     for line in report.lines():
         terminal.echo_line(line)
     if output is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import tempfile
+from functools import partial
 from pathlib import Path
 from typing import TypeAlias
 
@@ -65,8 +66,8 @@ class JobPlugins:
             for plugin in plugins_of(spec):
                 file = self._place(plugin)
                 if not file.exists():
-                    digest = plugin.sha256
-                    text = await persistent(lambda d=digest: self._control.plugin(namespace, name, uid, d))
+                    fetch = partial(self._control.plugin, namespace, name, uid, plugin.sha256)
+                    text = await persistent(fetch)
                     await asyncio.to_thread(_write, file, text)
                 files.append((file, plugin.offers))
             self._registries[digests] = self._registries[()].with_plugins(files)

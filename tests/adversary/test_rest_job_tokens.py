@@ -355,6 +355,7 @@ async def test_every_worker_call_is_refused_for_another_job(yard: Yard) -> None:
         ("POST", "/v1/leases"): [{"json": ask}, {"json": ask | {"job": "other"}}],
         ("GET", "/v1/leases/job"): [{"params": {"name": "other"}}],
         ("GET", "/v1/leases/images"): [{"params": {"name": "other"}}],
+        ("GET", "/v1/leases/plugin"): [{"params": {"name": "other", "sha256": "0" * 64}}],
         ("POST", "/v1/leases/route"): [{"json": ref | {"failed_url": "http://x"}}],
         ("POST", "/v1/leases/reward"): [{"json": ref | {"episode": {}}}],
         ("POST", "/v1/leases/heartbeat"): [

@@ -395,6 +395,7 @@ def test_the_control_plane_gets_each_option_from_the_value_of_the_same_meaning()
         "--open-docs": "if $api.openDocs",
         "--path-prefix": 'with include "rollyard.pathPrefix" .',
         "--allowed-host": "range uniq $hosts",
+        "--plugin": "if .Values.plugins.configMap",
         "--allow-tasks-from": "range $api.tasks.allow",
         "--allow-tasks-network": "range $api.tasks.networks",
         "--allow-sandbox-host": "range $api.sandboxHosts.allow",

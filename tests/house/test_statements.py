@@ -16,6 +16,7 @@ WRITERS = {
     "payloads": "storage/rollouts.py",
     "groups": "storage/groups.py",
     "jobs": "storage/jobs.py",
+    "plugins": "storage/jobs.py",
     "dynamic_sampling": "storage/jobs.py",
     "sampling_targets": "storage/jobs.py",
     "pools": "storage/pools.py",

@@ -92,7 +92,7 @@ def context(reward: Mapping[str, Any] | None, *said: str, tokens: int = 0, **tas
 
 @pytest.fixture
 async def rewards() -> AsyncIterator[Rewards]:
-    made = Rewards(Registry())
+    made = Rewards(lambda _: Registry())
     yield made
     await made.close()
 
@@ -281,7 +281,7 @@ class Undecided(FormatChecks):
 async def test_a_form_that_cannot_be_decided_is_a_reason_where_there_is_no_other(
     before: str, after: str
 ) -> None:
-    made = Rewards(Registry(), Undecided())
+    made = Rewards(lambda _: Registry(), Undecided())
     given = context({"format": [{"name": "x", "pattern": "a"}]}, "a")
     found = await shaped(made, given, Evaluation(1.0, {}, before))
     assert (found.reward, found.components, found.reason) == (1.0, {"handler": 1.0, "x": 0.0}, after)
@@ -312,7 +312,8 @@ async def functions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIte
             assert group == REWARD_FUNCTIONS
             return f"reward_functions_of_a_test:{name.capitalize()}"
 
-    made = Rewards(Installed())
+    installed = Installed()
+    made = Rewards(lambda _: installed)
     yield made
     await made.close()
 

@@ -22,8 +22,8 @@ from rollyard_api.backends import circuits, monitoring
 from rollyard_api.backends.monitoring import Poller, Speeds
 from rollyard_api.browsers.door import Door
 from rollyard_api.browsers.sessions import Sessions, WrongCodes
-from rollyard_api.core import entrypoints
 from rollyard_api.core.bulkhead import Bulkhead
+from rollyard_api.core.entrypoints import Extensions
 from rollyard_api.core.limits import Limit
 from rollyard_api.core.problems import RETRY_AFTER, ApiError, StorageFull, TimedOut, Unavailable
 from rollyard_api.core.wakeups import BACKENDS, Bus, EmptyAnswers
@@ -168,7 +168,7 @@ class ControlPlane:
             total=4 * REWARD_CALLS,
             seconds=settings.store_seconds,
         )
-        self.installed = entrypoints.installed()
+        self.extensions = Extensions(settings.plugins)
         self.bound_jobs = BoundJobs(database)
         self.sessions = Sessions(
             database, settings.session_idle_seconds, settings.session_seconds, lambda: self.tokens.by_role
@@ -203,6 +203,7 @@ class ControlPlane:
         self.task_reader.close()
         self.reward_services.close()
         self.uploads.close()
+        self.extensions.close()
 
     def after_commit(self, committed: Sequence[Transaction]) -> None:
         """Inform waiters, subscribers and metrics of the transactions that have just been committed."""
@@ -334,7 +335,7 @@ async def running(settings: Settings) -> AsyncIterator[ControlPlane]:
     """Yield a control plane whose schema is up to date and whose background work is running.
 
     Raises:
-        OptionInvalid: The token file cannot be used.
+        OptionInvalid: The token file or a plugin cannot be used.
         ControlPlaneError: Another process serves this state folder, or this version does not know the
             database's.
         TraceOptionError: Traces are asked for, and the extra `traces` is not installed.
@@ -353,6 +354,7 @@ async def running(settings: Settings) -> AsyncIterator[ControlPlane]:
         await asyncio.to_thread(upgrade, database.writer)
         plane = ControlPlane(settings, tokens, database, traces)
         stack.callback(plane.close)
+        await asyncio.to_thread(plane.extensions.check_plugins)
         database.start(plane.after_commit)
         try:
             await plane.archive.open()

@@ -53,6 +53,8 @@ if TYPE_CHECKING:
 
     from rollyard import errors
 
+    from rollyard.jobs.evaluation import evaluate
+
     __version__: str
 
 __all__ = [
@@ -91,6 +93,7 @@ __all__ = [
     "WeightUpdate",
     "__version__",
     "errors",
+    "evaluate",
 ]
 
 _MODELS: Final = {
@@ -102,6 +105,7 @@ _MODELS: Final = {
     "Task": "rollyard_crds.task",
     "Trajectory": "rollyard_crds.trajectory",
     "WeightUpdate": "rollyard_crds.weights",
+    "evaluate": "rollyard.jobs.evaluation",
 }
 """The modules of the names that are not those of `rollyard_client`."""
 

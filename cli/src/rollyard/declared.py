@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -34,6 +34,20 @@ def load_options(model: type[T], values: Mapping[str, Any], config: Path | None,
     declared = {name: value for name, value in values.items() if name in model.model_fields}
     try:
         return load(model, on_command_line(declared), config, program)
+    except OptionInvalid as error:
+        raise UsageProblem(str(error)) from None
+
+
+def check_plugins(paths: Sequence[Path]) -> None:
+    """Check the plugins of a command that starts a control plane, which would refuse them later.
+
+    Raises:
+        UsageProblem: One cannot be used, or has a name that is taken.
+    """
+    from rollyard_api.core.entrypoints import Extensions
+
+    try:
+        Extensions(paths).check_plugins()
     except OptionInvalid as error:
         raise UsageProblem(str(error)) from None
 

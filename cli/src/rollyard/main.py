@@ -28,6 +28,12 @@ SECTIONS: Final[dict[str, dict[str, tuple[str, str]]]] = {
         "down": ("local:down", "Stop what `rollyard up` started"),
         "doctor": ("local:doctor", "Show what works on this machine, and what to do about the rest"),
     },
+    "A task of one's own": {
+        "init": ("first:init", "Make a folder with tasks, a reward and a job of one's own, to change"),
+        "try": ("first:try_task", "Play one task once, and show it turn by turn with its reward"),
+        "validate": ("tasks:validate", "Check manifests and the tasks they name, without a server"),
+        "grade": ("tasks:grade", "Grade an answer, or a file of answers, and show why"),
+    },
     "Jobs and pools": {
         "submit": ("resources:submit", "Submit a job or a backend pool from a manifest"),
         "apply": ("resources:apply", "Create jobs and pools from manifests, or change them"),
@@ -58,16 +64,12 @@ SECTIONS: Final[dict[str, dict[str, tuple[str, str]]]] = {
         "logs": ("logs:logs", "Print the logs of the control plane, of workers and of backends"),
         "events": ("jobs:events", "Show what has happened to a job, and follow what happens"),
     },
-    "Before a job": {
-        "validate": ("tasks:validate", "Check manifests and the tasks they name, without a server"),
-        "grade": ("tasks:grade", "Grade an answer, or a file of answers, and show why"),
+    "Parts of an installation": {
         "check-backend": (
             "local:check_backend",
             "Show what a running vLLM or SGLang server lacks for training",
         ),
         "images": ("tasks:images", "Build images of sandboxes from Dockerfiles, for Apptainer"),
-    },
-    "Parts of an installation": {
         "slurm-bridge": (
             "slurm_bridge:bridge",
             "Run jobs and backends on a Slurm cluster, from a login or service node",

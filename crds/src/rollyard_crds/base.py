@@ -19,6 +19,8 @@ from pydantic import VERSION as PYDANTIC_VERSION
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from pydantic.alias_generators import to_camel
 
+from rollyard_crds.names import EXTENSION_NAME
+
 if TYPE_CHECKING:
     from pydantic import GetJsonSchemaHandler
     from pydantic.json_schema import JsonSchemaValue
@@ -39,7 +41,7 @@ NAME_PATTERN: Final = r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$"
 Name = Annotated[str, Field(pattern=NAME_PATTERN, min_length=1, max_length=63)]
 """A DNS-1123 label, as Kubernetes requires for names."""
 
-EntryPointName = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_.-]*$", max_length=63)]
+EntryPointName = Annotated[str, Field(pattern=EXTENSION_NAME, max_length=63)]
 """The name of an extension, such as a handler."""
 
 Path = Annotated[str, Field(min_length=1, max_length=4096)]

@@ -7,6 +7,8 @@ from typing import Final, Literal
 StageName = Literal["init", "run", "eval"]
 STAGES: Final[tuple[StageName, ...]] = ("init", "run", "eval")
 
+EXTENSION_NAME: Final = r"^[a-z][a-z0-9_.-]*$"
+"""The pattern of the name of an extension, such as a handler."""
 PROVIDER: Final = "kubernetes"
 """`SandboxHandle.provider` of a claimed sandbox; its `id` is the claim's id, its `node` NODE."""
 NODE: Final = "kubernetes"

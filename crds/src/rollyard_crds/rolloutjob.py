@@ -25,6 +25,7 @@ from rollyard_crds.fields.allowed_hosts import MAX_HOSTS, AllowedHost, HostRule
 from rollyard_crds.fields.dynamic_sampling import JOB_RULES, DynamicSampling, DynamicSamplingStatus
 from rollyard_crds.fields.eval_carry import EvalCarry
 from rollyard_crds.fields.harbor import HarborOptions
+from rollyard_crds.fields.plugins import OfferingPlugin, UsedPlugin
 from rollyard_crds.fields.pod_template import PodTemplate
 from rollyard_crds.fields.reward import RewardSpec
 from rollyard_crds.fields.sandbox import HOSTS_NEED_ALLOWLIST, HOSTS_NEED_ALLOWLIST_RULE
@@ -38,6 +39,8 @@ from rollyard_crds.task import Task
 Seconds = Annotated[int, Field(ge=1, le=604_800)]
 
 MAX_INLINE_TASKS: Final = 4096
+MAX_PLUGINS: Final = 36
+"""The largest number of plugins that a job can use: for its handler, agent, parser, function and 32 tools."""
 
 
 class ConfigMapSource(Model):
@@ -461,6 +464,8 @@ class WorkerJobSpec(RolloutJobSpec):
 
     pinned_hosts: list[str] = Field(default_factory=list)
     """The installer's entries with an address that is not public, such as `pypi.org=10.1.2.3`."""
+    plugins: list[OfferingPlugin] = Field(default_factory=list)
+    """The plugins that the job uses. Their texts are fetched by their SHA-256."""
 
 
 Phase = Literal["Pending", "Init", "Run", "Eval", "Succeeded", "Failed", "Cancelled"]
@@ -529,6 +534,8 @@ class RolloutJobStatus(Model):
     """How far dynamic sampling has got, in a job that uses it."""
     skipped_rows: SkippedRows | None = None
     """The rows of the task list that were left out, if there are any."""
+    plugins: Annotated[list[UsedPlugin], Field(max_length=MAX_PLUGINS)] = Field(default_factory=list)
+    """The installer's plugins from which it has its handler, tools and the like, if there are any."""
     message: Annotated[str, Field(max_length=1024)] = ""
     """What is wrong with it, what it waits for, or why it ended this way."""
     advice: Annotated[list[Advice], Field(max_length=16)] = Field(default_factory=list)

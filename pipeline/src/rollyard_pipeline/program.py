@@ -257,6 +257,8 @@ def _worker_options(
         formats=ready.formats,
         # No sandbox reaches the receiver of traces, which may have no password.
         egress=Egress([options.url, *([_traces(options).url] if _traces(options).on else ())]),
+        # The run folder is private, and was made with the sandboxes.
+        plugin_folder=None if options.sandbox == PROVIDER else options.run_dir,
         traces=traces,
     )
 

@@ -90,6 +90,7 @@ _PATHS: Final[dict[str, dict[str, Rule]]] = {
     "/v1/leases": {"POST": replace(LEARN, max_body=SMALL)},
     "/v1/leases/job": {"GET": LEARN},
     "/v1/leases/images": {"GET": WORK},
+    "/v1/leases/plugin": {"GET": WORK},
     "/v1/leases/route": {"POST": replace(WORK, max_body=SMALL)},
     "/v1/leases/reward": {"POST": replace(WORK, max_body=EPISODE)},
     "/v1/leases/heartbeat": {"POST": replace(REPORT, max_body=BEATS)},

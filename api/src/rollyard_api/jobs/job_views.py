@@ -207,7 +207,17 @@ def worker_spec(
     job = job_rows.find(conn, namespace, name, uid=uid)
     spec = _without_tasks(job.spec)
     spec["pinnedHosts"] = list(pinned)
+    spec["plugins"] = job_rows.plugins_of(conn, job.id)
     return {"uid": job.uid, "namespace": namespace, "name": name, "generation": job.generation, "spec": spec}
+
+
+def plugin_text(conn: Connection, namespace: str, name: str, uid: str | None, sha256: str) -> bytes:
+    """Return the text of a plugin of a job, as it was when the job was submitted.
+
+    Raises:
+        NotFound: There is no such job, another one has replaced it, or it uses no such plugin.
+    """
+    return job_rows.plugin_text(conn, job_rows.find(conn, namespace, name, uid=uid).id, sha256)
 
 
 def waiting_images(conn: Connection, namespace: str, name: str, uid: str | None, max_bytes: int) -> list[str]:

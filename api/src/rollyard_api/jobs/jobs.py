@@ -73,6 +73,7 @@ def create(tx: Transaction, new: NewJob, quota: Quota) -> bool:
     digest = blob_of(spec.tasks.url or "")
     blob_id = None if digest is None else blobs.hold(tx, new.namespace, digest)
     job = job_rows.create(tx, manifests.created(new, tx.now, blob_id))
+    job_rows.keep_plugins(tx, job.id, new.plugins)
     if spec.dynamic_sampling is not None:
         # The steps of a stream are opened one by one (see `open_step`).
         target = 0 if spec.tasks.stream else spec.dynamic_sampling.target_groups

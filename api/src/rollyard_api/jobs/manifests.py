@@ -12,6 +12,7 @@ from pydantic.fields import FieldInfo
 from rollyard_crds.base import IMMUTABLE
 from rollyard_crds.claims import shape_of
 from rollyard_crds.fields.skipped_rows import SkippedRows
+from rollyard_crds.reading.plugin import Plugin
 from rollyard_crds.rolloutjob import RolloutJob, RolloutJobSpec
 
 from rollyard_api.core.codec import dumps, loads
@@ -34,7 +35,9 @@ _FIXED: Final = frozenset(
 )
 """The fields of a job's spec that define what the job is, and therefore cannot change."""
 _SKIPPED_ROWS: Final = "skippedRows"
-"""The key of the skipped rows in a stored status. They are known when a job is created, and never change."""
+_PLUGINS: Final = "plugins"
+_KEPT: Final = (_SKIPPED_ROWS, _PLUGINS)
+"""The keys of a stored status whose values are known when a job is created, and never change."""
 _REPORTED: Final = ("phase", "conditions", "observedGeneration", "message")
 
 
@@ -54,6 +57,8 @@ class NewJob:
     """The uid of the Kubernetes object for which the job is registered."""
     skipped: SkippedRows | None = None
     """The rows of the task list that were left out."""
+    plugins: Sequence[Plugin] = ()
+    """The plugins that the job uses, as they are now."""
 
 
 def prepare(job: RolloutJob) -> NewJob:
@@ -66,6 +71,9 @@ def prepare(job: RolloutJob) -> NewJob:
 def created(new: NewJob, now: float, blob_id: int | None) -> dict[str, Any]:
     """Return the columns of a new job, which keeps this upload as long as it exists."""
     spec, skipped = new.spec, new.skipped
+    status: dict[str, Any] = {_SKIPPED_ROWS: skipped.to_json()} if skipped and skipped.count else {}
+    if new.plugins:
+        status[_PLUGINS] = [{"file": plugin.file, "sha256": plugin.sha256} for plugin in new.plugins]
     return {
         "namespace": new.namespace,
         "name": new.name,
@@ -74,7 +82,7 @@ def created(new: NewJob, now: float, blob_id: int | None) -> dict[str, Any]:
         "digest": new.digest,
         "limits": Limits.of(spec),
         "ttl_seconds": spec.ttl_seconds_after_finished,
-        "status": dumps({_SKIPPED_ROWS: skipped.to_json()} if skipped and skipped.count else {}),
+        "status": dumps(status),
         "pool": None if spec.backend_ref is None else spec.backend_ref.name,
         "priority": spec.priority,
         "closed": not spec.tasks.stream,
@@ -157,8 +165,8 @@ def registered(job: JobRow, new: NewJob, now: float) -> dict[str, Any]:
 
 
 def reported_status(job: JobRow, status: dict[str, Any]) -> dict[str, Any] | None:
-    """Return the status after a driver's report, which keeps the skipped rows, or None if it is the same."""
+    """Return the status after a driver's report, or None if it is the same."""
     before = loads(job.status)
     after = merge_status(before, status, _REPORTED)
-    after |= {k: before[k] for k in (_SKIPPED_ROWS,) if k in before}
+    after |= {k: before[k] for k in _KEPT if k in before}
     return None if after == before else after

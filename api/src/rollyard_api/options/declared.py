@@ -112,6 +112,10 @@ _Prefix = Annotated[str, AfterValidator(path_prefix)]
 _DnsName = Annotated[str, AfterValidator(host_name)]
 
 
+def _absolute(path: Path) -> Path:
+    return path.expanduser().absolute()
+
+
 def _installers_entry(text: str) -> str:
     installers_rule(text)
     return text
@@ -211,6 +215,16 @@ class PlaneOptions(DeclaredOptions):
     ] = 3600.0
     """How long such rollouts wait in the Run queue, in seconds, before they end as Failed/NoBackend."""
 
+    plugins: Annotated[
+        tuple[Annotated[Path, AfterValidator(_absolute)], ...],
+        Option(
+            "A Python file whose handlers, tools, agents, tool-call parsers and reward functions jobs may "
+            "name, or a folder of such files; a job keeps the text of its submission; repeatable",
+            JOBS,
+            flag="--plugin",
+            metavar="FILE",
+        ),
+    ] = ()
     allow_tasks_from: TaskPrefixes = ()
     allow_tasks_networks: Annotated[
         tuple[str, ...], Option(_NETWORK, JOBS, flag="--allow-tasks-network", metavar="CIDR")

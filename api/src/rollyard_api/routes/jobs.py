@@ -23,7 +23,6 @@ from rollyard_crds.unfinished import UnfinishedJobs
 from sqlalchemy.engine import Connection
 from starlette.responses import Response
 
-from rollyard_api.core import entrypoints
 from rollyard_api.core.codec import malformed_body, validated
 from rollyard_api.core.problems import Invalid, NotFound, TooLarge
 from rollyard_api.core.wakeups import UNFINISHED
@@ -168,19 +167,17 @@ async def _complete(
     """Return a new job with its tasks, after a check of all that it needs; `listed` is as for `_tasks`.
 
     Raises:
-        Invalid: The job needs what is not installed, names what the installer does not allow, or can provably
+        Invalid: The job needs what nothing offers, names what the installer does not allow, or can provably
             not reach the target of its dynamic sampling; `errors` names each field.
     """
-    missing = entrypoints.problems(job.spec, plane.installed)
-    if missing:
-        raise Invalid.of(*missing, reason="NotInstalled")
+    used = await plane.extensions.used_by(job.spec)
     plane.sandbox_hosts.check(job.spec)
     plane.reward_services.check(job.spec, job.metadata.namespace)
     rows = await _tasks(plane, job, skipped, listed)
     problems = signals.problems(job.spec, None if job.spec.tasks.stream else len(rows))
     if problems:
         raise Invalid.of(*problems, reason=signals.OUT_OF_REACH)
-    return replace(bare, tasks=rows, skipped=skipped)
+    return replace(bare, tasks=rows, skipped=skipped, plugins=used)
 
 
 @router.post("", openapi_extra=body_schema(RolloutJob))

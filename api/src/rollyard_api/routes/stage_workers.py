@@ -225,6 +225,16 @@ async def job_spec(job: Named, uid: str | None = None) -> Response:
     return answer(await job.read(job_views.worker_spec, uid, job.plane.sandbox_hosts.pinned))
 
 
+@router.get("/plugin")
+async def plugin(
+    job: Named, sha256: Annotated[str, Query(pattern=r"^[0-9a-f]{64}$")], uid: str | None = None
+) -> Response:
+    """Return the text of a plugin that a job uses, as it was when the job was submitted."""
+    job.refuse_other_job(job.namespace, job.name)
+    text = await job.look(job_views.plugin_text, uid, sha256)
+    return Response(text, media_type="application/octet-stream", headers={"Cache-Control": "no-store"})
+
+
 @router.get("/images", responses={200: {"model": WaitingImages}})
 async def waiting_images(job: Named, uid: str | None = None) -> Response:
     """Return the images that the next tasks in a job's Init queue name, in the order of the queue.

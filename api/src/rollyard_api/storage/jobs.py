@@ -1,4 +1,4 @@
-"""Every statement that writes `jobs`, `dynamic_sampling` or `sampling_targets`, and the shared reads.
+"""Every statement that writes `jobs`, `plugins`, `dynamic_sampling` or `sampling_targets`, and shared reads.
 
 A change wakes all waits for it, so no caller has to know of them. Where a function says that it needs
 the lock of the job's row, `find_locked` or an earlier change of the row in the same transaction gives it.
@@ -7,14 +7,17 @@ the lock of the job's row, `find_locked` or an earlier change of the row in the 
 from __future__ import annotations
 
 import uuid
-from collections.abc import Mapping
+import zlib
+from collections.abc import Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 import msgspec
 import sqlalchemy as sa
+from rollyard_crds.reading.plugin import Plugin
 from sqlalchemy import bindparam
 from sqlalchemy.engine import Connection
 
+from rollyard_api.core.codec import dumps, loads
 from rollyard_api.core.cursors import Kind
 from rollyard_api.core.problems import NotFound
 from rollyard_api.core.wakeups import CLAIMS, QUEUE, UNFINISHED, job_topic
@@ -24,13 +27,14 @@ from rollyard_api.machine.limits import Limits
 from rollyard_api.machine.signs import Signs
 from rollyard_api.storage.database import Transaction
 from rollyard_api.storage.rows import JobRow, columns, read_one
-from rollyard_api.storage.schema import dynamic_sampling, jobs, rollouts, sampling_targets
+from rollyard_api.storage.schema import dynamic_sampling, jobs, plugins, rollouts, sampling_targets
 
 DELETED: Final = "Deleted"
 """The cancel reason of a job that is to be removed."""
 _THIS: Final = jobs.c.id == bindparam("b_job")
 _ITS: Final = dynamic_sampling.c.job_id == bindparam("b_job")
 _ITS_STEPS: Final = sampling_targets.c.job_id == bindparam("b_job")
+_ITS_PLUGINS: Final = plugins.c.job_id == bindparam("b_job")
 _UPDATE: Final = sa.update(jobs).where(_THIS)
 OPEN: Final = (jobs.c.cancel_reason.is_(None), jobs.c.finished_at.is_(None))
 """The conditions of a job that may still start rollouts."""
@@ -299,6 +303,7 @@ _REMOVE: Final = sa.delete(jobs).where(_THIS).returning(jobs.c.blob_id)
 _REMOVE_PARTS: Final = (
     sa.delete(dynamic_sampling).where(_ITS),
     sa.delete(sampling_targets).where(_ITS_STEPS),
+    sa.delete(plugins).where(_ITS_PLUGINS),
 )
 
 
@@ -336,6 +341,52 @@ def remove(tx: Transaction, job_id: int) -> int | None:
         tx.conn.execute(statement, {"b_job": job_id})
     blob_id: int | None = tx.conn.execute(_REMOVE, {"b_job": job_id}).scalar_one_or_none()
     return blob_id
+
+
+# The plugins of a job never change.
+
+_PLUGINS: Final = (
+    sa.select(plugins.c.sha256, plugins.c.file, plugins.c.offers)
+    .where(_ITS_PLUGINS)
+    .order_by(plugins.c.file, plugins.c.sha256)
+)
+_PLUGIN_TEXT: Final = sa.select(plugins.c.text).where(_ITS_PLUGINS, plugins.c.sha256 == bindparam("b_sha256"))
+
+
+def keep_plugins(tx: Transaction, job_id: int, used: Sequence[Plugin]) -> None:
+    """Keep the plugins that a new job uses, as they are now, until its row is removed."""
+    rows = [
+        {
+            "job_id": job_id,
+            "sha256": plugin.sha256,
+            "file": plugin.file,
+            "offers": dumps(plugin.offers),
+            "text": zlib.compress(plugin.text),
+        }
+        for plugin in used
+    ]
+    if rows:
+        tx.conn.execute(sa.insert(plugins), rows)
+
+
+def plugins_of(conn: Connection, job_id: int) -> list[dict[str, Any]]:
+    """Return the plugins that a job uses, as OfferingPlugin has them."""
+    return [
+        {"file": row.file, "sha256": row.sha256, "offers": loads(row.offers)}
+        for row in conn.execute(_PLUGINS, {"b_job": job_id})
+    ]
+
+
+def plugin_text(conn: Connection, job_id: int, sha256: str) -> bytes:
+    """Return the text of a plugin that a job uses.
+
+    Raises:
+        NotFound: The job uses no plugin with this SHA-256.
+    """
+    packed = conn.execute(_PLUGIN_TEXT, {"b_job": job_id, "b_sha256": sha256}).scalar_one_or_none()
+    if packed is None:
+        raise NotFound(f"the job uses no plugin sha256:{sha256}", reason="PluginNotFound")
+    return zlib.decompress(packed)
 
 
 # Dynamic sampling counts the groups of a job, and its steps add to the target.

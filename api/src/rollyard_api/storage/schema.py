@@ -225,6 +225,19 @@ sampling_targets = sa.Table(
     sa.Column("opened_at", sa.Double, nullable=False),
 )
 
+# The plugins that a job uses, with their text when it was submitted. They are removed with the job.
+plugins = sa.Table(
+    "plugins",
+    metadata,
+    sa.Column("job_id", sa.Integer, sa.ForeignKey("jobs.id"), primary_key=True, autoincrement=False),
+    sa.Column("sha256", sa.String(64), primary_key=True),
+    sa.Column("file", sa.String(100), nullable=False),
+    # What it offers, as JSON.
+    sa.Column("offers", sa.LargeBinary, nullable=False),
+    # The text is a zlib stream.
+    sa.Column("text", sa.LargeBinary, nullable=False),
+)
+
 # The cursors that the readers of a job's results acknowledge, each under a name of the reader's choice.
 cursors = sa.Table(
     "cursors",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Final
 
 import click
@@ -14,3 +15,12 @@ sandbox_option: Final = click.option(
     help="The kind of the sandboxes here, for handlers that need some.",
 )
 """The option of commands that evaluate on this machine."""
+plugin_option: Final = click.option(
+    "--plugin",
+    "plugins",
+    multiple=True,
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="A Python file with handlers, tools or reward functions of yours, or a folder of such; repeatable.",
+)
+"""The option of commands that use extensions on this machine."""

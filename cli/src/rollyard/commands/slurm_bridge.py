@@ -29,7 +29,7 @@ from rollyard_api.options.declared import (
 from rollyard_api.options.sources import drop_variables
 
 from rollyard import terminal
-from rollyard.declared import load_options, speaker
+from rollyard.declared import check_plugins, load_options, speaker
 from rollyard.errors import CliError, UsageProblem
 from rollyard.extras import require
 from rollyard.local.options import (
@@ -238,6 +238,8 @@ def bridge_options(options: BridgeCommandOptions) -> BridgeOptions:
         raise UsageProblem(f"--join must be a URL such as http://head:8765 (got {options.join!r})")
     if options.join:
         _refuse_options_of_a_plane(options)
+    else:
+        check_plugins(options.plugins)
     if options.listen == "unix" and (options.advertise or options.port):
         raise UsageProblem("--advertise and --port have no meaning with --listen unix")
     if options.listen == "unix" and options.tls_cert is not None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final
 import click
 
 from rollyard import terminal
-from rollyard.commands import sandbox_option
+from rollyard.commands import plugin_option, sandbox_option
 from rollyard.errors import InvalidInput, UsageProblem
 from rollyard.extras import require
 
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 )
 @click.option("--handler", help="For a bare task list: check the tasks as this handler would.")
 @click.option("--format", "task_format", help="For a bare task list: its format, such as verl.")
+@plugin_option
 @click.option("--oracle", is_flag=True, help="Also play each task's reference solution in a sandbox here.")
 @click.option(
     "--sandbox",
@@ -39,7 +40,12 @@ if TYPE_CHECKING:
     help="For --oracle: the kind of the sandboxes.",
 )
 def validate(
-    files: tuple[Path, ...], handler: str | None, task_format: str | None, oracle: bool, sandbox: str
+    files: tuple[Path, ...],
+    handler: str | None,
+    task_format: str | None,
+    plugins: tuple[Path, ...],
+    oracle: bool,
+    sandbox: str,
 ) -> None:
     """Check manifests and the tasks that they name. Every fault is shown; exit status 1 if there is any."""
     from rollyard.jobs.manifests import check_file
@@ -48,10 +54,10 @@ def validate(
     if oracle:
         from rollyard.jobs.evaluation import play
 
-        further = partial(play, sandbox=sandbox)
+        further = partial(play, sandbox=sandbox, plugins=plugins)
     faults: list[str] = []
     for file in files:
-        report = check_file(file, handler, task_format, further)
+        report = check_file(file, handler, task_format, further, plugins)
         faults += [f"{file}: {problem}" for problem in report.problems]
         for line in report.good:
             click.echo(f"{file}: {line}")
@@ -95,6 +101,7 @@ WITHOUT_CHOICES: Final = ("math", "code", "swe")
     help="JSON lines instead of ANSWER: answer, key or task, and optional choices, numeric, expect, id.",
 )
 @sandbox_option
+@plugin_option
 @click.option("-o", "--output", type=click.Choice(["json"]), help="A JSON object for each answer.")
 def grade(
     words: tuple[str, ...],
@@ -108,6 +115,7 @@ def grade(
     task_id: str | None,
     pairs_file: Path | None,
     sandbox: str,
+    plugins: tuple[Path, ...],
     output: str | None,
 ) -> None:
     """Grade an answer as a job would, and show the reward, what was compared, and why.
@@ -147,9 +155,8 @@ def grade(
         pairs = grading.single(answer, key, choices, numeric, task_id)
     else:
         pairs = grading.pairs_of(pairs_file)
-    grading.grade(
-        pairs, handler, tasks, task_format, sandbox, summed=pairs_file is not None, as_json=output == "json"
-    )
+    summed, as_json = pairs_file is not None, output == "json"
+    grading.grade(pairs, handler, tasks, task_format, sandbox, plugins, summed=summed, as_json=as_json)
 
 
 @click.group()

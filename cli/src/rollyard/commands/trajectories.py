@@ -14,7 +14,7 @@ import click
 
 from rollyard import terminal
 from rollyard.arguments import job_name
-from rollyard.commands import sandbox_option
+from rollyard.commands import plugin_option, sandbox_option
 from rollyard.connection import Server, connect, connection, server_options
 from rollyard.errors import CliError, LookupFailed, UsageProblem
 from rollyard.extras import require
@@ -70,6 +70,7 @@ def trajectories(name: str, output: Path, follow: bool, server: Server) -> None:
     help="YAML with a section `reward`, instead of the job's.",
 )
 @sandbox_option
+@plugin_option
 @server_options
 def rescore(
     name: str,
@@ -77,6 +78,7 @@ def rescore(
     output: Path | None,
     reward_file: Path | None,
     sandbox: str,
+    plugins: tuple[Path, ...],
     server: Server,
 ) -> None:
     """Evaluate a job's kept trajectories again on this machine, and report how many rewards change.
@@ -88,7 +90,9 @@ def rescore(
 
     require("`rollyard rescore`", "worker")
     with connect(*server) as client:
-        report = rescoring.rescore(client, name, client.namespace, handler, output, reward_file, sandbox)
+        report = rescoring.rescore(
+            client, name, client.namespace, handler, output, reward_file, sandbox, plugins
+        )
     for line in report.lines():
         terminal.echo_line(line)
     if output is not None:

@@ -15,7 +15,7 @@ from rollyard_api.options.command_line import GroupedCommand, declared_options
 from rollyard_api.options.sources import drop_variables
 
 from rollyard import terminal
-from rollyard.declared import set_telemetry, speaker
+from rollyard.declared import check_plugins, set_telemetry, speaker
 from rollyard.errors import UsageProblem
 from rollyard.local.options import (
     BACKENDS,
@@ -118,6 +118,7 @@ def _checked(options: Options) -> Options:
             raise UsageProblem(f"{name} goes with {needs}")
     if engine == "vllm" and not model:
         raise UsageProblem("--engine vllm needs --model, a folder or a model of the Hugging Face Hub")
+    check_plugins(options.plugins)
     changes: dict[str, Any] = {}
     if options.verify_python:
         program = shutil.which(Path(options.verify_python).expanduser())

@@ -20,7 +20,7 @@ from pydantic import BeforeValidator, Field, ValidationError
 from rich.text import Text
 from rollyard_crds.base import Model
 from rollyard_crds.reading.manifest import describe
-from rollyard_crds.rolloutjob import RolloutJobSpec, TaskSource
+from rollyard_crds.rolloutjob import TaskSource
 from rollyard_crds.task import Choice, Message, NumericAnswer, Task
 from rollyard_crds.trajectory import Trajectory
 from rollyard_process.log_text import one_line
@@ -29,8 +29,15 @@ from rollyard_tasks.task_list import TaskListError
 
 from rollyard import terminal
 from rollyard.errors import CliError, InvalidInput, LookupFailed
-from rollyard.jobs.evaluation import count_bounded, open_rescorer, same_reward, shown_reward
-from rollyard.jobs.manifests import read_tasks, text_file
+from rollyard.jobs.evaluation import (
+    answer_spec,
+    answered,
+    count_bounded,
+    open_rescorer,
+    same_reward,
+    shown_reward,
+)
+from rollyard.jobs.manifests import extensions_with, read_tasks, text_file
 
 if TYPE_CHECKING:
     from rollyard_pipeline.stages.rescoring import Rescorer
@@ -245,6 +252,7 @@ def grade(
     tasks_file: Path | None,
     task_format: str | None,
     sandbox: str,
+    plugins: Sequence[Path] = (),
     *,
     summed: bool,
     as_json: bool,
@@ -257,6 +265,7 @@ def grade(
         tasks_file: The tasks that pairs name. None stands for the keys of the pairs.
         task_format: The format of the tasks.
         sandbox: The kind of the sandboxes, for a handler that needs some.
+        plugins: Files with further handlers.
         summed: Whether the pairs are those of a file: there is a line for each of them, even for one that is
             refused, and a summary, even after an error or Ctrl-C.
         as_json: Whether each pair is shown as a JSON object, without a summary.
@@ -268,10 +277,12 @@ def grade(
         CliError: An answer could not be graded, or a reward is not the expected one.
     """
     tasks = {} if tasks_file is None else _tasks(tasks_file, task_format)
-    spec = _spec(handler)
+    spec = answer_spec(handler)
     show = _as_json if as_json else _as_line if summed else _in_full
     counts = GradeCounts()
-    with open_rescorer("grade", handler, spec, None, "rollyard grade", sandbox) as (rescorer, runner):
+    extensions = extensions_with(plugins)
+    opened = open_rescorer("grade", handler, spec, None, "rollyard grade", sandbox, extensions)
+    with opened as (rescorer, runner):
         try:
             while chunk := list(itertools.islice(pairs, CHUNK)):
                 records = [_trajectory(pair, counts.answers + at) for at, pair in enumerate(chunk, 1)]
@@ -320,19 +331,6 @@ def _graded(
     graded = runner.run(rescorer.rescored(list(accepted.values()), datetime.now(UTC)))
     results |= {at: _worded(record, from_file) for at, record in zip(accepted, graded, strict=True)}
     return [results[at] for at in range(len(pairs))]
-
-
-def _spec(handler: str) -> RolloutJobSpec:
-    """Return the spec of a job with this handler, in which the policy gives nothing but its answer.
-
-    Raises:
-        InvalidInput: No handler can have this name, or it gives no reward of its own.
-    """
-    fields = {"tasks": {"stream": True}, "agent": {"type": "oracle"}, "sandbox": {"warm": 0}}
-    try:
-        return RolloutJobSpec.model_validate({**fields, "handler": handler})
-    except ValidationError as error:
-        raise InvalidInput(describe(error)[0].removeprefix("manifest: ")) from error
 
 
 def _tasks(path: Path, task_format: str | None) -> dict[str, Task]:
@@ -408,14 +406,8 @@ def _refused(record: Trajectory, why: str) -> Trajectory:
 
 def _trajectory(pair: Pair | RefusedLine, number: int) -> Trajectory:
     """Return the record of a rollout in which the policy gave the answer, and nothing else."""
-    return Trajectory(
-        id=f"grade-{number}",
-        job="grade",
-        task_id=NO_TASK,
-        group_id="grade",
-        sample_index=0,
-        messages=[Message(role="assistant", content=pair.answer)] if isinstance(pair, Pair) else [],
-    )
+    messages = [Message(role="assistant", content=pair.answer)] if isinstance(pair, Pair) else []
+    return answered("grade", number, NO_TASK, messages)
 
 
 def _as_json(pair: Pair | RefusedLine, record: Trajectory, differs: bool) -> None:

@@ -13,9 +13,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
-from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Any, Final, TextIO, cast
+from typing import TYPE_CHECKING, Any, Final, TextIO, cast
 from urllib.parse import unquote, urlsplit
 
 from pydantic import ValidationError
@@ -36,6 +35,9 @@ from rollyard_tasks.task_file import MAX_FILE_BYTES, TaskFile
 from rollyard_tasks.task_list import MAX_SPECS_BYTES, TaskLines, TaskListError, parse_specs
 
 from rollyard.errors import InvalidInput, LookupFailed
+
+if TYPE_CHECKING:
+    from rollyard_pipeline.registry import Registry
 
 MAX_MANIFEST_BYTES: Final = 16 << 20
 MAX_PROBLEMS: Final = 20
@@ -231,12 +233,22 @@ def text_file(path: Path, encoding: str = "utf-8") -> AbstractContextManager[Tex
     return path.open(encoding=encoding)
 
 
-def names_of(group: str) -> list[str]:
-    """Return the names of the installed entry points of a group, sorted."""
-    return sorted({point.name for point in entry_points(group=f"rollyard.{group}")})
+def extensions_with(plugins: Sequence[Path]) -> Registry:
+    """Return what finds the extensions that are installed here, and those of these plugins.
+
+    Raises:
+        InvalidInput: A plugin cannot be used.
+    """
+    from rollyard_pipeline.errors import PermanentFailure
+    from rollyard_pipeline.registry import plugin_registry
+
+    try:
+        return plugin_registry(plugins)
+    except PermanentFailure as error:
+        raise InvalidInput(str(error)) from error
 
 
-def entry_point_problems(job: RolloutJob) -> list[str]:
+def extension_problems(job: RolloutJob, extensions: Registry) -> list[str]:
     """Return a problem for each handler, agent, tool and parser that is not installed here."""
     references = [
         ("spec.handler", "handlers", job.spec.handler),
@@ -250,7 +262,7 @@ def entry_point_problems(job: RolloutJob) -> list[str]:
         references.append(("spec.reward.function.name", "reward_functions", function.name))
     problems = []
     for field, group, name in references:
-        installed = names_of(group)
+        installed = extensions.names(f"rollyard.{group}")
         if name not in installed:
             kind = group.removesuffix("s").replace("_", "-")
             problems.append(f"{field}: no {kind} {name!r} is installed; installed: {', '.join(installed)}")
@@ -262,15 +274,17 @@ def _formats_of(job: RolloutJob) -> list[str]:
     return [] if name is None or name == DEFAULT else [name]
 
 
-def handler_problems(handler: str, tasks: Sequence[Task], job: RolloutJob | None = None) -> list[str]:
+def handler_problems(
+    handler: str, tasks: Sequence[Task], extensions: Registry, job: RolloutJob | None = None
+) -> list[str]:
     """Return the problems that the handler itself finds in the tasks, each with the id of its task.
 
     With `job`, these include hosts that tests need in Eval and that the job does not give them.
     """
-    points = [point for point in entry_points(group="rollyard.handlers") if point.name == handler]
-    if not points:
-        return [f"no handler {handler!r} is installed; installed: {', '.join(names_of('handlers'))}"]
-    loaded: Any = points[0].load()
+    names = extensions.names("rollyard.handlers")
+    if handler not in names:
+        return [f"no handler {handler!r} is installed; installed: {', '.join(names)}"]
+    loaded = extensions.load("rollyard.handlers", handler)
     instance = loaded() if isinstance(loaded, type) else loaded
     check = getattr(instance, "check", None)
     if check is None:
@@ -331,7 +345,7 @@ def size_problems(job: RolloutJob, tasks: Sequence[Task]) -> list[str]:
     return _of_each(tasks, problems_of)
 
 
-def reward_problems(job: RolloutJob) -> list[str]:
+def reward_problems(job: RolloutJob, extensions: Registry) -> list[str]:
     """Return the problems with the names of a job's reward components.
 
     Its handler and its reward function must be installed here.
@@ -341,25 +355,20 @@ def reward_problems(job: RolloutJob) -> list[str]:
         return []
     from rollyard_pipeline.rewards.components import component_problems
 
-    handler = _loaded("rollyard.handlers", job.spec.handler)
+    handler = extensions.load("rollyard.handlers", job.spec.handler)
     of_function: tuple[str, ...] = ()
     if reward.function is not None:
-        function = _loaded("rollyard.reward_functions", reward.function.name)
+        function = extensions.load("rollyard.reward_functions", reward.function.name)
         of_function = getattr(function, "components", ())
     return component_problems(reward, getattr(handler, "components", ()), of_function)
 
 
-def _loaded(group: str, name: str) -> Any:
-    (point, *_) = entry_points(group=group, name=name)
-    return point.load()
-
-
-def check_job(job: RolloutJob, further: TasksCheck | None = None) -> CheckReport:
+def check_job(job: RolloutJob, extensions: Registry, further: TasksCheck | None = None) -> CheckReport:
     """Check one job and its tasks, as far as that is possible on this machine."""
     where = f"RolloutJob {job.metadata.name!r}"
-    problems = [f"{where}: {problem}" for problem in entry_point_problems(job)]
+    problems = [f"{where}: {problem}" for problem in extension_problems(job, extensions)]
     if not problems:
-        problems += [f"{where}: {problem}" for problem in reward_problems(job)]
+        problems += [f"{where}: {problem}" for problem in reward_problems(job, extensions)]
     source = job.spec.tasks
     path = local_path(source.url) if source.url is not None else None
     tasks: Sequence[Task] = ()
@@ -375,7 +384,8 @@ def check_job(job: RolloutJob, further: TasksCheck | None = None) -> CheckReport
             return CheckReport(problems=(*problems, f"{where}: spec.tasks.url: {error}"))
     if tasks and not problems:
         problems += [f"{where}: {problem}" for problem in host_problems(job, tasks)]
-        problems += [f"{where}: {problem}" for problem in handler_problems(job.spec.handler, tasks, job)]
+        of_handler = handler_problems(job.spec.handler, tasks, extensions, job)
+        problems += [f"{where}: {problem}" for problem in of_handler]
     if tasks and not problems:
         problems += [f"{where}: {problem}" for problem in size_problems(job, tasks)]
     problems += [f"{where}: {problem}" for problem in signals.problems(job.spec, _groups(source, tasks))]
@@ -420,7 +430,7 @@ def _check_regular(path: Path) -> None:
         raise LookupFailed(f"{path}: must be a file, and is a pipe or a device: write its content to a file")
 
 
-def _has_manifests(path: Path) -> bool:
+def has_manifests(path: Path) -> bool:
     """Return whether a file has manifests, and not tasks.
 
     Raises:
@@ -450,6 +460,7 @@ def check_file(
     handler: str | None = None,
     task_format: str | None = None,
     further: TasksCheck | None = None,
+    plugins: Sequence[Path] = (),
 ) -> CheckReport:
     """Check a manifest file or a task list, depending on the file's content.
 
@@ -458,20 +469,37 @@ def check_file(
         handler: The name of the handler that checks the tasks of a task list.
         task_format: The format of a task list; the default is `rollyard`, and `harbor` for a folder.
         further: A check of valid tasks, which gets their job, or the name of the handler.
+        plugins: Files with further handlers, tools and the like.
 
     Raises:
         LookupFailed: There is no such file.
+        InvalidInput: A plugin cannot be used, or what it offers cannot be loaded.
     """
+    from rollyard_pipeline.errors import PermanentFailure
+
+    try:
+        return _checked(path, handler, task_format, further, extensions_with(plugins))
+    except PermanentFailure as error:
+        raise InvalidInput(str(error)) from error
+
+
+def _checked(
+    path: Path,
+    handler: str | None,
+    task_format: str | None,
+    further: TasksCheck | None,
+    extensions: Registry,
+) -> CheckReport:
     if path.is_dir():
         handler, task_format = handler or "harbor", task_format or "harbor"
-    if path.is_dir() or not _has_manifests(path):
+    if path.is_dir() or not has_manifests(path):
         try:
             tasks = read_tasks(path, TaskSource(url=path.name, format=task_format))
         except ValidationError as error:
             return CheckReport(problems=tuple(describe(error)))
         except TaskListError as error:
             return CheckReport(problems=tuple(error.problems))
-        problems = handler_problems(handler, tasks) if handler else []
+        problems = handler_problems(handler, tasks, extensions) if handler else []
         if problems:
             return CheckReport(problems=tuple(problems))
         played = further(handler or "", tasks) if further is not None else CheckReport()
@@ -488,7 +516,7 @@ def check_file(
     problems_found: tuple[str, ...] = ()
     for manifest in manifests:
         if isinstance(manifest, RolloutJob):
-            report = check_job(manifest, further)
+            report = check_job(manifest, extensions, further)
             good, problems_found = good + report.good, problems_found + report.problems
         else:
             good += (f"BackendPool {manifest.metadata.name!r} is valid",)

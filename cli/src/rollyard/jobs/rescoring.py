@@ -7,7 +7,7 @@ import getpass
 import itertools
 import socket
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -20,6 +20,7 @@ from rollyard_crds.reading.yaml_text import YamlError, load_one
 
 from rollyard.errors import InvalidInput, LookupFailed
 from rollyard.jobs.evaluation import count_bounded, open_rescorer, same_reward, shown_reward
+from rollyard.jobs.manifests import extensions_with
 from rollyard.trajectories.export import write_lines
 
 if TYPE_CHECKING:
@@ -105,6 +106,7 @@ def rescore(
     output: Path | None,
     reward_file: Path | None,
     sandbox: str,
+    plugins: Sequence[Path] = (),
 ) -> RewardChanges:
     """Evaluate a job's trajectories again, and return how their rewards change.
 
@@ -116,6 +118,7 @@ def rescore(
         output: The file of JSON lines to write, as a whole or not at all. With None, none is written.
         reward_file: A file with a section `reward`. None stands for the job's own.
         sandbox: The kind of the sandboxes, for a handler that needs some.
+        plugins: Files with further handlers and reward functions.
 
     Raises:
         LookupFailed: There is no such job or file, or the control plane has lost a task.
@@ -126,7 +129,9 @@ def rescore(
     reward = job.spec.reward if reward_file is None else read_reward(reward_file)
     report = RewardChanges()
     by = f"{getpass.getuser()}@{socket.gethostname()}"
-    with open_rescorer("rescore", handler, job.spec, reward, by, sandbox) as (rescorer, runner):
+    extensions = extensions_with(plugins)
+    opened = open_rescorer("rescore", handler, job.spec, reward, by, sandbox, extensions)
+    with opened as (rescorer, runner):
 
         def lines() -> Iterator[bytes]:
             for before, now in _rescored(client, name, namespace, rescorer, runner):

@@ -4,24 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import shlex
 import shutil
-import signal
-import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
-from rollyard_drivers.host import launcher
-from rollyard_drivers.host.home import Home, read_json
+from rollyard_drivers.host.home import Home
 
-from rollyard.detached import wait_ready
 from rollyard.errors import CliError, InvalidInput, LookupFailed
+from rollyard.local.running_up import interruptible, running_up
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -31,9 +25,6 @@ if TYPE_CHECKING:
 
     from rollyard.quickstart.vllm_servers import VllmOptions, VllmServers
     from rollyard.trajectories.summary import PolicySummary
-
-START_SECONDS: Final = 120.0
-STOP_SECONDS: Final = 30.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,61 +112,7 @@ def fresh_home(path: Path) -> Home:
     return home
 
 
-@contextlib.contextmanager
-def running(home: Home, options: QuickstartOptions, further: Sequence[str] = ()) -> Iterator[None]:
-    """Run `rollyard up` as a child process. It is stopped when the block ends, even by an exception.
-
-    Raises:
-        StartFailed: It ended, or it was not ready in time.
-    """
-    log = home.root / "up.log"
-    command = [sys.executable, "-m", "rollyard", "up", "--home", str(home.root), "--port", "0"]
-    command += ["--sandbox", options.sandbox, *options.backend, *further]
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            [sys.executable, "-IS", str(launcher.__file__), str(os.getpid()), *command],
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-    try:
-        wait_ready(process, log, "`rollyard up`", lambda: read_json(home.context_file), START_SECONDS)
-        yield
-    finally:
-        # Ctrl-C, SIGTERM and SIGHUP are ignored, because this block already stops what they would stop.
-        with _handled(signal.SIG_IGN, signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            process.terminate()
-            try:
-                process.wait(STOP_SECONDS)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
-
-
-@contextlib.contextmanager
-def _handled(
-    handler: Callable[[int, FrameType | None], None] | signal.Handlers, *numbers: signal.Signals
-) -> Iterator[None]:
-    """Handle signals with `handler` during the block, and restore the old handlers after it."""
-    before = {number: signal.signal(number, handler) for number in numbers}
-    try:
-        yield
-    finally:
-        for number, former in before.items():
-            signal.signal(number, former)
-
-
-@contextlib.contextmanager
-def _interruptible() -> Iterator[None]:
-    """Let SIGTERM and SIGHUP interrupt the block as Ctrl-C does, so that it stops what it has started."""
-    # Under nohup, SIGHUP stays ignored, because the command is meant to outlive the terminal.
-    ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
-    with _handled(signal.default_int_handler, signal.SIGTERM, *(() if ignored else (signal.SIGHUP,))):
-        yield
-
-
-@_interruptible()
+@interruptible()
 def run(options: QuickstartOptions, console: Console) -> RolloutJob:
     """Run the quickstart from an empty folder to trajectories and summary.json, and return the ended job.
 
@@ -203,7 +140,8 @@ def run(options: QuickstartOptions, console: Console) -> RolloutJob:
             console.print(
                 f"Starting control plane, workers and {backend} (home {_short(home.root)})", soft_wrap=True
             )
-            stack.enter_context(running(home, options, servers.up_arguments() if servers else ()))
+            further = servers.up_arguments() if servers else ()
+            stack.enter_context(running_up(home, ["--sandbox", options.sandbox, *options.backend, *further]))
             client = stack.enter_context(connect(None, home.root, "default"))
             if servers is not None:
                 servers.start(client)

@@ -93,6 +93,9 @@ def describe_job(
         _dynamic_sampling(console, status.dynamic_sampling)
     if status.skipped_rows is not None:
         _field(console, "Skipped", "\n  ".join(map(one_line, status.skipped_rows.lines())))
+    if status.plugins:
+        versions = [f"{plugin.file} (sha256:{plugin.sha256[:12]})" for plugin in status.plugins]
+        _field(console, "Plugins", ", ".join(versions))
     console.print()
     table = plain_table(["stage", "past it", "active", "queued"])
     for item in stage_progress(counts):

@@ -85,7 +85,7 @@ def why(trajectory: Trajectory) -> str:
         parts.append(f"truncated ({trajectory.truncated_reason})")
     errors = [call.error for turn in trajectory.turns for call in turn.tool_calls if call.error]
     if errors:
-        parts.append(f"{len(errors)} tool calls failed, last: {errors[-1]}")
+        parts.append(f"{len(errors)} tool calls failed, last: {one_line(errors[-1])}")
     if trajectory.tool_parser and not any(turn.tool_calls for turn in trajectory.turns):
         parts.append("it never called a tool")
     turns = len(trajectory.turns)
@@ -103,7 +103,7 @@ def attempts(listed: Sequence[Attempt], dropped: int) -> Iterator[Text]:
             else f"in the queue of {attempt.stage}"
         )
         note = "" if attempt.counted else ", not counted"
-        detail = f": {attempt.message}" if attempt.message else ""
+        detail = f": {one_line(attempt.message)}" if attempt.message else ""
         yield Text(f"{title}, {attempt.seconds:.3f} s{where}{note}: {attempt.reason}{detail}", style="yellow")
     if dropped:
         yield Text(f"{dropped} more attempts are not listed", style="yellow")
@@ -111,9 +111,14 @@ def attempts(listed: Sequence[Attempt], dropped: int) -> Iterator[Text]:
 
 def header(trajectory: Trajectory) -> Iterator[Text]:
     """Yield lines that identify the rollout and say how it ended."""
-    reward = "none" if trajectory.reward is None else f"{trajectory.reward:g}"
     yield Text(f"{trajectory.id}", style="bold")
     yield Text(f"trace {trace_id(trajectory.id)}", style=DIM)
+    yield from outcome(trajectory)
+
+
+def outcome(trajectory: Trajectory) -> Iterator[Text]:
+    """Yield lines that say how the rollout ended: its reward with what it is made of, and its times."""
+    reward = "none" if trajectory.reward is None else f"{trajectory.reward:g}"
     yield Text(
         f"task {trajectory.task_id}, sample {trajectory.sample_index}: {trajectory.status}, reward {reward}"
         + (f", truncated ({trajectory.truncated_reason})" if trajectory.truncated else "")
@@ -167,6 +172,10 @@ class TrajectoryView:
         for line in header(trajectory):
             self._console.print(line, soft_wrap=True)
         self._console.print()
+        self.turns(trajectory)
+
+    def turns(self, trajectory: Trajectory) -> None:
+        """Print what the rollout begins with, and its turns."""
         self._start(trajectory)
         if self._decode is not None and trajectory.segments:
             self._tokens(trajectory, self._decode)
@@ -211,7 +220,7 @@ class TrajectoryView:
         for call in turn.tool_calls:
             line = Text(f"   {call.name} {_arguments(call.arguments)}  {call.seconds:.3f} s", style="cyan")
             if call.error:
-                line.append(f"  {call.error}", style="red")
+                line.append(f"  {one_line(call.error)}", style="red")
             self._console.print(line, soft_wrap=True)
 
     def _tokens(self, trajectory: Trajectory, decode: Decode) -> None:
@@ -251,7 +260,7 @@ class TrajectoryView:
                 continue
             turn = trajectory.turns[turn_numbers[index]]
             self._turn_title(trajectory, turn_numbers[index] + 1, turn)
-            if turn.finish_reason != "replayed" or message.content:
+            if message.content or not turn.tool_calls:
                 self._console.print(self._sampled(message.content), soft_wrap=True)
             self._calls(turn)
 

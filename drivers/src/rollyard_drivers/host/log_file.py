@@ -59,6 +59,11 @@ def last_line(path: Path) -> str:
     return _last_of(_tail(path))
 
 
+def last_lines(path: Path, count: int) -> list[str]:
+    """Return the last lines of a log file, at most `count`. Records in JSON are shown as in a text log."""
+    return log_errors.plain_lines(_tail(path).decode(errors="replace"))[-count:]
+
+
 def telling_line(path: Path) -> str:
     """Return the last line of a log file that states an error, or else the last line.
 

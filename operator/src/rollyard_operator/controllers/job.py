@@ -279,6 +279,7 @@ def with_counts(status: RolloutJobStatus, known: RolloutJobStatus) -> RolloutJob
             "reward_text": known.reward_text,
             "dynamic_sampling": known.dynamic_sampling,
             "skipped_rows": known.skipped_rows,
+            "plugins": known.plugins,
             "advice": known.advice,
             "start_time": status.start_time or known.start_time,
             "completion_time": status.completion_time or known.completion_time,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable
@@ -31,7 +32,7 @@ from rollyard_crds.rolloutjob import RolloutJobSpec, WorkerJobSpec
 from rollyard_crds.workers import Assignment, AssignmentRequest, WaitingImages
 from rollyard_process.backoff import Backoff
 
-from rollyard_pipeline.errors import PipelineError
+from rollyard_pipeline.errors import ControlPlaneRefused, PipelineError
 
 A = TypeVar("A")
 M = TypeVar("M", bound=BaseModel)
@@ -110,6 +111,18 @@ class WorkerCalls(ABC):
         """Return a job's spec without inline tasks. If `uid` is given, the job must have that uid."""
         path = f"{LEASES}/job?{_job_query(namespace, name, uid)}"
         return await self.send(WorkerCall("GET", path, _worker_spec))
+
+    async def plugin(self, namespace: str, name: str, uid: str | None, sha256: str) -> bytes:
+        """Return the text of a plugin of a job, as it was when the job was submitted.
+
+        Raises:
+            ControlPlaneRefused: The job has no such plugin, or the answer is another text.
+        """
+        path = f"{LEASES}/plugin?{_job_query(namespace, name, uid)}&sha256={sha256}"
+        text = await self.send(WorkerCall("GET", path, bytes))
+        if hashlib.sha256(text).hexdigest() != sha256:
+            raise ControlPlaneRefused(f"the answer to GET {path} has another SHA-256")
+        return text
 
     async def waiting_images(self, namespace: str, name: str, uid: str) -> list[str]:
         """Return the images that the tasks of the next rollouts in the queue of Init name, each once."""

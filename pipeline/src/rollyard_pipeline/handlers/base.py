@@ -255,7 +255,7 @@ def check_setup(task: Task, script: str, result: ExecResult) -> None:
     """
     if result.timed_out or result.exit_code != 0:
         how = "ran out of time" if result.timed_out else f"exited with {result.exit_code}"
-        raise SetupFailed(f"task '{task.id}': {script} {how}: {result.text()[-1000:]}")
+        raise SetupFailed(f"task '{task.id}': {script} {how}: {result.text().strip()[-1000:]}")
 
 
 class Handler(ABC):

@@ -1,4 +1,4 @@
-"""The process that runs a reward function, whose class is its argument, as MODULE:CLASS.
+"""The process that runs a reward function, which is its argument, as `registry.imported` takes it.
 
 It reads an episode a line and writes `{"reward": …, "components": {…}}` or `{"error": …}` for each. What the
 function prints is discarded.
@@ -6,9 +6,7 @@ function prints is discarded.
 
 from __future__ import annotations
 
-import importlib
 import json
-import operator
 import os
 import sys
 from collections.abc import Mapping
@@ -16,6 +14,8 @@ from typing import Any, Final, TextIO
 
 from rollyard_pipeline.child_processes import begin_child
 from rollyard_pipeline.handlers.base import Evaluation
+from rollyard_pipeline.registry import imported
+from rollyard_pipeline.rewards import made_function
 
 _ERROR_CHARACTERS: Final = 1000
 
@@ -28,8 +28,7 @@ def main(target: str) -> None:
     for stream in (1, 2):
         os.dup2(silence, stream)
     try:
-        module, _, name = target.partition(":")
-        function = operator.attrgetter(name)(importlib.import_module(module))()
+        function = made_function(imported(target))
         about = {"components": [str(component) for component in getattr(function, "components", ())]}
     except Exception as error:
         _write(answers, _described(error))

@@ -211,11 +211,13 @@ class Rewards:
     """Makes rewards, and keeps the processes that this needs. A worker has one.
 
     Args:
-        extensions: Finds reward functions.
+        extensions: Returns what finds the reward function of a job.
         format_checks: Checks forms.
     """
 
-    def __init__(self, extensions: Registry, format_checks: FormatChecks | None = None) -> None:
+    def __init__(
+        self, extensions: Callable[[RolloutJobSpec], Registry], format_checks: FormatChecks | None = None
+    ) -> None:
         self._extensions = extensions
         self._format = format_checks or FormatChecks()
         self._functions: dict[str, ChildProcesses] = {}
@@ -229,21 +231,21 @@ class Rewards:
             ChildFailed: The reward function cannot be loaded.
         """
         if spec.reward is not None:
-            self._refuse(spec.reward, handler, await self._declared(spec.reward))
+            self._refuse(spec.reward, handler, await self._declared(spec))
 
     def _refuse(self, reward: RewardSpec, handler: Handler, declared: tuple[str, ...]) -> None:
         problems = component_problems(reward, handler.components, declared)
         if problems:
             raise PermanentFailure(problems[0], "RewardComponentUnknown")
 
-    async def _declared(self, reward: RewardSpec) -> tuple[str, ...]:
-        if reward.function is None:
+    async def _declared(self, spec: RolloutJobSpec) -> tuple[str, ...]:
+        if spec.reward is None or spec.reward.function is None:
             return ()
-        about = await self._children(reward.function).greeting()
+        about = await self._children(spec, spec.reward.function).greeting()
         return tuple(about.get("components", ()))
 
-    def _children(self, function: RewardFunctionSpec) -> ChildProcesses:
-        target = self._extensions.target(REWARD_FUNCTIONS, function.name)
+    def _children(self, spec: RolloutJobSpec, function: RewardFunctionSpec) -> ChildProcesses:
+        target = self._extensions(spec).target(REWARD_FUNCTIONS, function.name)
         if target not in self._functions:
             self._functions[target] = ChildProcesses(
                 "rollyard_pipeline.rewards.function_process",
@@ -276,7 +278,7 @@ class Rewards:
         reward = context.spec.reward
         if reward is None:
             return evaluation
-        declared = await self._declared(reward)
+        declared = await self._declared(context.spec)
         self._refuse(reward, handler, declared)
         components = {name: float(value) for name, value in evaluation.components.items()}
         of_handler = frozenset(components) | {*handler.components, TEST_TIMEOUT_COMPONENT}
@@ -324,7 +326,7 @@ class Rewards:
         taken: frozenset[str],
     ) -> dict[str, float]:
         source = f"the reward function '{function.name}'"
-        answer = await self._children(function).ask(
+        answer = await self._children(context.spec, function).ask(
             episode_document(context, evaluation), function.timeout_seconds
         )
         if "error" in answer:

@@ -38,7 +38,8 @@ from rollyard_pipeline.handlers.base import ANSWER, Evaluation, Handler, StageCo
 from rollyard_pipeline.handlers.isolated.handler import loaded_handler
 from rollyard_pipeline.handlers.isolated.places import blocked
 from rollyard_pipeline.registry import Registry
-from rollyard_pipeline.rewards.shaping import Rewards
+from rollyard_pipeline.rewards import PlainFunction, RewardFunction
+from rollyard_pipeline.rewards.shaping import Rewards, episode_document
 from rollyard_pipeline.sabotage import OUT_OF_MEMORY
 from rollyard_pipeline.sandboxes.egress.egress import Egress
 from rollyard_pipeline.sandboxes.errors import SandboxLost, SandboxProviderError
@@ -132,7 +133,7 @@ class Rescorer:
             )
         self._spec = spec.model_copy(update={"handler": handler, "reward": reward})
         self._name, self._by = handler, by
-        self._rewards = Rewards(extensions)
+        self._rewards = Rewards(lambda _: extensions)
         self._provider = provider() if sandboxed and provider is not None else None
         # Tests have limits of time, so no more of them run at once than there are cores.
         self._at_once = _AT_ONCE if self._provider is None else max(2, os.cpu_count() or 2)
@@ -298,6 +299,47 @@ class Rescorer:
         await self._open.aclose()
         await self._rewards.close()
         await self._handler.close()
+
+
+class FunctionHandler(Handler):
+    """A handler whose reward is that of a reward function, which runs in a thread of this process.
+
+    Args:
+        function: The reward function.
+    """
+
+    needs_sandbox = False
+    judges_answers = True
+
+    def __init__(self, function: RewardFunction) -> None:
+        self._function = function
+        self.components = tuple(function.components)  # type: ignore[misc]
+
+    async def eval(self, ctx: StageContext) -> Evaluation:
+        """Return the score of the episode."""
+        episode = episode_document(ctx, Evaluation(0.0))
+        scored = await asyncio.to_thread(self._function.score, episode)
+        return scored if isinstance(scored, Evaluation) else Evaluation(scored)
+
+
+def handler_of(given: object) -> Callable[[], Handler]:
+    """Return what makes a handler from a class of one, or from a reward function.
+
+    Raises:
+        TypeError: It is neither.
+    """
+    if isinstance(given, type) and issubclass(given, Handler):
+        return given
+    if isinstance(given, type) and issubclass(given, RewardFunction):
+        return lambda: FunctionHandler(given())
+    if isinstance(given, RewardFunction):
+        return lambda: FunctionHandler(given)
+    if callable(given) and not isinstance(given, type):
+        return lambda: FunctionHandler(PlainFunction(given))
+    raise TypeError(
+        "must be the name of a handler, a class that derives from Handler, or a reward function "
+        f"(got {given!r:.100})"
+    )
 
 
 def submitted(trajectory: Trajectory) -> str | None:

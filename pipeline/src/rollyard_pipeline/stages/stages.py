@@ -8,7 +8,8 @@ import logging
 import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
-from typing import Final
+from pathlib import Path
+from typing import Final, TypeAlias
 
 from rollyard_crds.lease import (
     MAX_LIVE_TURNS,
@@ -66,6 +67,7 @@ from rollyard_pipeline.stages.contexts import (
 )
 from rollyard_pipeline.stages.eval_sandboxes import EvalSandboxes, eval_sandbox, reaches
 from rollyard_pipeline.stages.evaluation import Lend, evaluate, shaped
+from rollyard_pipeline.stages.plugins import Digests, JobPlugins, digests_of
 from rollyard_pipeline.stages.sandbox_places import SandboxPlaces
 from rollyard_pipeline.tool_parsers.base import ChatModel, TokenParser, ToolCallParser
 from rollyard_pipeline.tool_parsers.detect import configured
@@ -159,6 +161,8 @@ class AgentRuns:
 log = logging.getLogger(__name__)
 
 _ROUTE_RETRY: Final = 1.0  # seconds
+_HandlerKey: TypeAlias = tuple[str, Digests]
+"""The name of a handler, and the plugins among which it was found."""
 
 
 class Stages:
@@ -175,6 +179,7 @@ class Stages:
         places: Bounds the sandboxes of Run and Eval together.
         formats: The tokenizers and templates that are loaded already.
         egress: The network of sandboxes whose jobs ask for one.
+        plugin_folder: Where the plugins of jobs are put; see `JobPlugins`.
     """
 
     def __init__(
@@ -189,18 +194,19 @@ class Stages:
         places: SandboxPlaces | None = None,
         formats: FormatCache | None = None,
         egress: Egress | None = None,
+        plugin_folder: Path | None = None,
     ) -> None:
         self._control = control
         self._backends = backends
         self._provider = provider
-        self._extensions = extensions
+        self._plugins = JobPlugins(control, extensions, plugin_folder)
         self._backend_budget = backend_budget
         self._eval_grace = eval_grace
         self._jobs = JobSpecs(control)
         self._formats = formats or FormatCache()
-        self._handlers: dict[str, Handler] = {}
-        self._loading: dict[str, asyncio.Future[Handler]] = {}
-        self._rewards = Rewards(extensions)
+        self._handlers: dict[_HandlerKey, Handler] = {}
+        self._loading: dict[_HandlerKey, asyncio.Future[Handler]] = {}
+        self._rewards = Rewards(self._plugins.of)
         self._readers = Readers()
         self._model_sizes: dict[str, ModelSizes] = {}
         self._met: set[str] = set()
@@ -225,6 +231,7 @@ class Stages:
         for handler in (*self._handlers.values(), *loaded):
             if isinstance(handler, Handler):
                 await handler.close()
+        self._plugins.close()
 
     async def work(self, holding: HeldLease, times: StageTimes) -> StageResult:
         """Perform one stage of one rollout. `times` is filled in even if the stage fails.
@@ -234,7 +241,8 @@ class Stages:
         """
         try:
             spec = await self._jobs.get(holding.lease)
-            await self._load(spec.handler)
+            lease = holding.lease
+            await self._load(spec, lease.namespace, lease.job, lease.job_uid)
             holding.started = time.monotonic()
             match holding.lease.stage:
                 case "init":
@@ -251,21 +259,21 @@ class Stages:
             if holding.lease.stage == "run":
                 times.own_seconds = max(0.0, times.active_seconds - times.model_seconds - times.tool_seconds)
 
-    async def sandbox_use(self, spec: RolloutJobSpec) -> SandboxUse:
+    async def sandbox_use(self, spec: RolloutJobSpec, namespace: str, name: str) -> SandboxUse:
         """Return where the rollouts of a job have sandboxes, as far as its handler says so for all tasks.
 
         Raises:
             PipelineError: An extension of the job cannot be loaded.
         """
-        await self._load(spec.handler)
-        return sandbox_use(self._handler(spec), agent_of(self._extensions, spec)[1])
+        await self._load(spec, namespace, name, None)
+        return sandbox_use(self._handler(spec), agent_of(self._plugins.of(spec), spec)[1])
 
     async def _init(self, holding: HeldLease, spec: RolloutJobSpec, times: StageTimes) -> StageResult:
         lease, timeout = holding.lease, spec.stages.init.timeout_seconds
-        handler, (_, tools) = self._handler(spec).for_task(lease.task), agent_of(self._extensions, spec)
+        handler, (_, tools) = self._handler(spec).for_task(lease.task), agent_of(self._plugins.of(spec), spec)
         # Unknown names, and hosts that the job does not have, are detected before a sandbox is started.
         eval_network(spec, handler, lease.task)
-        self._extensions.load(registry.TOOL_PARSERS, spec.agent.tool_parser)
+        self._plugins.of(spec).load(registry.TOOL_PARSERS, spec.agent.tool_parser)
         await self._rewards.check(self._handler(spec), spec)
         use = sandbox_use(handler, tools)
         context = stage_context(lease, spec, timeout)
@@ -295,7 +303,8 @@ class Stages:
 
     async def _run(self, holding: HeldLease, spec: RolloutJobSpec, times: StageTimes) -> StageResult:
         lease, timeout = holding.lease, spec.stages.run.timeout_seconds
-        handler, (agent, tools) = self._handler(spec).for_task(lease.task), agent_of(self._extensions, spec)
+        handler = self._handler(spec).for_task(lease.task)
+        agent, tools = agent_of(self._plugins.of(spec), spec)
         session = self._session(lease, spec) if agent.uses_model else None
         episode = Episode(messages=lease.task.chat())
         holding.live = functools.partial(_live_turns, episode, session)
@@ -531,27 +540,29 @@ class Stages:
         return functools.partial(self._egress.lent, sandbox, network, context.rollout, context.env, pins)
 
     def _handler(self, spec: RolloutJobSpec) -> Handler:
-        return self._handlers[spec.handler]
+        return self._handlers[_handler_key(spec)]
 
-    async def _load(self, name: str) -> None:
+    async def _load(self, spec: RolloutJobSpec, namespace: str, name: str, uid: str | None) -> None:
         """Load the handler of a job, once for all its rollouts. If this fails, all that wait for it fail."""
-        if name in self._handlers:
+        key = _handler_key(spec)
+        if key in self._handlers:
             return
-        if name not in self._loading:
-            self._loading[name] = asyncio.ensure_future(tried_handler(self._extensions, name))
-        loading = self._loading[name]
+        await self._plugins.fetch(spec, namespace, name, uid)
+        if key not in self._loading:
+            self._loading[key] = asyncio.ensure_future(tried_handler(self._plugins.of(spec), spec.handler))
+        loading = self._loading[key]
         try:
-            self._handlers[name] = await asyncio.shield(loading)
+            self._handlers[key] = await asyncio.shield(loading)
         finally:
             if loading.done():
-                self._loading.pop(name, None)
+                self._loading.pop(key, None)
 
     async def _parser(
         self, spec: RolloutJobSpec, session: BackendSession, chat: ChatFormat, tools: Mapping[str, Tool]
     ) -> tuple[str, ToolCallParser | TokenParser]:
         """Return the name of the parser of tool calls that reads the model's turns, and the parser."""
         name = spec.agent.tool_parser
-        parser = self._extensions.load(registry.TOOL_PARSERS, name)()
+        parser = self._plugins.of(spec).load(registry.TOOL_PARSERS, name)()
         folder = await asyncio.to_thread(locate, session.backend.tokenizer)
         model = ChatModel(session.backend.model, folder, chat.template.source)
         schemas = {tool.name: tool.parameters for tool in tools.values()}
@@ -608,6 +619,10 @@ class Stages:
             if provider is not None and sandbox is not None
             else None,
         )
+
+
+def _handler_key(spec: RolloutJobSpec) -> _HandlerKey:
+    return spec.handler, digests_of(spec)
 
 
 def _live_turns(episode: Episode, session: BackendSession | None, first: int) -> list[LiveTurn]:

@@ -115,6 +115,8 @@ class WorkerOptions:
     formats: FormatCache = field(default_factory=FormatCache)
     egress: Egress = field(default_factory=Egress)
     """The network of sandboxes whose jobs ask for one."""
+    plugin_folder: Path | None = None
+    """Where the plugins of jobs are put, which no sandbox has; see `stages.plugins`."""
     traces: SpanExport | None = None
     """The export of spans, or None if nothing is traced."""
 
@@ -172,6 +174,7 @@ class Worker:
             places=self._places,
             formats=options.formats,
             egress=options.egress,
+            plugin_folder=options.plugin_folder,
         )
         self._images = ImagesAhead(control, provider)
         self._outbox = Outbox(control, options.worker, self._reported, self._table.any_working)
@@ -279,8 +282,9 @@ class Worker:
     async def _look_at(self, job: str) -> None:
         """Find out where the rollouts of the job have sandboxes. Until then, Init waits for room for them."""
         try:
-            spec = await persistent(lambda: self._control.job_spec(self._options.namespace or "default", job))
-            self._sandbox_use = await self._stages.sandbox_use(spec)
+            namespace = self._options.namespace or "default"
+            spec = await persistent(lambda: self._control.job_spec(namespace, job))
+            self._sandbox_use = await self._stages.sandbox_use(spec, namespace, job)
         except Exception as error:
             # The rollouts will fail in the same way, and their reports say more.
             log.info("it is not known where the rollouts of %s have sandboxes: %s", job, error)

@@ -1,18 +1,16 @@
 """The process in which the calls of one handler run, one at a time.
 
-Its arguments are the handler's class as MODULE:CLASS, the descriptors of a socket to the worker and of the
-file for stacks, and the level of log records. All that a handler may do with its context is a request to the
-worker, in the frames of the exec server. The answer to the request `next` is the next call.
+Its arguments are the handler's class, as `imported` takes it, the descriptors of a socket to the worker and
+of the file for stacks, and the level of log records. All that a handler may do with its context is a request
+to the worker, in the frames of the exec server. The answer to the request `next` is the next call.
 """
 
 from __future__ import annotations
 
 import asyncio
 import faulthandler
-import importlib
 import json
 import logging
-import operator
 import pickle
 import resource
 import socket
@@ -32,6 +30,7 @@ from rollyard_pipeline.child_processes import begin_child
 from rollyard_pipeline.errors import PermanentFailure, WorkerError
 from rollyard_pipeline.handlers.base import Evaluation, Handler, StageContext
 from rollyard_pipeline.handlers.isolated.messages import HandlerCall, described
+from rollyard_pipeline.registry import imported
 
 _NO_LIMIT: Final = 1e8  # The worker limits what the agent does and how long it waits, in seconds.
 _LOG_TEXT: Final = 16_384  # characters
@@ -155,14 +154,13 @@ async def serve(target: str, connection: int, level: int) -> None:
 
 
 def loaded(target: str) -> Handler:
-    """Return a new handler of the class at `target`, which is MODULE:CLASS.
+    """Return a new handler of the class at `target`; see `imported`.
 
     Raises:
         PermanentFailure: It cannot be imported.
     """
-    module, _, name = target.partition(":")
     try:
-        handler: type[Handler] = operator.attrgetter(name)(importlib.import_module(module))
+        handler: type[Handler] = imported(target)
     except (ImportError, AttributeError) as error:
         raise PermanentFailure(f"the handler {target} cannot be loaded: {error}", "UnknownHandler") from error
     return handler()

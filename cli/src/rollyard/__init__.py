@@ -52,7 +52,6 @@ if TYPE_CHECKING:
     from rollyard_crds.weights import LogprobReference, WeightUpdate
 
     from rollyard import errors
-
     from rollyard.jobs.evaluation import evaluate
 
     __version__: str

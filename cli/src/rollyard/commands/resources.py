@@ -100,19 +100,16 @@ def _name(thing: RolloutJob | BackendPool) -> str:
 
 
 def _warn(job: RolloutJob) -> None:
-    """Print what is hardly meant in a job that was submitted, and what is not installed on this machine."""
+    """Print what is hardly meant in a job that was submitted."""
     from rollyard_crds.fields.signals import warnings_of
 
-    from rollyard.jobs.manifests import entry_point_problems, folder_warnings, local_path
+    from rollyard.jobs.manifests import folder_warnings, local_path
 
     source = job.spec.tasks
     folder = local_path(source.url or "")
     further = folder_warnings(folder, source) if folder is not None and folder.is_dir() else []
     for warning in warnings_of(job.spec) + [f"spec.tasks.url: {line}" for line in further]:
         click.echo(f"rollyard: warning: {warning}", err=True)
-    # The control plane, perhaps on another machine, has them, so this is only a note.
-    for problem in entry_point_problems(job):
-        click.echo(f"rollyard: not installed on this machine: {problem}", err=True)
 
 
 FILES: Final = click.option(

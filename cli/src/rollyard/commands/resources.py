@@ -207,7 +207,7 @@ def get(
     if selected.targets and (chosen is not None or all_namespaces):
         raise UsageProblem("--selector and --all-namespaces go without NAMEs")
     with connect(*server) as client:
-        scope = None if all_namespaces else client.namespace
+        scope = "*" if all_namespaces else client.namespace
 
         def read() -> list[RolloutJob | BackendPool]:
             return [
@@ -222,18 +222,16 @@ def get(
             return
         if not things:
             names = " and ".join(f"{RESOURCES[kind]}s" for kind in selected.kinds or ("rj",))
-            where = "any namespace" if scope is None else f"namespace {scope!r}"
+            where = "any namespace" if all_namespaces else f"namespace {scope!r}"
             click.echo(f"No {names} in {where}", err=True)
-        printed = _PrintedTables(wide=output == "wide", namespaces=scope is None)
+        printed = _PrintedTables(wide=output == "wide", namespaces=all_namespaces)
         printed.update(things)
         while watching:
             time.sleep(WATCH_SECONDS)
             printed.update(answered(read))
 
 
-def _selected(
-    client: Client, selected: Selection, namespace: str | None
-) -> Iterator[RolloutJob | BackendPool]:
+def _selected(client: Client, selected: Selection, namespace: str) -> Iterator[RolloutJob | BackendPool]:
     for target in selected.targets:
         yield find(client, target, client.namespace)
     if not selected.targets:
@@ -371,9 +369,9 @@ def describe(words: tuple[str, ...], server: Server) -> None:
                 describe_pool(console, thing)
                 continue
             meta = thing.metadata
-            failures = client.statistics(meta.name, meta.namespace)["failures"]
+            failures = client.statistics(meta.name, meta.namespace).failures
             # Each reason comes with the message of its newest rollout.
-            reasons = Counter({(row["reason"], row.get("message", "")): row["n"] for row in failures})
+            reasons = Counter({(row.reason, row.message): row.n for row in failures})
             retried = client.rollouts(meta.name, retried=True, namespace=meta.namespace)
             attempts: Counter[tuple[str, str, bool]] = Counter(
                 (attempt.stage, attempt.reason, attempt.counted)

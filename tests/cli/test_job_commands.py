@@ -14,7 +14,7 @@ from rollyard.commands import jobs, resources
 from rollyard.errors import InvalidInput
 from rollyard.jobs.running import apply_manifest
 from rollyard.main import main
-from rollyard_client import Client, NotFound
+from rollyard_client import Client, NotFound, ServerUnavailable
 from rollyard_client.sse import JobEvent
 from rollyard_crds import BackendPool, RolloutJob
 from rollyard_crds.fields.annotations import OBJECT_UID
@@ -353,19 +353,23 @@ def test_events_show_what_was_and_follow_to_the_end(
     asked: list[str] = []
     follow = Client.events
 
-    def broken(self: Client, name: str, *, last_id: str, namespace: str) -> Iterator[JobEvent]:
-        """Yield the first event, and break off then; the second call is served."""
+    def broken(self: Client, name: str, *, last_id: str, **more: Any) -> Iterator[JobEvent]:
+        """Yield an event and break off, be cut then, and be served at last."""
         asked.append(last_id)
         if len(asked) == 1:
             yield JobEvent("dropped", {"reason": "SlowConsumer"})
-            self.cancel(name)
             return
-        yield from follow(self, name, last_id=last_id, namespace=namespace)
+        if len(asked) == 2:
+            self.cancel(name)
+            raise ServerUnavailable("it restarts")
+        yield from follow(self, name, last_id=last_id, **more)
+
+    monkeypatch.setattr(jobs, "POLL_SECONDS", 0.0)
 
     monkeypatch.setattr(Client, "events", broken)
     status, out, _ = run("events", "ev", "-f")
     assert status == 0
-    assert "some events are missing, because they were too many" in out
+    assert "some events are missing: they were too many" in out
     assert "0 failed, 1 cancelled\n" in out
     assert out.endswith("the job has ended\n")
 

@@ -196,7 +196,7 @@ def test_a_job_is_described_with_its_target_and_what_was_thrown_away() -> None:
         }
     )
     text = printed(lambda out: describe_job(out, job, Counter(), Counter()))
-    assert "NamedObject:       30 of 32 groups have a signal; 8 in flight, 5 waiting\n" in text
+    assert "Target:       30 of 32 groups have a signal; 8 in flight, 5 waiting\n" in text
     thrown_away = "20 groups without a signal, 3 surplus rollouts, 4096 sampled tokens"
     assert f"Thrown away:  {thrown_away}\n" in text
     assert reward_text(job) == "30 of 32 groups"

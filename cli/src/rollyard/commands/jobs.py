@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 import click
 
@@ -20,8 +20,8 @@ from rollyard.connection import Server, connect, one_line_of, server_options
 from rollyard.errors import CliError, InvalidInput, UsageProblem
 
 if TYPE_CHECKING:
-    from rollyard_client import Client
-    from rollyard_crds import BackendPool, Condition, RolloutJob, Task
+    from rollyard_client import Client, JobEvent
+    from rollyard_crds import BackendPool, Condition, RolloutCounts, RolloutJob, Task
 
 POLL_SECONDS: Final = 0.5
 LONGEST_WAIT: Final = 7 * 86_400.0
@@ -86,7 +86,7 @@ def _await(client: Client, target: NamedObject, wanted: tuple[str, str] | None, 
         CliError: It did not come in time, or it cannot come any more.
     """
     from rollyard_client.errors import NotFound
-    from rollyard_client.finish import awaited, finished
+    from rollyard_client.finish import finished
 
     from rollyard.commands.resources import find
     from rollyard.jobs.running import answered
@@ -106,7 +106,11 @@ def _await(client: Client, target: NamedObject, wanted: tuple[str, str] | None, 
                 return kind
             raise CliError(f"{kind}/{target.name} was deleted, and there is another one of its name")
         uid = thing.metadata.uid
-        message = "" if thing.kind == "BackendPool" else awaited(thing)
+        message = (
+            f"; it says: {thing.status.message}"
+            if thing.kind == "RolloutJob" and thing.status.message
+            else ""
+        )
         if wanted is not None:
             if _has(thing.status.conditions, *wanted):
                 return kind
@@ -167,59 +171,60 @@ def _history(job: RolloutJob) -> Iterator[str]:
         message = f": {condition.message}" if condition.message else ""
         text = f"{condition.type} {condition.status} ({condition.reason}){message}"
         yield f"{_clock(condition.last_transition_time)}  {text}"
-    yield f"{_clock(datetime.now(UTC))}  {_counts(status.counts.to_json())}"
+    yield f"{_clock(datetime.now(UTC))}  {_counts(status.counts)}"
 
 
 def _clock(moment: datetime) -> str:
     return f"{moment.astimezone(UTC):%Y-%m-%dT%H:%M:%SZ}"
 
 
-def _counts(counts: dict[str, Any]) -> str:
+def _counts(counts: RolloutCounts) -> str:
     stages = ", ".join(
-        f"{stage} {counts[stage]['active']} active, {counts[stage]['queued']} queued"
-        for stage in ("init", "run", "eval")
+        f"{stage} {here.active} active, {here.queued} queued"
+        for stage, here in (("init", counts.init), ("run", counts.run), ("eval", counts.eval))
     )
-    ended = ", ".join(f"{counts[name]} {name}" for name in ("succeeded", "failed", "cancelled"))
-    return f"{counts['total']} rollouts: {stages}; {ended}"
+    ended = f"{counts.succeeded} succeeded, {counts.failed} failed, {counts.cancelled} cancelled"
+    return f"{counts.total} rollouts: {stages}; {ended}"
 
 
 def _follow(client: Client, name: str) -> None:
-    """Print events until the job has ended. A stream that breaks off is resumed where it was."""
-    from rollyard_client.errors import NotFound
+    """Print events until the job has ended. A stream that breaks off is resumed where it was.
 
-    from rollyard.jobs.running import answered
+    Raises:
+        CliError: The job was deleted.
+        ServerUnavailable: The control plane has not answered for UNREACHABLE_SECONDS.
+    """
+    from rollyard_client.errors import NotFound, ServerUnavailable
 
-    last = ""
+    from rollyard.jobs.running import UNREACHABLE_SECONDS
+
+    last, lost_at = "", None
     while True:
-
-        def further() -> bool:
-            """Print events, and return whether the job has ended."""
-            nonlocal last
-            for event in client.events(name, last_id=last, namespace=client.namespace):
-                last = event.id or last
-                terminal.echo_line(f"{_clock(datetime.now(UTC))}  {_event_text(event.name, event.data)}")
-                if event.name == "end":
-                    return True
-            return False
-
         try:
-            if answered(further):
-                return
+            for event in client.events(name, last_id=last, timeout=None, namespace=client.namespace):
+                last, lost_at = event.id or last, None
+                terminal.echo_line(f"{_clock(datetime.now(UTC))}  {_event_text(event)}")
+                if event.name == "end":
+                    return
         except NotFound as error:
             raise CliError(f"job {name!r} was deleted while it was followed") from error
+        except ServerUnavailable:
+            lost_at = lost_at or time.monotonic()
+            if time.monotonic() - lost_at > UNREACHABLE_SECONDS:
+                raise
+            time.sleep(POLL_SECONDS)
 
 
-def _event_text(name: str, data: dict[str, Any]) -> str:
+def _event_text(event: JobEvent) -> str:
     """Return an event as text. A policy may have written a part of it."""
-    if name == "counts":
-        return _counts(data)
-    if name == "end":
-        return "the job has ended"
-    if name != "transition":
-        return "some events are missing, because they were too many"
-    reward = "" if data["reward"] is None else f" reward {data['reward']:.4g}"
-    reason = f" ({data['reason']})" if data["reason"] else ""
-    return f"{data['rollout']}  {data['stage']} {data['status']}{reward}{reason}"
+    if event.counts is not None:
+        return _counts(event.counts)
+    if event.transition is None:
+        return "the job has ended" if event.name == "end" else "some events are missing: they were too many"
+    moved = event.transition
+    reward = "" if moved.reward is None else f" reward {moved.reward:.4g}"
+    reason = f" ({moved.reason})" if moved.reason else ""
+    return f"{moved.rollout}  {moved.stage or ''} {moved.status}{reward}{reason}"
 
 
 @click.command()
@@ -296,8 +301,8 @@ def push(name: str, path: Path, server: Server) -> None:
                     f"{one_line_of(error)}; {accepted} of {len(tasks)} tasks were accepted before, and a "
                     "repeated push skips them"
                 ) from error
-            accepted += answer["accepted"]
-            repeated += answer["repeated"]
+            accepted += answer.accepted
+            repeated += answer.repeated
     known = f", {repeated} were there already" if repeated else ""
     noun = "task" if accepted == 1 else "tasks"
     click.echo(f"rolloutjob/{name}: {accepted} {noun} accepted{known}")
@@ -347,6 +352,6 @@ def close(name: str, server: Server) -> None:
         job = client.job(name, client.namespace)
         if not job.spec.tasks.stream:
             raise InvalidInput(f"rolloutjob/{name} is not a stream: `rollyard cancel {name}` ends it")
-        job = client.close(name, client.namespace)
+        job = client.close_stream(name, client.namespace)
     total = job.status.counts.total
     click.echo(f"rolloutjob/{name} closed ({total} rollouts)")

@@ -228,9 +228,7 @@ def get(
             printed.update(answered(read))
 
 
-def _selected(
-    client: Client, selected: Selection, namespace: str
-) -> Iterator[RolloutJob | BackendPool]:
+def _selected(client: Client, selected: Selection, namespace: str) -> Iterator[RolloutJob | BackendPool]:
     for target in selected.targets:
         yield find(client, target, client.namespace)
     if not selected.targets:

@@ -148,7 +148,7 @@ def _tokens(contexts: Sequence[int]) -> str:
 def _dynamic_sampling(console: Console, sampling: DynamicSamplingStatus) -> None:
     target = f"{sampling.informative_groups} of {sampling.target_groups} groups have a signal"
     pending = f"{sampling.in_flight_groups} in flight, {sampling.waiting_groups} waiting"
-    _field(console, "NamedObject", f"{target}; {pending}")
+    _field(console, "Target", f"{target}; {pending}")
     parts = (
         (sampling.uninformative_groups, "groups without a signal"),
         (sampling.dropped_groups, "groups with too few rewards"),

@@ -5,6 +5,6 @@ from rollyard_pipeline.rewards import reward_function
 
 @reward_function
 def quick(episode):
-    """Score a solved task by its turns: 1 for one turn, 1/2 for two. What is not solved scores 0."""
+    """Score a solved task by its turns: 1 for two, which each of these tasks needs, and 1/2 for four."""
     turns = sum(message["role"] == "assistant" for message in episode["messages"])
-    return episode["reward"] / max(1, turns)
+    return episode["reward"] * min(1.0, 2 / max(1, turns))

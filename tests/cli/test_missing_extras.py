@@ -40,6 +40,8 @@ def light(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         ("up --backend http://127.0.0.1:1", "local"),
         ("up --detach", "local"),
         ("quickstart", "local"),
+        ("try job.yaml", "local"),
+        ("try job.yaml --pool p", "worker"),
         ("worker --help", "worker"),
         ("grade --handler math --key 7 7", "worker"),
         ("rescore j --handler math", "worker"),

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 from rollyard import terminal
-from rollyard.errors import CliError
+from rollyard.errors import CliError, InvalidInput
 from rollyard.jobs import trial
 from rollyard.main import main
 from rollyard_crds import RolloutJob
@@ -53,8 +53,10 @@ def job(folder: Path, **spec: Any) -> Path:
     return path
 
 
-def of(path: Path, task: str | None = None, handler: str | None = None) -> RolloutJob:
-    return trial.trial_of(path, task, handler, None, (), 60)
+def of(
+    path: Path, task: str | None = None, handler: str | None = None, *, in_pool: bool = False
+) -> RolloutJob:
+    return trial.trial_of(path, task, handler, None, (), 60, in_pool=in_pool)
 
 
 @pytest.fixture
@@ -95,6 +97,13 @@ def test_the_first_task_is_the_default_and_a_list_needs_a_handler(folder: Path) 
     assert ([task.id for task in bare.tasks.inline or ()], bare.handler) == (["two"], "shell")
 
 
+def test_a_control_plane_may_offer_what_is_not_installed_here(folder: Path) -> None:
+    path = job(folder, handler="theirs")
+    with pytest.raises(InvalidInput, match="no handler 'theirs' is installed"):
+        of(path)
+    assert of(path, in_pool=True).spec.handler == "theirs"
+
+
 @pytest.mark.parametrize(
     ("words", "status", "problem"),
     [
@@ -102,6 +111,7 @@ def test_the_first_task_is_the_default_and_a_list_needs_a_handler(folder: Path) 
         ("job.json --task three", 1, "--task three: no such task among 2, which begin with one, two"),
         ("tasks.jsonl", 2, "tasks.jsonl: a task list needs --handler, such as `--handler shell`"),
         ("tasks.jsonl --handler none", 1, "spec.handler: no handler 'none' is installed; installed: code,"),
+        ("tasks.jsonl --handler none", 1, "; what a file of yours offers needs --plugin FILE"),
         ("tasks.jsonl --handler math", 1, "tasks.jsonl: task 'one': answer: required by the handler 'math'"),
         ("job.json --handler shell", 2, "--handler and --format are for a bare task list"),
         ("broken.jsonl --handler shell", 1, "broken.jsonl: line 1: task: give exactly one of"),
@@ -111,7 +121,7 @@ def test_the_first_task_is_the_default_and_a_list_needs_a_handler(folder: Path) 
         ("job.json --pool p --plugin x.py", 2, "--plugin is for a trial on this machine"),
         ("job.json --tokenizer x", 2, "--tokenizer goes with --backend"),
         ("job.json --url http://x", 2, "--url, --kubernetes, --home and --namespace go with --pool"),
-        ("job.json --plugin none.py", 2, "none.py: cannot be read: No such file or directory"),
+        ("job.json --plugin none.py", 1, "--plugin none.py: cannot be read: No such file or directory"),
         ("job.json --timeout 0", 2, "0 is not in the range"),
     ],
 )

@@ -87,6 +87,7 @@ def test_an_environment_with_the_wheel_alone_runs_the_command(wheel: Path, tmp_p
     assert [Path(path).is_relative_to(site) for path in where.split()] == [True, True]
     command = str(python.with_name("rollyard"))
     assert "quickstart" in run(command, "--help")
+    assert "train.py" in run(command, "init", "sums")
     assert run(command, "version") == f"rollyard {wheel.name.split('-')[1]}\n"
     points = "from importlib.metadata import entry_points as of; print(*of(group='rollyard.tools').names)"
     assert "bash" in run(str(python), "-c", points).split()

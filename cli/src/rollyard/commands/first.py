@@ -11,6 +11,7 @@ from typing import Final
 import click
 
 from rollyard import terminal
+from rollyard.commands import plugin_option
 from rollyard.connection import Server, server_options
 from rollyard.errors import LookupFailed, UsageProblem
 from rollyard.extras import require
@@ -23,13 +24,7 @@ TINY_POLICY: Final = "the tiny policy"
 @click.option("--task", "task_id", metavar="ID", help="Which task of the manifest or list [the first].")
 @click.option("--handler", help="For a bare task list: the handler that scores its tasks.")
 @click.option("--format", "task_format", help="For a bare task list: its format, such as verl.")
-@click.option(
-    "--plugin",
-    "plugins",
-    multiple=True,
-    type=click.Path(path_type=Path),
-    help="A Python file with handlers, tools or reward functions of yours; repeatable.",
-)
+@plugin_option
 @click.option("--backend", metavar="URL", help="A running vLLM-compatible server instead of the tiny policy.")
 @click.option("--tokenizer", metavar="DIR", help="With --backend: the tokenizer, as for `rollyard up`.")
 @click.option("--pool", metavar="NAME", help="Play in this pool of the running control plane instead.")
@@ -76,8 +71,12 @@ def try_task(
         raise UsageProblem("--url, --kubernetes, --home and --namespace go with --pool")
     if tokenizer is not None and backend is None:
         raise UsageProblem("--tokenizer goes with --backend")
-    require("`rollyard try`", "local", "api", "worker", "sandbox", *(() if backend else ("engine",)))
-    trial = trial_of(path, task_id, handler, task_format, plugins, timeout)
+    if pool is not None:
+        require("`rollyard try`", "worker")
+    else:
+        require("`rollyard try`", "local", "api", "worker", "sandbox", *(() if backend else ("engine",)))
+    in_pool = pool is not None
+    trial = trial_of(path, task_id, handler, task_format, plugins, timeout, in_pool=in_pool)
     console = terminal.console()
     if pool is not None:
         play_in_pool(trial, pool, server, console)

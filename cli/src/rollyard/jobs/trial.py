@@ -19,7 +19,15 @@ from rollyard_tasks.task_list import TaskListError
 from rollyard import terminal
 from rollyard.connection import Server, connect
 from rollyard.errors import CliError, InvalidInput, LookupFailed, StartFailed, UsageProblem
-from rollyard.jobs.manifests import check_job, has_manifests, local_path, read_manifests, read_tasks
+from rollyard.jobs.manifests import (
+    check_job,
+    extension_problems,
+    extensions_with,
+    has_manifests,
+    local_path,
+    read_manifests,
+    read_tasks,
+)
 from rollyard.jobs.running import follow, submit_job
 from rollyard.local.options import DEFAULT_POOL
 from rollyard.local.running_up import interruptible, running_up
@@ -44,6 +52,8 @@ def trial_of(
     task_format: str | None,
     plugins: Sequence[Path],
     seconds: int,
+    *,
+    in_pool: bool,
 ) -> RolloutJob:
     """Return a job with one task of a manifest, or of a task list and a handler, which is played once.
 
@@ -54,10 +64,11 @@ def trial_of(
         task_format: The format of a task list.
         plugins: The plugins that the job may use.
         seconds: The longest time that the rollout may take.
+        in_pool: Whether a control plane checks the names, which may offer more than is installed here.
 
     Raises:
         LookupFailed: There is no such file or no such task.
-        InvalidInput: The job or its task is refused, with the reasons that `rollyard validate` gives.
+        InvalidInput: A plugin, the job or its task is refused, for the reasons that `rollyard validate` has.
         UsageProblem: A task list comes without a handler, or a manifest with one.
     """
     if path.is_dir():
@@ -76,8 +87,14 @@ def trial_of(
         }
         job = RolloutJob.model_validate({"metadata": {"name": "try"}, "spec": spec})
     trial = _of_one(job, _chosen(path, job, task_id), seconds)
-    where = f"RolloutJob {job.metadata.name!r}: "
-    _refuse(path, [problem.removeprefix(where) for problem in check_job(trial).problems])
+    extensions = extensions_with(plugins)
+    unknown = extension_problems(trial, extensions)
+    if not (in_pool and unknown):
+        where = f"RolloutJob {job.metadata.name!r}: "
+        problems = [problem.removeprefix(where) for problem in check_job(trial, extensions).problems]
+        if unknown and not plugins:
+            problems[-1] += "; what a file of yours offers needs --plugin FILE"
+        _refuse(path, problems)
     return trial
 
 

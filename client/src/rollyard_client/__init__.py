@@ -38,6 +38,7 @@ if TYPE_CHECKING:
         WaitTimeout,
     )
     from rollyard_client.requests.cursors import Acknowledged
+    from rollyard_client.requests.jobs import Reward, RewardsTaken
     from rollyard_client.requests.results import Group, RolloutSummary, RunningRollout
     from rollyard_client.requests.sign_in import SignInCode
     from rollyard_client.requests.views import RolloutQuery, RolloutRow
@@ -68,6 +69,8 @@ __all__ = [
     "NotFound",
     "ResultIterator",
     "Retry",
+    "Reward",
+    "RewardsTaken",
     "RolloutQuery",
     "RolloutRow",
     "RolloutSummary",
@@ -98,6 +101,7 @@ __getattr__ = lazily(
         "errors": "AnswerInvalid Conflict ContextError Invalid JobReplaced NotFound RollyardError "
         "ServerUnavailable StorageFull TokenizerDiffers TooMany Unauthorized WaitTimeout",
         "requests.cursors": "Acknowledged",
+        "requests.jobs": "Reward RewardsTaken",
         "requests.results": "Group RolloutSummary RunningRollout",
         "requests.sign_in": "SignInCode",
         "requests.views": "RolloutQuery RolloutRow",

@@ -15,7 +15,7 @@ from rollyard_client.requests.cursors import Acknowledged
 from rollyard_client.requests.results import Group, Page
 
 if TYPE_CHECKING:
-    from rollyard_crds.trajectory import Trajectory
+    from rollyard_crds.trajectory import Trajectory, UnscoredTrajectory
 
 P = TypeVar("P")
 T = TypeVar("T")
@@ -133,6 +133,16 @@ def trajectory_pages(
     """Return the pages of a job's ended rollouts."""
     build = partial(results.trajectories, name, namespace, limit=100, status=status)
     return Cursor(lambda at, wait: build(cursor=at, wait=wait), results.trajectory, follow, cursor)
+
+
+def unscored_pages(
+    name: str, namespace: str, *, follow: bool, wait: float, cursor: str
+) -> Cursor[UnscoredTrajectory]:
+    """Return the pages of a job's rollouts that wait for the trainer's reward."""
+    build = partial(results.unscored, name, namespace, limit=100)
+    return Cursor(
+        lambda at, poll: build(cursor=at, wait=max(wait, poll)), results.unscored_trajectory, follow, cursor
+    )
 
 
 def group_pages(

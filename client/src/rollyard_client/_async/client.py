@@ -36,9 +36,11 @@ from rollyard_client.paging import (
     group_pages,
     resume_call,
     trajectory_pages,
+    unscored_pages,
 )
 from rollyard_client.requests import cursors, jobs, pools, results, sign_in, views
 from rollyard_client.requests.cursors import Acknowledged
+from rollyard_client.requests.jobs import Reward, RewardsTaken
 from rollyard_client.requests.results import Group, RolloutSummary, RunningRollout
 from rollyard_client.requests.sign_in import PageRole, SignInCode
 from rollyard_client.requests.views import EVERY_ROLLOUT, RolloutQuery, RolloutRow
@@ -51,7 +53,7 @@ if TYPE_CHECKING:
     from rollyard_crds.backendpool import BackendPool
     from rollyard_crds.rolloutjob import RolloutJob
     from rollyard_crds.task import Task
-    from rollyard_crds.trajectory import Trajectory
+    from rollyard_crds.trajectory import Trajectory, UnscoredTrajectory
     from rollyard_crds.weights import LogprobReference, PauseMode, WeightUpdate
 
 __all__ = ["AsyncClient", "AsyncResultIterator"]
@@ -258,6 +260,53 @@ class AsyncClient:
     ) -> dict[str, int]:
         """Push tasks to a stream and return the counts of `accepted` and `repeated` tasks."""
         return await self._transport.send(jobs.push_tasks(name, namespace or self.namespace, tasks))
+
+    def unscored(
+        self,
+        name: str,
+        *,
+        follow: bool = False,
+        wait: float = 0.0,
+        cursor: str = "",
+        namespace: str | None = None,
+    ) -> AsyncResultIterator[UnscoredTrajectory]:
+        """Yield the rollouts that wait for the trainer's reward, in the order in which they began to wait.
+
+        These are rollouts of a stream with `handler: unscored` and no function or service. `rewards` hands
+        their rewards in. Without a cursor, all that still wait are yielded, so a trainer that was killed finds
+        again what it has not scored.
+
+        Args:
+            name: The job.
+            follow: Wait for further ones until the job has ended.
+            wait: How long to wait for a further one, in seconds, at most 60. The iteration ends if none comes.
+            cursor: The place at which to begin. An empty one begins with the first that waits.
+            namespace: The namespace of the job. None stands for the client's own.
+        """
+        pages = unscored_pages(name, namespace or self.namespace, follow=follow, wait=wait, cursor=cursor)
+        return AsyncResultIterator(pages, self._transport.send, None)
+
+    async def rewards(
+        self, name: str, rewards: Mapping[str, Reward | float], namespace: str | None = None
+    ) -> RewardsTaken:
+        """Give rollouts of `unscored` their rewards: all of them, or none if one of the rewards is refused.
+
+        Handing in the same rewards again changes nothing. A reward whose rollout has ended without it, for
+        example because the target of dynamic sampling is met, is not refused but listed as `late`.
+
+        Args:
+            name: The job.
+            rewards: Up to 1,000 rewards, or numbers, by the ids of their rollouts.
+            namespace: The namespace of the job. None stands for the client's own.
+
+        Raises:
+            Invalid: A reward is not a finite number from -1,000,000 to 1,000,000, or does not name the Run
+                that it is for where it must.
+            NotFound: The job has no such rollout.
+            Conflict: A rollout has another reward already, or does not wait for one yet; `errors` names
+                each.
+        """
+        return await self._transport.send(jobs.rewards(name, namespace or self.namespace, rewards))
 
     async def open_target(
         self, name: str, step: str, groups: int | None = None, *, namespace: str | None = None

@@ -68,8 +68,8 @@ def advice_on_wait(job: JobRow, waiting: int, seconds: float) -> list[dict[str, 
         return []
     message = (
         f"{waiting:,} rollouts wait for the trainer's rewards, the first of them for {seconds:,.0f} s; after "
-        f"{limit:,} s they end as Failed (RewardNotGiven): hand their rewards in with client.rewards, or raise "
-        "reward.trainer.timeoutSeconds in a new job"
+        f"{limit:,} s they end as Failed (RewardNotGiven): hand their rewards in with client.rewards, or "
+        "raise reward.trainer.timeoutSeconds in a new job"
     )
     return [{"reason": "RewardsAwaited", "message": message}]
 

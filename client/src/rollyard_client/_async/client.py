@@ -273,13 +273,14 @@ class AsyncClient:
         """Yield the rollouts that wait for the trainer's reward, in the order in which they began to wait.
 
         These are rollouts of a stream with `handler: unscored` and no function or service. `rewards` hands
-        their rewards in. Without a cursor, all that still wait are yielded, so a trainer that was killed finds
-        again what it has not scored.
+        their rewards in. Without a cursor, all that still wait are yielded, so a trainer that was killed
+        finds again what it has not scored.
 
         Args:
             name: The job.
             follow: Wait for further ones until the job has ended.
-            wait: How long to wait for a further one, in seconds, at most 60. The iteration ends if none comes.
+            wait: How long to wait for a further one, in seconds, at most 60. The iteration ends if none
+                comes.
             cursor: The place at which to begin. An empty one begins with the first that waits.
             namespace: The namespace of the job. None stands for the client's own.
         """

@@ -138,10 +138,13 @@ def trajectory_pages(
 def unscored_pages(
     name: str, namespace: str, *, follow: bool, wait: float, cursor: str
 ) -> Cursor[UnscoredTrajectory]:
-    """Return the pages of a job's rollouts that wait for the trainer's reward."""
+    """Return the pages of a job's rollouts that wait for the trainer's reward; `wait` is for the first."""
     build = partial(results.unscored, name, namespace, limit=100)
     return Cursor(
-        lambda at, poll: build(cursor=at, wait=max(wait, poll)), results.unscored_trajectory, follow, cursor
+        lambda at, poll: build(cursor=at, wait=max(poll, wait if at == cursor else 0.0)),
+        results.unscored_trajectory,
+        follow,
+        cursor,
     )
 
 

@@ -278,8 +278,7 @@ class Client:
         Args:
             name: The job.
             follow: Wait for further ones until the job has ended.
-            wait: How long to wait for a further one, in seconds, at most 60. The iteration ends if none
-                comes.
+            wait: How long to wait for the first one, in seconds, at most 60.
             cursor: The place at which to begin. An empty one begins with the first that waits.
             namespace: The namespace of the job. None stands for the client's own.
         """

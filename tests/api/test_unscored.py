@@ -271,7 +271,7 @@ async def test_a_long_wait_is_mentioned(served: Any) -> None:
     (advice,) = (await served.admin.get(PATH)).json()["status"]["advice"]
     assert advice["reason"] == "RewardsAwaited"
     assert advice["message"].startswith(
-        "2 rollouts wait for the trainer's rewards, the first of them for 1,00"
+        "rollouts that wait for the trainer's rewards: 2, the first for 1,00"
     )
     (row,) = (await served.admin.get("/v1/jobs")).json()["items"]
     assert row["waits_for"]["reason"] == "RewardsAwaited"

@@ -67,7 +67,7 @@ def advice_on_wait(job: JobRow, waiting: int, seconds: float) -> list[dict[str, 
     if limit is None or not waiting or seconds < LONG_WAIT * limit:
         return []
     message = (
-        f"{waiting:,} rollouts wait for the trainer's rewards, the first of them for {seconds:,.0f} s; after "
+        f"rollouts that wait for the trainer's rewards: {waiting:,}, the first for {seconds:,.0f} s; after "
         f"{limit:,} s they end as Failed (RewardNotGiven): hand their rewards in with client.rewards, or "
         "raise reward.trainer.timeoutSeconds in a new job"
     )

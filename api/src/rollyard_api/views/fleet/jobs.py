@@ -169,7 +169,7 @@ def waits_for(
     if active:
         return None
     if unscored == queued > 0:
-        message = f"{unscored} rollouts wait for the trainer's rewards (client.rewards)"
+        message = f"rollouts that wait for the trainer's rewards: {unscored} (client.rewards hands them in)"
         return {"reason": "RewardsAwaited", "message": message}
     if not queued:
         if row.closed:

@@ -16,8 +16,8 @@ import yaml
 from demos import DemoFailed, Half
 from kubernetes_demo import KubernetesDemo
 from kubernetes_vllm import FromImage, Mounted, VllmUnusable, mounted, pool_manifest
+from rollyard import Client
 from rollyard.connection import connect
-from rollyard_client import Client
 from vllm_half import JOB, POOL, VllmPool, lose_backend, use_pool, vllm_environment
 
 LOST_SECONDS = 60

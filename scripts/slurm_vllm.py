@@ -14,8 +14,8 @@ from typing import Any
 import yaml
 from demos import ROOT, DemoFailed, wait_until
 from rich.console import Console
+from rollyard import Client
 from rollyard.connection import connect
-from rollyard_client import Client
 from slurm_demo import Site, SlurmDemo
 from vllm_cpu_build import CPU_ARGUMENTS, CPU_ENVIRONMENT
 from vllm_half import JOB, POLL_SECONDS, POOL, VllmPool, lose_backend, use_pool, vllm_environment
@@ -142,7 +142,7 @@ class SlurmPool(VllmPool):
         self._wait(lambda client: not _is_ready(client), f"{POOL} is still ready")
         self._push(self._tasks()[1])
         with self.client() as client:
-            client.close(JOB)
+            client.close_stream(JOB)
         self._print()
 
     def wait_ready(self) -> None:

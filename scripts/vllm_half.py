@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from demos import ROOT, Demo, DemoFailed, wait_until
+from rollyard import Client
+from rollyard.errors import NotFound as NoSuchJob
 from rollyard.quickstart.vllm_servers import run_places
-from rollyard_client import Client
-from rollyard_client import NotFound as NoSuchJob
 
 POOL = "vllm"
 JOB = "quickstart-vllm"

@@ -13,7 +13,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from rollyard_client import AsyncClient
+from rollyard import AsyncClient
 
 from rollyard_bench.harness import deployment, manifest
 from rollyard_bench.processes import ProgramFailed

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rollyard_client import AsyncClient
+from rollyard import AsyncClient
 from rollyard_crds import Trajectory
 from rollyard_testing.manifests import job_manifest, pool_manifest
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from types import FrameType
 
 import httpx
-from rollyard_client import AsyncClient
+from rollyard import AsyncClient
 
 BENCH = Path(__file__).resolve().parents[1]
 ROOT = BENCH.parent

@@ -10,7 +10,7 @@ from itertools import pairwise
 from pathlib import Path
 from statistics import median
 
-from rollyard_client import Client
+from rollyard import Client
 
 from rollyard_bench.harness import deployment
 from rollyard_bench.model_servers import MODEL, model_server

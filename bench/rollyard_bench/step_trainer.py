@@ -41,7 +41,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
 import uvloop  # noqa: E402
-from rollyard_client import Client  # noqa: E402
+from rollyard import Client  # noqa: E402
 from rollyard_engine.generation.model import load_model  # noqa: E402
 from rollyard_engine.generation.sampling import SamplingParams  # noqa: E402
 from rollyard_engine.generation.scheduler import Scheduler, SchedulerLimits  # noqa: E402

@@ -29,7 +29,8 @@ sys.path[:0] = [str(HERE), str(HERE.parent / "tiny-policy")]
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import torch  # noqa: E402
-from rollyard_client import Client, RollyardError, ServerUnavailable  # noqa: E402
+from rollyard import Client  # noqa: E402
+from rollyard.errors import RollyardError, ServerUnavailable  # noqa: E402
 
 from tinygrpo.errors import PoolNotReady, RunTaken, TrainingError  # noqa: E402
 from tinygrpo.rollouts import StreamSettings  # noqa: E402

@@ -4,7 +4,6 @@ import json
 import sys
 from pathlib import Path
 
-import yaml
 from rollyard import Client
 
 JOB, groups = "own-rewards", int(sys.argv[2])
@@ -16,7 +15,7 @@ def score(trajectory):
 
 
 with Client() as client:
-    client.submit(yaml.safe_load(Path(__file__).with_name("rewards.yaml").read_text()))
+    client.submit(Path(__file__).with_name("rewards.yaml"))
     client.push_tasks(JOB, [json.loads(line) for line in Path(sys.argv[1]).read_text().splitlines()])
     client.open_target(JOB, "step-1", groups)
     while client.job(JOB).status.dynamic_sampling.informative_groups < groups:

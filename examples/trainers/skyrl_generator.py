@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+from rollyard import Task
 from rollyard.integrations.skyrl import generator_output
 from rollyard.integrations.streams import StreamPlayer
-from rollyard_crds import Task
 from skyrl.train.generators.base import GeneratorInterface
 
 

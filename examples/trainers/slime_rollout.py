@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from rollyard import Client
 from rollyard.integrations.slime import samples
 from rollyard.integrations.streams import StreamPlayer
-from rollyard_client import Client
 from transformers import AutoTokenizer
 
 

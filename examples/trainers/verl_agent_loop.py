@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from rollyard import Client
 from rollyard.integrations.sequences import is_scored
 from rollyard.integrations.streams import StreamPlayer
 from rollyard.integrations.verl import agent_loop_output
-from rollyard_client import Client
 from verl.experimental.agent_loop.agent_loop import AgentLoopBase, AgentLoopOutput, register
 
 TRIES = 3

@@ -27,8 +27,8 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 from checks import CheckedTrainer  # noqa: E402
 from datasets import Dataset  # noqa: E402
+from rollyard import Client  # noqa: E402
 from rollyard.integrations.trl import TrlRollouts, TrlWeights, rollyard_reward  # noqa: E402
-from rollyard_client import Client  # noqa: E402
 from safetensors.numpy import load_file  # noqa: E402
 from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: E402
 from trl import GRPOConfig  # noqa: E402

@@ -270,9 +270,7 @@ async def test_a_long_wait_is_mentioned(served: Any) -> None:
     await served.plane.database.write(age)
     (advice,) = (await served.admin.get(PATH)).json()["status"]["advice"]
     assert advice["reason"] == "RewardsAwaited"
-    assert advice["message"].startswith(
-        "rollouts that wait for the trainer's rewards: 2, the first for 1,00"
-    )
+    assert advice["message"].startswith("rollouts that wait for the trainer's rewards: 2, the first for 1,00")
     (row,) = (await served.admin.get("/v1/jobs")).json()["items"]
     assert row["waits_for"]["reason"] == "RewardsAwaited"
     assert row["stages"]["eval"]["queued"] == 2

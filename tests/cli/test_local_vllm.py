@@ -132,7 +132,7 @@ def up(
     try:
         yield started
         sessions = set(started.leaders().values())
-        started.client.close_connections()
+        started.client.close()
         started.process.send_signal(signal.SIGINT)
         assert started.process.wait(patience(60)) == 0, started.log.read_text()
         assert [pid for session in sessions for pid in members(session)] == []

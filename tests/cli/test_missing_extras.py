@@ -9,6 +9,7 @@ from importlib.machinery import ModuleSpec
 from pathlib import Path
 
 import pytest
+import rollyard
 import rollyard_client
 import rollyard_crds
 from rollyard import doctor, extras
@@ -93,7 +94,7 @@ def test_the_doctor_says_what_is_missing() -> None:
         assert f"pip install 'rollyard[{extra}]'" in finding.advice
 
 
-@pytest.mark.parametrize("package", [rollyard_client, rollyard_crds])
+@pytest.mark.parametrize("package", [rollyard, rollyard_client, rollyard_crds])
 def test_every_offered_name_is_found(package: object) -> None:
     names = vars(package)["__all__"]
     assert sorted(names) == sorted(set(names))
@@ -111,6 +112,14 @@ def imported_after(code: str) -> set[str]:
 def test_the_import_of_the_client_loads_no_model_and_no_http_library() -> None:
     assert imported_after("from rollyard import AsyncClient, Client") & (UNIMPORTED - {"asyncio"}) == set()
     assert imported_after("from rollyard import Client") & UNIMPORTED == set()
+
+
+def test_one_package_has_all_that_a_trainer_imports() -> None:
+    names = "AsyncClient, BackendPool, Client, Retry, RolloutJob, Task, Trajectory, errors"
+    heavy = {module for modules in extras.MODULES.values() for module in modules}
+    assert imported_after(f"from rollyard import {names}; errors.NotFound") & heavy == set()
+    assert imported_after("import rollyard; rollyard.errors.Conflict") & UNIMPORTED == set()
+    assert "errors" in dir(rollyard)
 
 
 def test_httpx_is_imported_without_its_command_line() -> None:

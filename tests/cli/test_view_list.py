@@ -95,10 +95,15 @@ def test_the_client_searches_and_reads_statistics(started: StartedControlPlane) 
         assert found == ["t1"]
         assert len(list(client.rollout_rows("job"))) == 4
         statistics = client.statistics("job")
-        assert statistics["rewards"]["n"] == 3
-        (failure,) = statistics["failures"]
-        assert (failure["reason"], failure["message"], failure["n"]) == ("TestBroken", "it broke", 1)
-        assert client.overview()["phases"]
+        assert (statistics.upto, statistics.rewards.n, sum(statistics.rewards.bins)) == (4, 3, 3)
+        assert [bucket.n for bucket in statistics.by_time] and statistics.stages["run"].n == 4
+        (failure,) = statistics.failures
+        assert (failure.reason, failure.message, failure.n) == ("TestBroken", "it broke", 1)
+        overview = client.overview()
+        assert sum(overview.phases.values()) == 1
+        assert overview.queues["run"].active == 0
+        assert overview.rates.bucket_seconds * len(overview.rates.rollouts) == 900
+        assert {worker.name for worker in overview.workers} == {"w"}
 
 
 def test_a_job_that_is_submitted_again_is_unchanged_and_one_that_is_deleted_is_gone(

@@ -20,6 +20,7 @@ from rollyard_client import (
     Conflict,
     Invalid,
     NotFound,
+    PushedTasks,
     ResultIterator,
     Retry,
     ServerUnavailable,
@@ -28,7 +29,7 @@ from rollyard_client import (
 )
 from rollyard_client.driver import DriverClient
 from rollyard_client.errors import RollyardError
-from rollyard_client.paging import Cursor
+from rollyard_client.paging import Cursor, Following
 from rollyard_client.requests.results import Group, Page, listed_cursors
 from rollyard_client.training import library
 from rollyard_client.training.batch import MODELS, BatchRequest, WeightHistory, gather
@@ -115,7 +116,7 @@ async def test_iterators_resume_after_each_item(plane: Plane) -> None:
         client.submit(stream("iterators"))
         client.push_tasks("iterators", tasks(*range(20)))
         plane.work("iterators")
-        client.close("iterators")
+        client.close_stream("iterators")
         for read in (client.groups, client.trajectories):
             every = list(read("iterators"))
             results = read("iterators")
@@ -151,6 +152,17 @@ async def test_iterators_resume_after_each_item(plane: Plane) -> None:
         assert await other.acknowledged("iterators") == []
 
 
+def numbers(parts: Any = None, **arguments: Any) -> Cursor[int]:
+    """Return an iteration over numbers; `parts` gives the call at a cursor, which is None otherwise."""
+    following = Following("job", "default", follow=True, **arguments)
+    return Cursor(parts or (lambda *_: "page"), int, following)
+
+
+ENDED = RolloutJob.model_validate(job_manifest("job", {"tasks": {"stream": True}, "handler": "shell",
+    "agent": {"type": "oracle"}}))  # fmt: skip
+"""What is asked for after the last page: a job without failed rollouts."""
+
+
 def test_an_iterator_keeps_its_place_when_a_call_fails() -> None:
     pages: list[Page | Exception] = [
         ServerUnavailable("gone"),
@@ -159,13 +171,13 @@ def test_an_iterator_keeps_its_place_when_a_call_fails() -> None:
         Page([b"3"], "c9", True, ["c3"]),
     ]
 
-    def send(_call: Any) -> Any:
-        page = pages.pop(0)
+    def send(call: Any) -> Any:
+        page = pages.pop(0) if call == "page" else ENDED
         if isinstance(page, Exception):
             raise page
         return page
 
-    results = ResultIterator(Cursor(lambda *_: None, int, follow=True), send, None)  # type: ignore[arg-type,return-value]
+    results = ResultIterator(numbers(), send)
     with pytest.raises(ServerUnavailable):
         next(results)
     assert next(results) == 1
@@ -182,8 +194,8 @@ def test_an_iterator_keeps_its_place_when_a_call_fails() -> None:
 def test_a_page_without_results_ends_only_what_is_not_followed() -> None:
     def results(follow: bool) -> list[int]:
         pages = [Page([b"1"], "c1", False, ["c1"]), Page([], "c1", False), Page([b"2"], "c2", True, ["c2"])]
-        cursor = Cursor(lambda *_: None, int, follow=follow)  # type: ignore[arg-type,return-value]
-        return list(ResultIterator(cursor, lambda _call: pages.pop(0), None))  # type: ignore[arg-type]
+        cursor: Cursor[int] = Cursor(lambda *_: "page", int, Following("job", "default", follow))  # type: ignore[arg-type,return-value]
+        return list(ResultIterator(cursor, lambda call: pages.pop(0) if call == "page" else ENDED))  # type: ignore[comparison-overlap]
 
     assert results(follow=True) == [1, 2], "a long poll has come to its end, and the job has not"
     assert results(follow=False) == [1]
@@ -198,12 +210,9 @@ async def test_a_result_that_cannot_be_read_stays_the_next_one() -> None:
     async def sent(call: Any) -> Any:
         return page(call)
 
-    def pages() -> Any:
-        return Cursor(lambda *_: None, int, follow=True)  # type: ignore[arg-type,return-value]
-
-    results = ResultIterator(pages(), page, None)
+    results = ResultIterator(numbers(), page)
     assert next(results) == 1
-    async_results = AsyncResultIterator(pages(), sent, None)
+    async_results = AsyncResultIterator(numbers(), sent)
     assert await anext(async_results) == 1
     for _ in range(2):
         with pytest.raises(ValueError, match="invalid literal"):
@@ -218,29 +227,28 @@ async def test_an_iterator_asks_again_where_its_consumer_left_off() -> None:
     asked: list[Any] = []
 
     def send(call: Any) -> Any:
-        asked.append(call)
-        if len(asked) % 3 == 1:
+        asked.append(call if call == "c7" else call.path.rpartition("/")[2])
+        if len(asked) % 4 == 1:
             raise ServerUnavailable("gone")
-        if call == "where":
+        if asked[-1] == "reader":
             return SimpleNamespace(cursor="c7")
-        return Page([b"8"], "c8", True, ["c8"])
+        return Page([b"8"], "c8", True, ["c8"]) if call == "c7" else ENDED
 
     async def sent(call: Any) -> Any:
         return send(call)
 
-    def pages() -> Any:
-        return Cursor(lambda cursor, *_: cursor, int, follow=True)  # type: ignore[arg-type,return-value]
+    def pages() -> Cursor[int]:
+        return numbers(lambda cursor, *_: cursor, consumer="reader")
 
-    where: Any = "where"
-    results = ResultIterator(pages(), send, where)
+    results = ResultIterator(pages(), send)
     with pytest.raises(ServerUnavailable):
         next(results)
     assert list(results) == [8]
-    async_results = AsyncResultIterator(pages(), sent, where)
+    async_results = AsyncResultIterator(pages(), sent)
     with pytest.raises(ServerUnavailable):
         await anext(async_results)
     assert [result async for result in async_results] == [8]
-    assert asked == ["where", "where", "c7"] * 2
+    assert asked == ["reader", "reader", "c7", "job"] * 2
 
 
 def test_the_cursors_of_a_page_are_listed_in_short() -> None:
@@ -284,10 +292,10 @@ async def test_a_trainer_that_dies_in_a_step_gets_the_same_batch_again(plane: Pl
         assert [group.group_id for group in two.groups] == ["t3", "t4", "t5"]
         assert two.start == one.cursor
         # A second push of the same tasks, as after a lost answer, makes no rollouts.
-        assert client.push_tasks("dying", tasks(*range(7))) == {"accepted": 0, "repeated": 7}
-        with pytest.raises(WaitTimeout, match=r"1 of 3 groups have ended within 0\.1 s; nothing was"):
+        assert client.push_tasks("dying", tasks(*range(7))) == PushedTasks(0, 7)
+        with pytest.raises(WaitTimeout, match=r"1 of 3 groups have ended within 0\.1 s; .*nothing was"):
             client.batch("dying", groups=3, cursor=two.cursor, timeout=0.1)
-        client.close("dying")
+        client.close_stream("dying")
         last = client.batch("dying", groups=3, cursor=two.cursor)
         assert ([group.group_id for group in last.groups], last.finished) == (["t6"], True)
         assert client.batch("dying", groups=3, cursor=last.cursor).groups == []
@@ -373,9 +381,11 @@ def test_groups_that_are_too_old_are_left_out_and_counted(plane: Plane) -> None:
         ):
             assert getattr(raw, field) == getattr(batch, field), field
         assert [g.group_id for g in client.batch("lagging", 1, cursor=batch.cursor).groups] == ["t5"]
-        with pytest.raises(WaitTimeout, match=r"2 of 6 groups .* 4 more are older than max_lag; nothing was"):
+        with pytest.raises(
+            WaitTimeout, match=r"2 of 6 groups .* 4 more are older than max_lag; it says: the stream is open"
+        ):
             client.batch("lagging", groups=6, max_lag=0, timeout=0.1)
-        client.close("lagging")
+        client.close_stream("lagging")
         fresh = client.batch("lagging", groups=6, max_lag=0)
         assert ([group.group_id for group in fresh.groups], fresh.finished) == (["t2", "t4"], True)
         assert fresh.stale_groups == 4
@@ -408,8 +418,8 @@ def test_a_batch_forgets_no_update_that_came_while_it_waited() -> None:
 
     def begun(count: int) -> Any:
         request = BatchRequest(
-            "j", count, max_lag=0, cursor="c0", consumer=None, informative=False, timeout=patience(60),
-            namespace="default",
+            job="j", groups=count, max_lag=0, cursor="c0", consumer=None, informative=False,
+            timeout=patience(60), namespace="default",
         )  # fmt: skip
         return gather(MODELS, request)
 
@@ -522,9 +532,9 @@ def test_calls_are_repeated_when_their_answer_is_lost(plane: Plane) -> None:
     ):
         client._transport.client = http
         client.submit(stream("lossy", dynamicSampling={"targetGroups": 2}))
-        assert client.push_tasks("lossy", tasks(*range(4))) == {"accepted": 0, "repeated": 4}
+        assert client.push_tasks("lossy", tasks(*range(4))) == PushedTasks(0, 4)
         opened = client.open_target("lossy", "step-0", 2)
-        assert (opened["goal"], opened["opened"]) == (2, False)
+        assert (opened.goal, opened.opened) == (2, False)
         assert client.job("lossy").status.counts.total == 8, "four groups of two are in flight"
         plane.work("lossy")
         batch = client.batch("lossy", groups=2, informative=True, consumer="trainer")

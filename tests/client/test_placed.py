@@ -61,7 +61,7 @@ CALLS: list[tuple[str, list[Any], dict[str, Any], str, dict[str, str], Any]] = [
     ("push_tasks", ["j", [{"id": "t"}]], {}, "POST /v1/rolloutjobs/j/tasks", {}, {"id": "t"}),
     ("open_target", ["j", "s"], {}, "POST /v1/rolloutjobs/j/targets", {}, {"id": "s"}),
     ("open_target", ["j", "s", 3], {}, "POST /v1/rolloutjobs/j/targets", {}, {"id": "s", "groups": 3}),
-    ("close", ["j"], {}, "POST /v1/rolloutjobs/j/close", {}, {}),
+    ("close_stream", ["j"], {}, "POST /v1/rolloutjobs/j/close", {}, {}),
     ("tasks", ["j", ["t"]], {}, "GET /v1/rolloutjobs/j/tasks", {"id": "t"}, None),
     ("trajectory", ["j", "r"], {}, "GET /v1/rolloutjobs/j/rollouts/r", {}, None),
     ("running_rollout", ["j", "r"], {}, "GET /v1/rolloutjobs/j/rollouts/r/live", {}, None),
@@ -82,7 +82,7 @@ CALLS: list[tuple[str, list[Any], dict[str, Any], str, dict[str, str], Any]] = [
     ("trajectories", ["j"], {"cursor": "c", "status": "failed"}, "GET /v1/rolloutjobs/j/trajectories",
      {**PAGE, "limit": "100", "status": "failed"}, None),
     ("trajectories", ["j"], {"follow": True}, "GET /v1/rolloutjobs/j/trajectories",
-     {"cursor": "", "wait": "20.0", "limit": "100"}, None),
+     {"cursor": "", "wait": "0.0", "limit": "100"}, None),
     ("trajectories", ["j"], {"consumer": "n"}, "GET /v1/rolloutjobs/j/cursors/n", {}, None),
     ("groups", ["j"], {"cursor": "c", "informative": True}, "GET /v1/rolloutjobs/j/groups",
      {**PAGE, "limit": "16", "informative": "true", "dropped": "false"}, None),
@@ -174,7 +174,7 @@ async def test_both_clients_ask_the_same_in_the_namespace_that_they_are_given(
         names for (verb, form), names in accepted.items() if verb == method and fnmatchcase(path, form)
         and path.count("/") == form.count("/")
     ]  # fmt: skip
-    where = given or (None if name in ("jobs", "pools") else "mine")
+    where = given or "mine"
     for request in asked:
         assert f"{request.method} {request.url.raw_path.decode().partition('?')[0]}" == expected
         assert dict(request.url.params) == {**query, **({} if where is None else {"namespace": where})}
@@ -183,6 +183,20 @@ async def test_both_clients_ask_the_same_in_the_namespace_that_they_are_given(
         assert set(request.url.params) <= known
     assert first.headers["accept"] == second.headers["accept"]
     assert first.headers.get("last-event-id") == second.headers.get("last-event-id") == options.get("last_id")
+
+
+@pytest.mark.parametrize("name", ["jobs", "pools"])
+def test_a_list_of_all_namespaces_is_asked_for(name: str) -> None:
+    asked: list[httpx.Request] = []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        asked.append(request)
+        return httpx.Response(200, json={"items": [], "metadata": {}})
+
+    with Client("http://x", "t", namespace="mine") as client:
+        client._transport.client = httpx.Client(transport=httpx.MockTransport(answer), base_url="http://x")
+        assert getattr(client, name)() == getattr(client, name)("*") == []
+    assert [dict(request.url.params) for request in asked] == [{"namespace": "mine"}, {}]
 
 
 def test_every_call_of_both_clients_with_a_namespace_is_in_the_table() -> None:

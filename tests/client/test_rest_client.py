@@ -22,10 +22,12 @@ from rollyard_client import (
     DriverClient,
     Invalid,
     NotFound,
+    PushedTasks,
     Retry,
     Reward,
     RewardsTaken,
     RollyardError,
+    SamplingStep,
     ServerUnavailable,
     StorageFull,
     TooMany,
@@ -146,18 +148,14 @@ async def test_sync_and_async_say_the_same(server: StartedControlPlane) -> None:
 async def test_streams_cancel_and_update(server: StartedControlPlane) -> None:
     async with AsyncClient(server.url, server.tokens["admin"]) as client:
         await client.submit(manifest("stream", tasks={"stream": True}))
-        assert await client.push_tasks(
-            "stream", [{"id": "a", "prompt": "p"}, {"id": "b", "prompt": "p"}]
-        ) == {
-            "accepted": 2,
-            "repeated": 0,
-        }
+        two = [{"id": "a", "prompt": "p"}, {"id": "b", "prompt": "p"}]
+        assert await client.push_tasks("stream", two) == PushedTasks(accepted=2, repeated=0)
         with pytest.raises(Invalid) as wrong:
             await client.push_tasks("stream", [{"id": "c"}])
         assert wrong.value.errors
         assert (await client.update("stream", suspend=True, priority=3)).spec.priority == 3
         assert (await client.cancel("stream", group="a")).status.counts.cancelled == 2
-        await client.close("stream")
+        await client.close_stream("stream")
         with pytest.raises(Conflict) as late:
             await client.push_tasks("stream", [{"id": "d", "prompt": "p"}])
         assert late.value.reason == "JobClosed"
@@ -169,13 +167,13 @@ async def test_steps_of_dynamic_sampling(server: StartedControlPlane) -> None:
     async with AsyncClient(server.url, server.tokens["admin"]) as client:
         await client.submit(manifest("steps", **spec))
         opened = await client.open_target("steps", "step-0", 2)
-        assert opened == {"id": "step-0", "groups": 2, "goal": 2, "met": False, "opened": True}
+        assert opened == SamplingStep(id="step-0", groups=2, goal=2, met=False, opened=True)
         with pytest.raises(Conflict) as differs:
             await client.open_target("steps", "step-0", 3)
         assert differs.value.reason == "TargetDiffers"
     with Client(server.url, server.tokens["admin"]) as client:
-        assert client.open_target("steps", "step-0", 2)["opened"] is False
-        assert client.open_target("steps", "step-1")["goal"] == 5
+        assert client.open_target("steps", "step-0", 2).opened is False
+        assert client.open_target("steps", "step-1").goal == 5
         found = client.job("steps").status.dynamic_sampling
         assert found is not None
         assert found.target_groups == 5
@@ -212,7 +210,7 @@ async def test_rewards_from_the_trainer(server: StartedControlPlane) -> None:
         after = client.unscored("own", cursor=waiting.cursor)
         assert (list(after), after.cursor) == ([], waiting.cursor)
         assert client.rewards("own", {others[2].id: 0.25}).accepted == 1
-        client.close("own")
+        client.close_stream("own")
         assert list(client.unscored("own", follow=True)) == [], "it ends with the job"
         rewards = {trajectory.id: trajectory.reward for trajectory in client.trajectories("own")}
         assert rewards[one.id] == 0.5

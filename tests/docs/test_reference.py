@@ -45,7 +45,7 @@ def documented(site: Path) -> set[str]:
 @pytest.mark.parametrize(
     "package",
     [
-        "rollyard_client",
+        "rollyard",
         "rollyard_crds",
         "rollyard_pipeline.handlers",
         "rollyard_pipeline.agents",
@@ -57,7 +57,12 @@ def documented(site: Path) -> set[str]:
 def test_the_reference_describes_every_public_name(documented: set[str], package: str) -> None:
     public = importlib.import_module(package).__all__
     assert public
-    assert [name for name in public if f"{package}.{name}" not in documented] == []
+    homes = [package, "rollyard_crds", "rollyard_crds.trajectory"] if package == "rollyard" else [package]
+    assert [
+        name
+        for name in public
+        if name not in ("__version__", "errors") and not any(f"{home}.{name}" in documented for home in homes)
+    ] == []
 
 
 @pytest.mark.parametrize("stage", [InitStageSpec, RunStageSpec, EvalStageSpec])

@@ -224,7 +224,7 @@ def test_upgrade_and_rollback_keep_a_job_at_work(release: Release, monkeypatch: 
         assert (pods("stage-worker"), pods("sandbox")) == before
         cluster.kubectl("exec", "-n", release.jobs, box, "--", "touch", "/work/go")
         client.push_tasks("stream", [task("later")])
-        client.close("stream")
+        client.close_stream("stream")
         cluster.kubectl(
             "wait", "--for=condition=Succeeded", "rj/stream", "-n", release.jobs,
             f"--timeout={patience(120):.0f}s",
@@ -274,7 +274,7 @@ def test_a_job_is_served_by_a_pod_that_stood_ready(release: Release, monkeypatch
         settled(lambda: len(running("rollyard.dev/ready") - {name}) == 1)
         with connect(f"kubernetes://{release.home}", None, release.jobs) as client:
             client.push_tasks("at-once", [task("only")])
-            client.close("at-once")
+            client.close_stream("at-once")
             cluster.kubectl(
                 "wait", "--for=condition=Succeeded", "rj/at-once", "-n", release.jobs,
                 f"--timeout={patience(120):.0f}s",

@@ -186,7 +186,7 @@ class TestWithoutExtras:
             "    for found in pkgutil.walk_packages(package.__path__, package.__name__ + '.'):\n"
             "        if not found.name.endswith('__main__'):\n"
             "            importlib.import_module(found.name)\n"
-            "Client('http://127.0.0.1:1', 'token').close_connections()\n"
+            "Client('http://127.0.0.1:1', 'token').close()\n"
         )
         done = run([base / "python", "-W", "error", "-c", code], tmp_path)
         assert (done.returncode, done.stderr) == (0, "")

@@ -211,7 +211,7 @@ def test_a_job_on_each_at_the_same_time(installation: Shared, bridge: Bridge) ->
             on.delete(kind, name)
     with on.client() as client:
         client.delete("rest")
-        until(lambda: not client.jobs() and not client.pools(), 60, "an empty control plane")
+        until(lambda: not client.jobs("*") and not client.pools("*"), 60, "an empty control plane")
     until(lambda: not bridge.jobs(), 60, "the end of every Slurm job")
     on.until(lambda: not on.pods(), "the end of every pod")
     assert bridge.stop() == 0

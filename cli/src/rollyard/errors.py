@@ -1,16 +1,49 @@
-"""Errors that end a command. Each has one line that says what is wrong and what to do."""
+"""The exceptions that the calls of a client raise, and those that end a command.
+
+Each exception of a command has one line that says what is wrong and what to do.
+"""
 
 from __future__ import annotations
 
+from rollyard_client.errors import (
+    AnswerInvalid,
+    Conflict,
+    ContextError,
+    Invalid,
+    JobFailed,
+    JobReplaced,
+    NotFound,
+    RollyardError,
+    ServerUnavailable,
+    StorageFull,
+    TokenizerDiffers,
+    TooMany,
+    Unauthorized,
+    WaitTimeout,
+)
 from rollyard_drivers.host.errors import CannotStart, HostError, StartFailed
 
 __all__ = [
+    "AnswerInvalid",
     "CannotStart",
     "CliError",
+    "Conflict",
+    "ContextError",
+    "Invalid",
     "InvalidInput",
+    "JobFailed",
+    "JobReplaced",
     "LookupFailed",
+    "NotFound",
+    "RollyardError",
+    "ServerUnavailable",
     "StartFailed",
+    "StorageFull",
+    "TokenizerDiffers",
+    "TooMany",
+    "Unauthorized",
     "UsageProblem",
+    "WaitTimeout",
 ]
 
 

@@ -1,14 +1,4 @@
-"""The REST client of the control plane, sync and async.
-
-Example::
-
-    from rollyard_client import Client
-
-    with Client() as client:
-        client.submit(manifest)
-        client.wait("quickstart", timeout=600)
-        rewards = [t.reward for t in client.trajectories("quickstart")]
-"""
+"""The REST client of the control plane, sync and async. Programs of users import it from `rollyard`."""
 
 from __future__ import annotations
 
@@ -27,6 +17,7 @@ if TYPE_CHECKING:
         Conflict,
         ContextError,
         Invalid,
+        JobFailed,
         JobReplaced,
         NotFound,
         RollyardError,
@@ -38,11 +29,11 @@ if TYPE_CHECKING:
         WaitTimeout,
     )
     from rollyard_client.requests.cursors import Acknowledged
-    from rollyard_client.requests.jobs import Reward, RewardsTaken
+    from rollyard_client.requests.jobs import PushedTasks, Reward, RewardsTaken, SamplingStep
     from rollyard_client.requests.results import Group, RolloutSummary, RunningRollout
     from rollyard_client.requests.sign_in import SignInCode
-    from rollyard_client.requests.views import RolloutQuery, RolloutRow
-    from rollyard_client.sse import JobEvent
+    from rollyard_client.requests.views import FleetOverview, JobStatistics, RolloutQuery, RolloutRow
+    from rollyard_client.sse import JobEvent, StageTransition
     from rollyard_client.training.arrays import Arrays
     from rollyard_client.training.batch import ArrayBatch, Batch
     from rollyard_client.training.packed import ArrayPage, GroupArrays, SegmentArrays, TrajectoryArrays
@@ -61,12 +52,16 @@ __all__ = [
     "Context",
     "ContextError",
     "DriverClient",
+    "FleetOverview",
     "Group",
     "GroupArrays",
     "Invalid",
     "JobEvent",
+    "JobFailed",
     "JobReplaced",
+    "JobStatistics",
     "NotFound",
+    "PushedTasks",
     "ResultIterator",
     "Retry",
     "Reward",
@@ -76,9 +71,11 @@ __all__ = [
     "RolloutSummary",
     "RollyardError",
     "RunningRollout",
+    "SamplingStep",
     "SegmentArrays",
     "ServerUnavailable",
     "SignInCode",
+    "StageTransition",
     "StorageFull",
     "TokenizerDiffers",
     "TooMany",
@@ -98,14 +95,14 @@ __getattr__ = lazily(
         "call": "Retry",
         "context": "Context context_path read_token resolve",
         "driver": "DriverClient",
-        "errors": "AnswerInvalid Conflict ContextError Invalid JobReplaced NotFound RollyardError "
+        "errors": "AnswerInvalid Conflict ContextError Invalid JobFailed JobReplaced NotFound RollyardError "
         "ServerUnavailable StorageFull TokenizerDiffers TooMany Unauthorized WaitTimeout",
         "requests.cursors": "Acknowledged",
-        "requests.jobs": "Reward RewardsTaken",
+        "requests.jobs": "PushedTasks Reward RewardsTaken SamplingStep",
         "requests.results": "Group RolloutSummary RunningRollout",
         "requests.sign_in": "SignInCode",
-        "requests.views": "RolloutQuery RolloutRow",
-        "sse": "JobEvent",
+        "requests.views": "FleetOverview JobStatistics RolloutQuery RolloutRow",
+        "sse": "JobEvent StageTransition",
         "training.arrays": "Arrays",
         "training.batch": "ArrayBatch Batch",
         "training.packed": "ArrayPage GroupArrays SegmentArrays TrajectoryArrays",

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import dataclass, field, fields
+from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar, cast
 from urllib.parse import quote
@@ -11,7 +12,14 @@ from urllib.parse import quote
 import orjson
 from rollyard_process.backoff import Backoff
 
-from rollyard_client.errors import RollyardError, ServerUnavailable, TooMany, from_answer
+from rollyard_client.errors import (
+    AnswerInvalid,
+    Invalid,
+    RollyardError,
+    ServerUnavailable,
+    TooMany,
+    from_answer,
+)
 
 if TYPE_CHECKING:
     import httpx
@@ -66,16 +74,41 @@ class Call(Generic[T]):
     idempotent: bool = True
 
 
+Steps = Generator[Call[Any] | float, Any, T]
+"""Calls, each of which is answered with its result, and pauses in seconds. A client carries them out."""
+
+
 @dataclass(frozen=True, slots=True)
 class Retry:
     """How often a call is sent, and how long the pauses between its attempts are.
 
-    The pause after attempt n is base × 2ⁿ seconds and at most `longest` seconds. Half of it is jitter.
+    A call is sent again if no server answers, the connection breaks, or the answer says that the server is
+    not available (502, 503, 504) or that its queues are full (429). The pause after attempt n is
+    base × 2ⁿ seconds and at most `longest` seconds; half of it is jitter. If the server names a longer pause
+    than `longest` (`Retry-After`), the error is raised at once. With the defaults the pauses are at
+    most 1.5 seconds together, and with `Retry(attempts=12, longest=10)` at most 53 seconds.
+
+    Any other answer is never asked for again, such as a refusal or a conflict. The calls that a repetition
+    would answer differently (`delete`, `delete_pool`, `forget`) are not sent again after a connection broke
+    on which they may have arrived. A stream of `events` is not opened again: continue with `last_id`.
+
+    Raises:
+        Invalid: An argument is out of range.
     """
 
     attempts: int = 5
+    """How often a call is sent altogether. 1 repeats none."""
     base: float = 0.1
+    """The pause before the second attempt, in seconds."""
     longest: float = 2.0
+    """The longest pause, in seconds."""
+
+    def __post_init__(self) -> None:
+        if self.attempts < 1:
+            raise Invalid(f"attempts: must be at least 1 (got {self.attempts})")
+        for name, seconds in (("base", self.base), ("longest", self.longest)):
+            if not 0 <= seconds < inf:
+                raise Invalid(f"{name}: must be a number of seconds, at least 0 (got {seconds})")
 
     def pause(self, attempt: int, error: RollyardError) -> float | None:
         """Return the seconds before the next attempt, or None if `error` is to be raised instead."""
@@ -121,6 +154,27 @@ def known(kind: type[T], item: Mapping[str, Any]) -> T:
     """Return a dataclass from the decoded JSON of an object. Fields that the dataclass lacks are left out."""
     names = [attribute.name for attribute in fields(cast(Any, kind))]
     return kind(**{name: item[name] for name in names if name in item})
+
+
+def typed(kind: type[T]) -> Callable[[httpx.Response], T]:
+    """Return the parser of an answer that is an object, with objects in it.
+
+    Fields that the dataclasses lack are left out.
+
+    Args:
+        kind: A dataclass.
+    """
+
+    def parse(answer: httpx.Response) -> T:
+        # pydantic takes long to import, and builds the reader of a dataclass in a few milliseconds.
+        from pydantic import TypeAdapter, ValidationError
+
+        try:
+            return TypeAdapter(kind).validate_json(answer.content)
+        except ValidationError as error:
+            raise AnswerInvalid(f"an answer is not a {kind.__name__}: {error}") from error
+
+    return parse
 
 
 def nothing(_answer: httpx.Response) -> None:

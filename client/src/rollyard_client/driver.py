@@ -54,9 +54,9 @@ class DriverClient:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        await self.aclose()
+        await self.close()
 
-    async def aclose(self) -> None:
+    async def close(self) -> None:
         """Close all connections."""
         await self._transport.close()
 

@@ -97,9 +97,24 @@ class AnswerInvalid(RollyardError):
 
 
 class WaitTimeout(RollyardError):
-    """Raised if the awaited end did not come in time."""
+    """Raised if what was waited for did not come in time.
+
+    `reason` says what a job waits for: `Suspended`, `NoBackendReady`, `NoTasks` (its stream is open, and
+    nothing is left of what was pushed), `NoDriver`, `NoWorker`, or the reason of its condition `Admitted` or
+    `Running`. It is WaitTimeout if the job works, and for weight updates.
+    """
 
     reason = "WaitTimeout"
+
+
+class JobFailed(RollyardError):
+    """Raised if a job that is followed has ended without success, so that no result will follow.
+
+    The reason is JobFailed, JobCancelled or JobDeleted. The message says why. All results from before the end
+    have been returned.
+    """
+
+    reason = "JobFailed"
 
 
 class ContextError(RollyardError):

@@ -2,7 +2,7 @@
 
 import re
 
-from rollyard_crds.task import Task
+from rollyard import Task
 from rollyard_pipeline.handlers import Evaluation, Handler, StageContext
 
 

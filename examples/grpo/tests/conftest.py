@@ -8,8 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from rollyard_client.requests.results import Group
-from rollyard_crds.trajectory import Segment, Trajectory
+from rollyard import Group, Segment, Trajectory
 from transformers import PreTrainedModel
 
 from tinygrpo.batch import Row, padded

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from rollyard_client.requests.results import Group
+from rollyard import Group
 
 from tinygrpo.batch import Row, advantages, microbatches, padded, rows_of
 from tinygrpo.versions import PolicyVersions

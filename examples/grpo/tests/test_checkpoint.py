@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from rollyard_client.requests.results import Group
+from rollyard import Group
 from safetensors.numpy import load_file
 from transformers import PreTrainedModel
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from rollyard_client.requests.results import Group
+from rollyard import Group
 
 from tinygrpo.errors import PolicyMismatch
 from tinygrpo.versions import PolicyVersions

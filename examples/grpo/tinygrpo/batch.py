@@ -9,7 +9,7 @@ from typing import Final
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from rollyard_client.requests.results import Group
+from rollyard import Group
 from torch import Tensor
 
 from tinygrpo.versions import PolicyVersions

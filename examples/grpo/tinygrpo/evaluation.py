@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from rollyard_client import Client
+from rollyard import Client
 
 from tinygrpo.errors import PolicyMismatch, RolloutsEnded
 from tinygrpo.rollouts import StreamSettings, episode, sampling

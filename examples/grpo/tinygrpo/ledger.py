@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Final, Literal
 
-from rollyard_client.requests.results import Group
+from rollyard import Group
 
 from tinygrpo.errors import CheckpointError
 

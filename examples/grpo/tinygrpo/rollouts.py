@@ -7,8 +7,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
-from rollyard_client import Client, Conflict, NotFound, ResultIterator
-from rollyard_client.requests.results import Group
+from rollyard import Client, Group, ResultIterator
+from rollyard.errors import Conflict, JobFailed, NotFound
 
 from tinygrpo.errors import CheckpointLost, RolloutsEnded, RunTaken
 from tinygrpo.ledger import Use, UsedGroup
@@ -255,11 +255,12 @@ class RolloutStream:
     def _next(self) -> Group:
         if self._groups is None:
             raise RolloutsEnded("the stream has not been submitted")
-        group = next(self._groups, None)
+        try:
+            group = next(self._groups, None)
+        except JobFailed as error:
+            raise RolloutsEnded(str(error)) from error
         if group is None:
-            status = self._client.job(self._job).status
-            said = next((one.message for one in status.conditions if one.type == "Finished"), "")
-            raise RolloutsEnded(f"the job {self._job} has ended ({status.phase}): {said}")
+            raise RolloutsEnded(f"the job {self._job} has ended, and has no further group")
         place = self._place
         self._place = replace(place, cursor=self._groups.cursor, groups=place.groups + 1)
         self._push()

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
-from rollyard_client import Client
+from rollyard import Client
 from transformers import PreTrainedModel
 
 from tinygrpo.batch import rows_of

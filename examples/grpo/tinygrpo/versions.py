@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from rollyard_client.requests.results import Group
+from rollyard import Group
 
 from tinygrpo.errors import PolicyMismatch
 

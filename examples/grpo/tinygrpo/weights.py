@@ -6,7 +6,8 @@ import time
 from pathlib import Path
 from typing import Final
 
-from rollyard_client import Client, NotFound
+from rollyard import Client
+from rollyard.errors import NotFound
 from tokenizers import Tokenizer
 from transformers import PreTrainedModel
 

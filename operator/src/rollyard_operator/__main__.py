@@ -69,7 +69,7 @@ async def serve(settings: OperatorSettings, liveness: str) -> None:
         async with httpx.AsyncClient(trust_env=False) as http:
             await _run(settings, kube, client, http, liveness)
     finally:
-        await client.aclose()
+        await client.close()
         await kube.close()
 
 

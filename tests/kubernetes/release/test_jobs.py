@@ -131,7 +131,7 @@ def test_suspended_jobs_have_no_workers_and_go_on(installation: Installation) ->
         assert not is_so(installation.get("rj", "stopped") or {}, "Admitted")
         assert installation.patch("rj", "stopped", {"suspend": False}) == ""
         installation.wait("rj", "stopped", "Running")
-        client.close("stopped")
+        client.close_stream("stopped")
         installation.wait("rj", "stopped", "Succeeded")
         assert client.job("stopped").status.counts.succeeded == 2
         tells(installation, "stopped", {"Suspended", "Resumed"})

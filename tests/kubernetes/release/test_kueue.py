@@ -162,6 +162,6 @@ def test_a_job_over_quota_waits_then_runs(installation: Installation, queue: str
         installation.until(
             lambda: all_wait(installation, queue, "second"), "its pods wait again", namespace=queue
         )
-        client.close("first")
+        client.close_stream("first")
         installation.wait("rj", "first", "Succeeded", queue)
         installation.wait("rj", "second", "Succeeded", queue)

@@ -104,7 +104,7 @@ def get(
         kind, name = "rj", kind
     of_jobs = kind in JOB_WORDS
     with connect(*server) as client:
-        scope = None if all_namespaces else client.namespace
+        scope = "*" if all_namespaces else client.namespace
         if of_jobs:
             jobs = [client.job(name, client.namespace)] if name else client.jobs(scope)
             if output not in ("json", "yaml"):
@@ -207,9 +207,9 @@ def describe(kind: str, name: str | None, server: Server) -> None:
         thing = find(client, which, name, client.namespace)
         if isinstance(thing, RolloutJob):
             meta = thing.metadata
-            failures = client.statistics(meta.name, meta.namespace)["failures"]
+            failures = client.statistics(meta.name, meta.namespace).failures
             # Each reason comes with the message of its newest rollout.
-            reasons = Counter({(row["reason"], row.get("message", "")): row["n"] for row in failures})
+            reasons = Counter({(row.reason, row.message): row.n for row in failures})
             retried = client.rollouts(meta.name, retried=True, namespace=meta.namespace)
             attempts: Counter[tuple[str, str, bool]] = Counter(
                 (attempt.stage, attempt.reason, attempt.counted)

@@ -14,7 +14,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, Self
 
-from rollyard_client.errors import RollyardError
+from rollyard_client.errors import JobFailed, RollyardError
 
 from rollyard.integrations.errors import RolloutsLate, StreamEnded, TrainerMismatch
 
@@ -185,7 +185,7 @@ class StreamPlayer:
             self._pending.clear()
         for pending in left:
             pending.future.cancel()
-        self.client.close(self.name, self.namespace)
+        self.client.close_stream(self.name, self.namespace)
 
     def _drop(self, futures: Sequence[Future[list[Trajectory]]]) -> None:
         dropped = set(map(id, futures))
@@ -204,14 +204,16 @@ class StreamPlayer:
         try:
             # Only one reader runs at a time, so each begins where the one before it ended.
             results = self.client.trajectories(
-                self.name, follow=True, cursor=self._cursor, namespace=self.namespace
+                self.name, follow=True, timeout=None, cursor=self._cursor, namespace=self.namespace
             )
             for trajectory in results:
                 self._cursor = results.cursor
                 self._take(trajectory)
                 if self._closed:
                     return
-            error: Exception = self._ended()
+            error: Exception = StreamEnded(f"job {self.name} has ended")
+        except JobFailed as problem:
+            error = StreamEnded(str(problem))
         except RollyardError as problem:
             error = problem
         except Exception as problem:
@@ -237,13 +239,3 @@ class StreamPlayer:
         pending.arrived.sort(key=lambda sample: sample.sample_index)
         if pending.future.set_running_or_notify_cancel():
             pending.future.set_result(pending.arrived)
-
-    def _ended(self) -> StreamEnded:
-        job = self.client.job(self.name, self.namespace)
-        why = [
-            condition
-            for condition in job.status.conditions
-            if condition.type == "Failed" and condition.status == "True"
-        ]
-        text = f": {why[0].reason}: {why[0].message}" if why else ""
-        return StreamEnded(f"job {self.name} has ended as {job.status.phase}{text}")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import codecs
 import gzip
-import json
 import os
 import re
 import tempfile
@@ -27,7 +26,7 @@ from rollyard_crds.fields.skipped_rows import SkippedRows
 from rollyard_crds.reading.manifest import describe
 from rollyard_crds.rolloutjob import TaskSource
 from rollyard_tasks.file_rows import FileRow, header, is_text
-from rollyard_tasks.formats.harbor import folder_rows
+from rollyard_tasks.formats.harbor import NO_TASK_FOLDER, folder_rows, pack_folders
 from rollyard_tasks.formats.parquet_rows import MAGIC, PIECE_BYTES, converted
 from rollyard_tasks.formats.registry import DEFAULT
 from rollyard_tasks.harbor.plan import harbor_plan, resource_problems
@@ -177,7 +176,7 @@ def folder_rows_of(path: Path) -> Iterator[FileRow]:
     except FileRefused as error:
         raise TaskListError([str(error)]) from error
     if not number:
-        raise TaskListError(["there is no task folder: no folder below has a task.toml"])
+        raise TaskListError([NO_TASK_FOLDER])
 
 
 def folder_warnings(path: Path, source: TaskSource) -> list[str]:
@@ -208,9 +207,10 @@ def packed(path: Path) -> Iterator[Path]:
         TaskListError: There is no task folder, or a folder above them cannot be read.
     """
     with tempfile.NamedTemporaryFile(suffix=".jsonl.gz") as archive:
-        with gzip.GzipFile("", "wb", compresslevel=1, fileobj=archive, mtime=0) as file:
-            for row in folder_rows_of(path):
-                file.write(f"{json.dumps(row.document)}\n".encode())
+        try:
+            pack_folders(path, archive)
+        except FileRefused as error:
+            raise TaskListError([str(error)]) from error
         archive.flush()
         yield Path(archive.name)
 

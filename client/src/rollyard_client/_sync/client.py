@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 import ssl
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, Literal, Self, cast
@@ -14,37 +14,47 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, Self, cast
 import rollyard_crds as crds
 
 from rollyard_client import uploads
-from rollyard_client.call import Call, Retry, ready
+from rollyard_client.call import Call, Retry, Steps, ready
 from rollyard_client.context import resolve
-from rollyard_client.errors import NotFound, RollyardError, WaitTimeout
+from rollyard_client.errors import Invalid, NotFound, RollyardError, WaitTimeout
 from rollyard_client.finish import (
+    FOLLOW_SECONDS,
     POLL_SECONDS,
     WAIT_SECONDS,
     check_same,
+    deleted,
     finished,
-    timed_out,
+    late,
+    not_ended,
+    stream_cut,
     update_timed_out,
 )
 from rollyard_client.paging import (
     Cursor,
     Files,
+    Following,
     Listing,
     P,
     T,
     Walk,
-    begin_at,
     group_pages,
-    resume_call,
     trajectory_pages,
     unscored_pages,
 )
 from rollyard_client.requests import cursors, jobs, pools, results, sign_in, views
 from rollyard_client.requests.cursors import Acknowledged
-from rollyard_client.requests.jobs import Reward, RewardsTaken
+from rollyard_client.requests.jobs import PushedTasks, Reward, RewardsTaken, SamplingStep
 from rollyard_client.requests.results import Group, RolloutSummary, RunningRollout
 from rollyard_client.requests.sign_in import PageRole, SignInCode
-from rollyard_client.requests.views import EVERY_ROLLOUT, RolloutQuery, RolloutRow
-from rollyard_client.sse import JobEvent, Parser
+from rollyard_client.requests.views import (
+    EVERY_ROLLOUT,
+    FleetOverview,
+    JobStatistics,
+    RolloutQuery,
+    RolloutRow,
+)
+from rollyard_client.sse import LAST_EVENTS, JobEvent, Parser
+from rollyard_client.submission import GivenJob, GivenTasks, prepared
 from rollyard_client.training.batch import MODELS, RAW_ARRAYS, ArrayBatch, Batch, BatchRequest, gather
 from rollyard_client.training.packed import ArrayPage, ArrayPages
 from rollyard_client.training.tokenizer import compare, vocabulary
@@ -62,18 +72,31 @@ DEFAULT_TIMEOUT = 30.0
 SUBMIT_SECONDS = 600.0
 
 
+def carried_out(send: Callable[[Call[Any]], Any], steps: Steps[T]) -> T:
+    """Send the calls that `steps` yields, make its pauses, and return what it returns."""
+    answer: Any = None
+    failed: RollyardError | None = None
+    while True:
+        try:
+            step = steps.send(answer) if failed is None else steps.throw(failed)
+        except StopIteration as end:
+            return cast(T, end.value)
+        answer, failed = None, None
+        if isinstance(step, float):
+            time.sleep(step)
+            continue
+        try:
+            answer = send(step)
+        except RollyardError as error:
+            failed = error
+
+
 class ResultIterator(Iterator[T], Generic[T]):
     """An iterator of a job's results. It keeps its place if a call fails, so it can still be used."""
 
-    def __init__(
-        self,
-        pages: Cursor[T],
-        send: Callable[[Call[Any]], Any],
-        resume: Call[Acknowledged] | None,
-    ) -> None:
+    def __init__(self, pages: Cursor[T], send: Callable[[Call[Any]], Any]) -> None:
         self._pages = pages
         self._send = send
-        self._resume = resume
 
     @property
     def cursor(self) -> str:
@@ -88,16 +111,10 @@ class ResultIterator(Iterator[T], Generic[T]):
         return self
 
     def __next__(self) -> T:
-        if self._resume is not None:
-            try:
-                self._pages.cursor = (self._send(self._resume)).cursor
-            except NotFound as error:
-                self._pages.cursor = begin_at(error)
-            self._resume = None
-        while not self._pages.waiting:
-            if self._pages.done:
+        if not self._pages.waiting:
+            carried_out(self._send, self._pages.fetch())
+            if not self._pages.waiting:
                 raise StopIteration
-            self._pages.take(self._send(self._pages.next()))
         return self._pages.hand_out()
 
 
@@ -107,8 +124,8 @@ class Client:
     Example::
 
         with Client() as client:
-            job = client.submit(manifest)
-            for trajectory in client.trajectories("quickstart", follow=True):
+            client.submit("job.yaml", tasks="tasks.jsonl")
+            for trajectory in client.trajectories("job", follow=True):
                 print(trajectory.id, trajectory.reward)
 
     Args:
@@ -149,9 +166,9 @@ class Client:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.close_connections()
+        self.close()
 
-    def close_connections(self) -> None:
+    def close(self) -> None:
         """Close all connections. The client cannot be used afterwards."""
         self._transport.close()
 
@@ -159,31 +176,38 @@ class Client:
         while not pages.done:
             yield from pages.take(self._transport.send(pages.next()))
 
-    def _run(self, steps: Generator[Call[Any], Any, T]) -> T:
-        """Send the calls that `steps` yields, and return what it returns."""
-        answer: Any = None
-        failed: RollyardError | None = None
-        while True:
-            try:
-                call = steps.send(answer) if failed is None else steps.throw(failed)
-            except StopIteration as end:
-                return cast(T, end.value)
-            answer, failed = None, None
-            try:
-                answer = self._transport.send(call)
-            except RollyardError as error:
-                failed = error
+    def _run(self, steps: Steps[T]) -> T:
+        return carried_out(self._transport.send, steps)
 
     def ready(self) -> None:
         """Return if the control plane is ready, and raise ServerUnavailable otherwise."""
         self._transport.send(ready())
 
-    def submit(self, manifest: RolloutJob | Mapping[str, Any]) -> RolloutJob:
-        """Submit a RolloutJob, in the client's namespace if its manifest names none, and return it.
+    def submit(self, job: GivenJob, tasks: GivenTasks | None = None) -> RolloutJob:
+        """Submit a RolloutJob, in the client's namespace if it names none, and return it.
 
-        Submitting the same job twice has no further effect.
+        Submitting the same job with the same tasks twice has no further effect.
+
+        Args:
+            job: A model, its JSON form as a mapping, or the path of a YAML or JSON file. A file's own paths
+                are relative to it, and what it names on this machine is uploaded.
+            tasks: The tasks, if the job names none: the path of a task file, or of a folder of task folders
+                (`format: harbor`), which is uploaded, or the tasks themselves. A short list becomes a part of
+                the job, and a longer one is uploaded.
+
+        Raises:
+            Invalid: The job or a task is refused, or the job names other tasks already. `errors` names the
+                fields, and the lines of a file.
+            Conflict: There is another job of this name.
+            OSError: A file cannot be read.
         """
-        return self._transport.send(jobs.submit(manifest, self.namespace, SUBMIT_SECONDS))
+        with prepared(job, tasks, self.namespace) as submission:
+            for name, file in submission.files.items():
+                submission.uploaded(name, self.upload(file.path, submission.namespace))
+            try:
+                return self._transport.send(jobs.submit(submission.document, self.namespace, SUBMIT_SECONDS))
+            except Invalid as error:
+                raise submission.explained(error) from error
 
     def upload(self, path: str | os.PathLike[str], namespace: str | None = None) -> str:
         """Upload a task file of any size and return its URL for `spec.tasks.url`.
@@ -204,8 +228,9 @@ class Client:
         return file.url
 
     def jobs(self, namespace: str | None = None) -> list[RolloutJob]:
-        """Return all jobs of a namespace, or of all namespaces if none is given."""
-        return list(self._walk(Listing(partial(jobs.jobs, namespace))))
+        """Return the jobs of a namespace, by default the client's own. `"*"` stands for all namespaces."""
+        where = jobs.scope(namespace or self.namespace)
+        return list(self._walk(Listing(partial(jobs.jobs, where))))
 
     def job(self, name: str, namespace: str | None = None) -> RolloutJob:
         """Return one job with live counts."""
@@ -214,21 +239,33 @@ class Client:
     def wait(self, name: str, timeout: float | None = None, namespace: str | None = None) -> RolloutJob:
         """Wait until the job has ended, and return it.
 
+        Args:
+            name: The job.
+            timeout: How long to wait, in seconds. None stands for no limit.
+            namespace: The namespace of the job. None stands for the client's own.
+
         Raises:
-            WaitTimeout: The job has not ended within `timeout` seconds.
+            WaitTimeout: The job has not ended in time. The message says what it waits for.
+            JobFailed: The job was deleted. One that failed or was cancelled is returned.
             JobReplaced: The job was deleted, and another one was submitted under its name.
         """
         uid: str | None = None
         end = None if timeout is None else time.monotonic() + timeout
         while True:
-            job = self.job(name, namespace)
+            try:
+                job = self.job(name, namespace)
+            except NotFound as error:
+                if uid is None:
+                    raise
+                raise deleted(name) from error
             check_same(job, uid)
             uid = job.metadata.uid
             if finished(job):
                 return job
             left = POLL_SECONDS if end is None else end - time.monotonic()
             if left <= 0:
-                raise WaitTimeout(timed_out(job, timeout or 0.0))
+                meta = job.metadata
+                self._run(late(not_ended(job, timeout or 0.0), meta.name, meta.namespace))
             time.sleep(min(POLL_SECONDS, left))
 
     def cancel(
@@ -256,16 +293,17 @@ class Client:
 
     def push_tasks(
         self, name: str, tasks: Iterable[Task | Mapping[str, Any]], namespace: str | None = None
-    ) -> dict[str, int]:
-        """Push tasks to a stream and return the counts of `accepted` and `repeated` tasks."""
+    ) -> PushedTasks:
+        """Push tasks to a stream, and return how many of them were accepted and repeated."""
         return self._transport.send(jobs.push_tasks(name, namespace or self.namespace, tasks))
 
     def unscored(
         self,
         name: str,
         *,
-        follow: bool = False,
         wait: float = 0.0,
+        follow: bool = False,
+        timeout: float | None = FOLLOW_SECONDS,
         cursor: str = "",
         namespace: str | None = None,
     ) -> ResultIterator[UnscoredTrajectory]:
@@ -277,13 +315,16 @@ class Client:
 
         Args:
             name: The job.
+            wait: How long to wait for the first one, in seconds, at most 60. The iteration is empty if none
+                comes.
             follow: Wait for further ones until the job has ended.
-            wait: How long to wait for the first one, in seconds, at most 60.
+            timeout: How long to wait for the next one if the job is followed, in seconds. None stands for no
+                limit.
             cursor: The place at which to begin. An empty one begins with the first that waits.
             namespace: The namespace of the job. None stands for the client's own.
         """
-        pages = unscored_pages(name, namespace or self.namespace, follow=follow, wait=wait, cursor=cursor)
-        return ResultIterator(pages, self._transport.send, None)
+        following = Following(name, namespace or self.namespace, follow, timeout, cursor)
+        return ResultIterator(unscored_pages(following, wait=wait), self._transport.send)
 
     def rewards(
         self, name: str, rewards: Mapping[str, Reward | float], namespace: str | None = None
@@ -309,8 +350,8 @@ class Client:
 
     def open_target(
         self, name: str, step: str, groups: int | None = None, *, namespace: str | None = None
-    ) -> dict[str, Any]:
-        """Open a step of a stream with dynamic sampling, and return its `goal` and whether it is `met`.
+    ) -> SamplingStep:
+        """Open a step of a stream with dynamic sampling, and return it.
 
         Opening the same step twice has no further effect.
 
@@ -320,19 +361,15 @@ class Client:
             groups: How many groups with a signal the step needs. None stands for the job's `targetGroups`.
             namespace: The namespace of the job. None stands for the client's own.
 
-        Returns:
-            `id`, `groups`, `goal` (the step is met when the job has this many groups with a signal), `met`
-            and `opened` (whether this call opened it).
-
         Raises:
             Conflict: The job is not an open stream with dynamic sampling, or the step was opened with another
                 number of groups.
         """
         return self._transport.send(jobs.open_target(name, namespace or self.namespace, step, groups))
 
-    def close(self, name: str, namespace: str | None = None) -> RolloutJob:
+    def close_stream(self, name: str, namespace: str | None = None) -> RolloutJob:
         """Close a stream, which means that no more tasks will come, and return its job."""
-        return self._transport.send(jobs.close(name, namespace or self.namespace))
+        return self._transport.send(jobs.close_stream(name, namespace or self.namespace))
 
     def tasks(self, name: str, ids: Sequence[str], namespace: str | None = None) -> list[Task]:
         """Return the tasks of a job with these ids, at most 32.
@@ -377,11 +414,11 @@ class Client:
         build = partial(views.rollout_rows, name, namespace or self.namespace, query)
         return self._walk(Listing(build))
 
-    def statistics(self, name: str, namespace: str | None = None) -> dict[str, Any]:
+    def statistics(self, name: str, namespace: str | None = None) -> JobStatistics:
         """Return the statistics that are kept of a job: rewards, versions, failures, stages and time."""
         return self._transport.send(views.statistics(name, namespace or self.namespace))
 
-    def overview(self) -> dict[str, Any]:
+    def overview(self) -> FleetOverview:
         """Return an overview of the fleet: jobs by phase, queues, rates, pools, nodes and workers."""
         return self._transport.send(views.overview())
 
@@ -390,16 +427,43 @@ class Client:
         build = partial(results.parquet, name, namespace or self.namespace, limit=1000)
         return self._walk(Files(lambda at: build(cursor=at), cursor))
 
-    def events(self, name: str, *, last_id: str = "", namespace: str | None = None) -> Iterator[JobEvent]:
-        """Yield stage transitions and counts as they happen, until the job has ended."""
-        path, query = results.events(name, namespace or self.namespace)
+    def events(
+        self,
+        name: str,
+        *,
+        last_id: str = "",
+        timeout: float | None = FOLLOW_SECONDS,
+        namespace: str | None = None,
+    ) -> Iterator[JobEvent]:
+        """Yield stage transitions and counts as they happen, until the job has ended.
+
+        Args:
+            name: The job.
+            last_id: The id of the event after which to continue.
+            timeout: How long to wait for the next event, in seconds. None stands for no limit.
+            namespace: The namespace of the job. None stands for the client's own.
+
+        Raises:
+            JobFailed: The job was deleted.
+            WaitTimeout: No event has come in time. The message says what the job waits for.
+            ServerUnavailable: The stream was cut. To continue, give the last event's id.
+        """
+        where = namespace or self.namespace
+        path, query = results.events(name, where)
         parser = Parser()
+        waited = time.monotonic()
         with self._transport.stream(path, query, last_id) as answer:
+            # Without an event there is a line several times a second.
             for line in answer.iter_lines():
                 for event in parser.feed(line):
                     yield event
-                    if event.name == "end":
+                    if event.name in LAST_EVENTS:
                         return
+                    waited = time.monotonic()
+                if timeout is not None and time.monotonic() - waited > timeout:
+                    text = f"RolloutJob {name!r}: no further event within {timeout:g} s"
+                    self._run(late(text, name, where))
+        self._run(stream_cut(name, where))
 
     def sign_in_code(self, role: PageRole = "viewer") -> SignInCode:
         """Make a one-time code that signs a browser in to the page, and return it."""
@@ -418,8 +482,8 @@ class Client:
         return self._transport.send(pools.create_pool(manifest, self.namespace))
 
     def pools(self, namespace: str | None = None) -> list[BackendPool]:
-        """Return all pools of a namespace, or of all namespaces if none is given."""
-        return self._transport.send(pools.pools(namespace))
+        """Return the pools of a namespace, by default the client's own. `"*"` stands for all namespaces."""
+        return self._transport.send(pools.pools(jobs.scope(namespace or self.namespace)))
 
     def pool(self, name: str, namespace: str | None = None) -> BackendPool:
         """Return one pool with its backends."""
@@ -527,6 +591,7 @@ class Client:
         name: str,
         *,
         follow: bool = False,
+        timeout: float | None = FOLLOW_SECONDS,
         cursor: str = "",
         consumer: str | None = None,
         status: str | None = None,
@@ -537,14 +602,24 @@ class Client:
         The iterator's `cursor` is the place after the last one, from which a later call can continue.
 
         Args:
+            name: The job.
             follow: Wait for further ones until the job has ended.
+            timeout: With `follow`, how long to wait for the next one, in seconds. Time in which other
+                rollouts end does not count. None stands for no limit.
             cursor: The place at which to begin. An empty one begins with the first rollout.
             consumer: Begin at the cursor that was acknowledged under this name.
             status: Yield only rollouts that ended with this status.
+            namespace: The namespace of the job. None stands for the client's own.
+
+        Raises:
+            Invalid: An argument is wrong.
+            JobFailed: The job is followed, and has failed, or was cancelled or deleted. All rollouts that had
+                ended were yielded.
+            WaitTimeout: The job is followed, and no rollout has ended in time. The message says what the job
+                waits for, and the iterator can still be used.
         """
-        where = namespace or self.namespace
-        pages = trajectory_pages(name, where, follow=follow, cursor=cursor, status=status)
-        return ResultIterator(pages, self._transport.send, resume_call(name, where, cursor, consumer))
+        following = Following(name, namespace or self.namespace, follow, timeout, cursor, consumer)
+        return ResultIterator(trajectory_pages(following, status=status), self._transport.send)
 
     def groups(
         self,
@@ -553,26 +628,30 @@ class Client:
         follow: bool = False,
         informative: bool = False,
         dropped: bool = False,
+        timeout: float | None = FOLLOW_SECONDS,
         cursor: str = "",
         consumer: str | None = None,
         namespace: str | None = None,
     ) -> ResultIterator[Group]:
         """Yield whole groups in the order in which they ended.
 
-        The iterator's `cursor` is the place after the last one, from which a later call can continue.
+        The iterator's `cursor` is the place after the last one, from which a later call can continue. The
+        errors are those of `trajectories`.
 
         Args:
+            name: The job.
             follow: Wait for further groups until the job has ended.
+            timeout: With `follow`, how long to wait for the next group, in seconds. Time in which other
+                groups end does not count. None stands for no limit.
             informative: Leave out the groups whose rewards are all equal.
             dropped: Include the groups of which too few rollouts survived.
             cursor: The place at which to begin. An empty one begins with the first group.
             consumer: Begin at the cursor that was acknowledged under this name.
+            namespace: The namespace of the job. None stands for the client's own.
         """
-        where = namespace or self.namespace
-        pages = group_pages(
-            name, where, follow=follow, cursor=cursor, informative=informative, dropped=dropped
-        )
-        return ResultIterator(pages, self._transport.send, resume_call(name, where, cursor, consumer))
+        following = Following(name, namespace or self.namespace, follow, timeout, cursor, consumer)
+        pages = group_pages(following, informative=informative, dropped=dropped)
+        return ResultIterator(pages, self._transport.send)
 
     def array_pages(
         self,
@@ -615,7 +694,7 @@ class Client:
 
         Args:
             job: The job.
-            groups: How many groups the batch has. It has fewer only if no more will follow.
+            groups: How many groups the batch has. It has fewer only if the job has succeeded with fewer.
             max_lag: Leave out, and count, the groups that have a token sampled with weights that are more
                 than this many weight updates old. None leaves out none.
             cursor: The place at which to begin. None begins with the first group, or where `consumer` says.
@@ -626,10 +705,19 @@ class Client:
 
         Raises:
             Invalid: An argument is wrong, or `max_lag` is given for a job without a pool.
-            WaitTimeout: Not enough groups have ended in time. The next call begins with the same groups.
+            JobFailed: The job has failed, or was cancelled or deleted, before enough groups had ended.
+            WaitTimeout: Not enough groups have ended in time. The message says what the job waits for, and
+                the next call begins with the same groups.
         """
         request = BatchRequest(
-            job, groups, max_lag, cursor, consumer, informative, timeout, namespace or self.namespace
+            job=job,
+            groups=groups,
+            max_lag=max_lag,
+            cursor=cursor,
+            consumer=consumer,
+            informative=informative,
+            timeout=timeout,
+            namespace=namespace or self.namespace,
         )
         return self._run(gather(MODELS, request))
 
@@ -654,7 +742,14 @@ class Client:
             RollyardError: numpy or msgpack is not installed.
         """
         request = BatchRequest(
-            job, groups, max_lag, cursor, consumer, informative, timeout, namespace or self.namespace
+            job=job,
+            groups=groups,
+            max_lag=max_lag,
+            cursor=cursor,
+            consumer=consumer,
+            informative=informative,
+            timeout=timeout,
+            namespace=namespace or self.namespace,
         )
         return self._run(gather(RAW_ARRAYS, request))
 

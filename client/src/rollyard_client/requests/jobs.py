@@ -7,12 +7,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
-import orjson
-
 # A model is imported when it is first used, because it takes a third of a second to build all of them.
 import rollyard_crds as crds
 
-from rollyard_client.call import Call, as_json, encode, known, listed, nothing, segment
+from rollyard_client.call import Call, encode, listed, nothing, segment, typed
 from rollyard_client.errors import Invalid
 
 if TYPE_CHECKING:
@@ -25,8 +23,35 @@ if TYPE_CHECKING:
 
 JOBS: Final = "/v1/rolloutjobs"
 NDJSON: Final = "application/x-ndjson"
+ALL_NAMESPACES: Final = "*"
+"""What a caller gives in the place of a namespace to list the objects of all namespaces."""
 
 Manifest: TypeAlias = "RolloutJob | BackendPool | Mapping[str, Any]"
+
+
+@dataclass(frozen=True, slots=True)
+class PushedTasks:
+    """What became of the tasks of one push."""
+
+    accepted: int
+    """The tasks that the stream took."""
+    repeated: int
+    """The tasks whose ids it had already, which changed nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingStep:
+    """A step of a stream with dynamic sampling."""
+
+    id: str
+    """The name that the trainer chose."""
+    groups: int
+    """How many groups with a signal the step needs."""
+    goal: int
+    """The step is met when the job has this many groups with a signal."""
+    met: bool
+    opened: bool
+    """Whether this call opened it, and not an earlier one."""
 
 
 def _job(answer: httpx.Response) -> RolloutJob:
@@ -51,6 +76,11 @@ def placed(manifest: Manifest, namespace: str) -> Mapping[str, Any]:
     if "namespace" in (meta if isinstance(manifest, Mapping) else manifest.metadata.model_fields_set):
         return document
     return {**document, "metadata": {**meta, "namespace": namespace}}
+
+
+def scope(namespace: str) -> str | None:
+    """Return the namespace whose objects are listed, or None for all."""
+    return None if namespace == ALL_NAMESPACES else namespace
 
 
 def registered(manifest: RolloutJob | BackendPool) -> dict[str, Any]:
@@ -139,19 +169,19 @@ def cancel(name: str, namespace: str, target: Mapping[str, str]) -> Call[Rollout
     return Call("POST", path, _job, query={"namespace": namespace}, body=encode(target))
 
 
-def close(name: str, namespace: str) -> Call[RolloutJob]:
+def close_stream(name: str, namespace: str) -> Call[RolloutJob]:
     """Return the call that closes a stream, which means that no more tasks will come."""
     return Call("POST", f"{JOBS}/{segment(name)}/close", _job, query={"namespace": namespace}, body=b"{}")
 
 
-def open_target(name: str, namespace: str, step: str, groups: int | None) -> Call[dict[str, Any]]:
+def open_target(name: str, namespace: str, step: str, groups: int | None) -> Call[SamplingStep]:
     """Return the call that opens a step of a stream with dynamic sampling.
 
     It may be sent again, because a step is opened only once.
     """
     body = {"id": step} if groups is None else {"id": step, "groups": groups}
     path = f"{JOBS}/{segment(name)}/targets"
-    return Call("POST", path, as_json, query={"namespace": namespace}, body=encode(body))
+    return Call("POST", path, typed(SamplingStep), query={"namespace": namespace}, body=encode(body))
 
 
 def patch(name: str, namespace: str, changes: Mapping[str, Any]) -> Call[RolloutJob]:
@@ -160,7 +190,7 @@ def patch(name: str, namespace: str, changes: Mapping[str, Any]) -> Call[Rollout
     return Call("PATCH", path, _job, query={"namespace": namespace}, body=encode(changes))
 
 
-def push_tasks(name: str, namespace: str, tasks: Iterable[Task | Mapping[str, Any]]) -> Call[dict[str, int]]:
+def push_tasks(name: str, namespace: str, tasks: Iterable[Task | Mapping[str, Any]]) -> Call[PushedTasks]:
     """Return the call that pushes tasks to a stream. Each line of its body is one JSON object."""
     lines = [
         encode(task) if isinstance(task, Mapping) else task.model_dump_json(exclude_none=True).encode()
@@ -169,7 +199,7 @@ def push_tasks(name: str, namespace: str, tasks: Iterable[Task | Mapping[str, An
     return Call(
         "POST",
         f"{JOBS}/{segment(name)}/tasks",
-        as_json,
+        typed(PushedTasks),
         query={"namespace": namespace},
         body=b"\n".join(lines),
         content_type=NDJSON,
@@ -226,11 +256,9 @@ def rewards(name: str, namespace: str, rewards: Mapping[str, Reward | float]) ->
             "fence": reward.fence,
         }
 
-    def parse(answer: httpx.Response) -> RewardsTaken:
-        return known(RewardsTaken, orjson.loads(answer.content))
-
     path = f"{JOBS}/{segment(name)}/rewards"
-    return Call("POST", path, parse, query={"namespace": namespace}, body=encode({"rewards": items}))
+    body = encode({"rewards": items})
+    return Call("POST", path, typed(RewardsTaken), query={"namespace": namespace}, body=body)
 
 
 def put_job_status(name: str, namespace: str, status: RolloutJobStatus) -> Call[RolloutJob]:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     import httpx
     from rollyard_crds.lease import LiveTurn
     from rollyard_crds.task import Task
-    from rollyard_crds.trajectory import Attempt, Trajectory, UnscoredTrajectory
+    from rollyard_crds.trajectory import Attempt, Timings, Trajectory, UnscoredTrajectory
 
 PARQUET: Final = "application/vnd.apache.parquet"
 
@@ -67,7 +67,7 @@ class RolloutSummary:
     reason: str
     message: str
     reward: float | None
-    timings: dict[str, Any]
+    timings: Timings
     worker: str
     backend: str
     attempts: list[Attempt] = field(default_factory=list)
@@ -77,8 +77,11 @@ class RolloutSummary:
     @classmethod
     def of(cls, item: Mapping[str, Any]) -> RolloutSummary:
         """Return the summary that a server sent. Unknown fields are left out."""
+        from rollyard_crds.trajectory import Timings
+
         attempts = [crds.Attempt.model_validate(entry) for entry in item.get("attempts", [])]
-        return known(cls, {**item, "attempts": attempts})
+        timings = Timings.model_validate(item["timings"])
+        return known(cls, {**item, "attempts": attempts, "timings": timings})
 
 
 @dataclass(frozen=True, slots=True)

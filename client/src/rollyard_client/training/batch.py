@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
 
-from rollyard_client.call import Call
-from rollyard_client.errors import Invalid, NotFound, WaitTimeout
-from rollyard_client.finish import awaited
+from rollyard_client.call import Call, Steps
+from rollyard_client.errors import Invalid, JobFailed, NotFound
+from rollyard_client.finish import check_success, deleted, late
 from rollyard_client.paging import LONG_POLL, begin_at
 from rollyard_client.requests import cursors, jobs, pools, results
 from rollyard_client.requests.results import Group
@@ -30,9 +30,6 @@ MAX_GROUPS: Final = 65_536
 PAGE_GROUPS: Final = 16
 BACKLOG_SECONDS: Final = 60.0
 """How long groups that have already ended are read after the time of a call is up."""
-
-Steps = Generator[Call[Any], Any, B]
-"""The calls of a batch, each of which is answered with its result. Both clients carry them out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +99,7 @@ class ArrayBatch(GroupBatch[GroupArrays]):
         return [trajectory for group in self.groups for trajectory in group.trajectories]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class BatchRequest:
     """The arguments of a call for a batch, which `Client.batch` explains.
 
@@ -244,6 +241,7 @@ def gather(form: BatchForm[G, B], request: BatchRequest) -> Steps[B]:
 
     Raises:
         Invalid: `max_lag` is given for a job without a pool.
+        JobFailed: The job has ended without success, and has fewer groups.
         WaitTimeout: Not enough groups have ended in time.
     """
     job, namespace, max_lag = request.job, request.namespace, request.max_lag
@@ -253,20 +251,32 @@ def gather(form: BatchForm[G, B], request: BatchRequest) -> Steps[B]:
         cursor = "" if request.consumer is None else (yield from _resumed(job, namespace, request.consumer))
     gathered: _Gathered[G] = _Gathered(cursor, request.groups, max_lag)
     pool = None if max_lag is None else (yield from _pool_of(job, namespace))
+    seen = pool is not None
     while True:
         # The weights may have been updated while groups were waited for.
         if pool is not None:
             gathered.history = WeightHistory((yield pools.weight_updates(pool, namespace)))
             gathered.drop_stale()
         if not gathered.missing:
+            if len(gathered.groups) < request.groups:
+                yield from _check_end(request, len(gathered.groups))
             return gathered.batch(form.kind)
         while gathered.missing:
             left = end - time.monotonic()
-            wait, limit = max(0.0, min(LONG_POLL, left)), min(PAGE_GROUPS, gathered.missing)
+            # The first page shows that the job is there, so that its end is not mistaken for a wrong name.
+            wait = max(0.0, min(LONG_POLL, left)) if seen else 0.0
+            limit = min(PAGE_GROUPS, gathered.missing)
             before = gathered.cursor
-            page = yield form.page(
+            call = form.page(
                 job, namespace, cursor=before, wait=wait, limit=limit, informative=request.informative
             )
+            try:
+                page = yield call
+            except NotFound as error:
+                if not seen:
+                    raise
+                raise deleted(job) from error
+            seen = True
             read = [(group, form.versions(group)) for group in form.groups(page)]
             gathered.take(read, page.cursor, page.finished)
             if gathered.missing and left <= 0 and (gathered.cursor == before or left <= -BACKLOG_SECONDS):
@@ -275,16 +285,27 @@ def gather(form: BatchForm[G, B], request: BatchRequest) -> Steps[B]:
                     if max_lag is not None
                     else ""
                 )
-                says = awaited((yield jobs.job(job, namespace)))
                 kind = " with a signal" if request.informative else ""
-                raise WaitTimeout(
+                text = (
                     f"RolloutJob {job!r}: {len(gathered.groups)} of {request.groups} groups{kind} have ended "
-                    f"within {request.timeout:g} s{older}{says}; "
-                    "nothing was acknowledged, so the next call begins with the same groups"
+                    f"within {request.timeout:g} s{older}"
                 )
+                again = "; nothing was acknowledged, so the next call begins with the same groups"
+                yield from late(text, job, namespace, end=again)
 
 
-def _resumed(job: str, namespace: str, consumer: str) -> Generator[Call[Any], Any, str]:
+def _check_end(request: BatchRequest, groups: int) -> Steps[None]:
+    try:
+        yield from check_success(request.job, request.namespace)
+    except JobFailed as error:
+        raise JobFailed(
+            f"{error}; {groups} of {request.groups} groups had ended, which `groups` with the same cursor "
+            "still returns",
+            reason=error.reason,
+        ) from error
+
+
+def _resumed(job: str, namespace: str, consumer: str) -> Steps[str]:
     try:
         position = yield cursors.acknowledged(job, namespace, consumer)
     except NotFound as error:
@@ -292,7 +313,7 @@ def _resumed(job: str, namespace: str, consumer: str) -> Generator[Call[Any], An
     return str(position.cursor)
 
 
-def _pool_of(job: str, namespace: str) -> Generator[Call[Any], Any, str]:
+def _pool_of(job: str, namespace: str) -> Steps[str]:
     manifest = yield jobs.job(job, namespace)
     reference = manifest.spec.backend_ref
     if reference is None:

@@ -140,7 +140,7 @@ class Store:
 
     async def close(self) -> None:
         """Close the HTTP client."""
-        await self._client.aclose()
+        await self._client.close()
 
 
 class Workloads(Protocol):

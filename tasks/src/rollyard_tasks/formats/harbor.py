@@ -7,9 +7,11 @@ rows. The row of a folder that cannot be packed says why, as `refused`, instead 
 
 from __future__ import annotations
 
+import gzip
+import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Final
+from typing import IO, Any, Final
 
 from pydantic import ValidationError
 from rollyard_crds.fields.harbor import HarborFolder
@@ -23,6 +25,7 @@ from rollyard_tasks.harbor.table import HarborRefused
 from rollyard_tasks.row_texts import FileRefused
 
 MAX_TASK_FOLDERS: Final = 100_000
+NO_TASK_FOLDER: Final = "there is no task folder: no folder below has a task.toml"
 
 
 class HarborFormat(TaskFormat):
@@ -99,6 +102,23 @@ def folder_rows(top: Path) -> Iterator[dict[str, str]]:
         except FileRefused as error:
             row = {"path": name, "refused": str(error)}
         yield row
+
+
+def pack_folders(top: Path, file: IO[bytes]) -> None:
+    """Write the rows of the task folders below `top` as a compressed task file.
+
+    Folders with the same files give the same bytes.
+
+    Raises:
+        FileRefused: There is no task folder, there are too many, or one above them cannot be read.
+    """
+    empty = True
+    with gzip.GzipFile("", "wb", compresslevel=1, fileobj=file, mtime=0) as packed:
+        for row in folder_rows(top):
+            packed.write(f"{json.dumps(row)}\n".encode())
+            empty = False
+    if empty:
+        raise FileRefused(NO_TASK_FOLDER)
 
 
 def _task_folders(folder: Path) -> Iterator[Path]:

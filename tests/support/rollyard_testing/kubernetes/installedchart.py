@@ -145,7 +145,7 @@ class Installation:
             try:
                 return list((await client.claims(namespace=namespace or self.jobs)).claims)
             finally:
-                await client.aclose()
+                await client.close()
 
         return asyncio.run(ask())
 

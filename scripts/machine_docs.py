@@ -36,6 +36,8 @@ SOURCES: Final = {
     events.NodeLost: ("heartbeats",),
     events.NewWeights: ("staleness",),
     events.BackendAwaited: ("sweeps", "jobs"),
+    events.Rewarded: ("unscored",),
+    events.RewardAwaited: ("sweeps",),
     events.Cancelled: ("jobs", "transitions"),
     events.Moved: ("leasing",),
     events.Blamed: ("leasing",),
@@ -95,7 +97,7 @@ def picture() -> str:
     lines = [
         "stateDiagram-v2",
         "    state unfinished {",
-        *(f"        {_name(state)}: {state.status} {state.stage}" for state in UNFINISHED),
+        *(f"        {_name(state)}: {_described(state)}" for state in UNFINISHED),
         f"        [*] --> {_name(RolloutState.QUEUED_INIT)}",
         *(f"        {edge}" for edge in inside),
         "    }",
@@ -103,6 +105,10 @@ def picture() -> str:
         *(f"    {_name(state)} --> [*]" for state in ENDED),
     ]
     return "\n".join(lines) + "\n"
+
+
+def _described(state: RolloutState) -> str:
+    return "awaits a reward" if state == RolloutState.UNSCORED else f"{state.status} {state.stage}"
 
 
 def _name(state: RolloutState) -> str:

@@ -58,12 +58,15 @@ def others(token: int) -> list[events.Event]:
     return [
         events.Leased("w", "n", 9.0),
         *(done(token) for done in DONE.values()),
+        events.RunDone(token, b"{}", trainer_scores=True),
         *(events.Failed(token, stage, "Broken") for stage in STAGES),
         events.LeaseLost("LeaseExpired", "it expired"),
         events.NodeLost("it is gone"),
         events.NewWeights("PolicyTooStale", "too old"),
         events.NewWeights("PolicyTooStale", "too old", cancel=True),
         events.BackendAwaited("for too long"),
+        events.Rewarded(None, 1.0),
+        events.RewardAwaited("for too long"),
         events.Cancelled("Cancelled"),
         events.Moved(token, "http://b"),
         events.Blamed(token, "http://a"),
@@ -92,12 +95,16 @@ class Life(RuleBasedStateMachine):
         known = {name: value for name, value in decision.changes.items() if name in FIELDS}
         after = self.rollout = msgspec.structs.replace(before, **known)
         assert after.token == before.token + isinstance(event, events.Leased)
-        assert ("reward" in decision.changes) == isinstance(event, events.Scored)
-        assert (decision.after == RolloutState.SUCCEEDED) == isinstance(event, events.Scored)
+        gives_reward = isinstance(event, events.Scored | events.Rewarded)
+        assert ("reward" in decision.changes) == gives_reward
+        assert (decision.after == RolloutState.SUCCEEDED) == gives_reward
+        waits = decision.after == RolloutState.UNSCORED
+        assert waits == (isinstance(event, events.RunDone) and event.trainer_scores)
+        assert ("unscored_seq" in decision.changes) == (before.state == RolloutState.UNSCORED)
         failed = sum(after.failures(stage) - before.failures(stage) for stage in STAGES)
         assert failed == (decision.rule is not None and decision.rule.counted)
         assert not failed or isinstance(event, events.Failed)
-        if decision.after == RolloutState.QUEUED_INIT:
+        if decision.after in (RolloutState.QUEUED_INIT, RolloutState.UNSCORED):
             assert (after.sandbox_id, after.sandbox, after.node) == (None, None, "")
         if not decision.after.is_leased:
             assert decision.changes.get("lease_expires", 0) is None or not before.state.is_leased
@@ -117,9 +124,18 @@ class Life(RuleBasedStateMachine):
         )
 
     @precondition(lambda self: self.rollout.state.is_leased)
-    @rule()
-    def complete(self) -> None:
-        assert isinstance(self.happens(DONE[self.rollout.stage](self.rollout.token)), Transition)
+    @rule(trainer_scores=st.booleans())
+    def complete(self, trainer_scores: bool) -> None:
+        event = DONE[self.rollout.stage](self.rollout.token)
+        if isinstance(event, events.RunDone):
+            event = msgspec.structs.replace(event, trainer_scores=trainer_scores)
+        assert isinstance(self.happens(event), Transition)
+
+    @precondition(lambda self: self.rollout.state == RolloutState.UNSCORED)
+    @rule(ago=st.integers(0, 2))
+    def reward(self, ago: int) -> None:
+        decision = self.happens(events.Rewarded(self.rollout.token - ago, 0.5))
+        assert isinstance(decision, Transition) == (ago == 0), "a reward for an earlier Run was taken"
 
     @rule(
         stage=st.sampled_from(STAGES),
@@ -173,11 +189,11 @@ class Life(RuleBasedStateMachine):
         for _ in range(2 * len(STAGES)):
             if rollout.state.has_ended:
                 return
-            event = (
-                DONE[rollout.stage](rollout.token)
-                if rollout.state.is_leased
-                else events.Leased("w", "n", 1.0)
-            )
+            event: events.Event = events.Leased("w", "n", 1.0)
+            if rollout.state.is_leased:
+                event = DONE[rollout.stage](rollout.token)
+            elif rollout.state == RolloutState.UNSCORED:
+                event = events.Rewarded(rollout.token, 1.0)
             decision = decide(rollout, event, LIMITS, self.now)
             assert isinstance(decision, Transition)
             known = {name: value for name, value in decision.changes.items() if name in FIELDS}

@@ -423,7 +423,7 @@ def test_refused_lines_say_where_and_what(run: Run, stdin: str, message: str) ->
         ("--handler math --key 7 --unit K 7", "--unit: the handler 'math' does not use it"),
         ("--handler code --key 7 --tolerance 0 7", "--tolerance: the handler 'code' does not use it"),
         ("--handler shell --key 7 7", "the handler 'shell' judges what Run left in its sandbox"),
-        ("--handler unscored 7", "the handler 'unscored' gives no reward: 'reward.function' or"),
+        ("--handler unscored 7", "the handler 'unscored' gives no reward, and a trainer's rewards are not"),
         ("--handler No --key 7 7", "handler: String should match pattern"),
         ("--handler nobodys --key 7 7", "no handler 'nobodys' is installed"),
     ],

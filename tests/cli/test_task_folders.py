@@ -156,6 +156,8 @@ def test_nothing_to_play(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert "no task has a reference solution" in capsys.readouterr().err
     assert main(["validate", "-f", path, "--oracle"]) != 0
     assert "--oracle needs a manifest, or --handler" in capsys.readouterr().err
+    assert main(["validate", "-f", path, "--handler", "unscored", "--oracle"]) != 0
+    assert "--oracle has no reward to look at" in capsys.readouterr().err
 
 
 PUBLISHED = """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import socket
 from collections.abc import Iterator
 from dataclasses import replace
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
 from rollyard_client import (
     AsyncClient,
@@ -22,6 +24,8 @@ from rollyard_client import (
     NotFound,
     PushedTasks,
     Retry,
+    Reward,
+    RewardsTaken,
     RollyardError,
     SamplingStep,
     ServerUnavailable,
@@ -69,7 +73,8 @@ async def work(server: StartedControlPlane, job: str) -> None:
     async with RestControlPlane(server.url, server.tokens["worker"]) as worker:
         ask = LeaseRequest(worker="w", node="n", capacity={"init": 16, "run": 16, "eval": 16}, job=job)
         while leases := (await worker.lease(ask)).leases:
-            assert (await worker.job_spec("default", job, leases[0].job_uid)).handler == "shell"
+            handler = (await worker.job_spec("default", job, leases[0].job_uid)).handler
+            assert handler in ("shell", "unscored")
             assert await worker.waiting_images("default", job, leases[0].job_uid) == []
             results = []
             for lease in leases:
@@ -172,6 +177,44 @@ async def test_steps_of_dynamic_sampling(server: StartedControlPlane) -> None:
         found = client.job("steps").status.dynamic_sampling
         assert found is not None
         assert found.target_groups == 5
+
+
+async def test_rewards_from_the_trainer(server: StartedControlPlane) -> None:
+    async with AsyncClient(server.url, server.tokens["admin"]) as client:
+        await client.submit(manifest("own", tasks={"stream": True}, handler="unscored"))
+        await client.push_tasks("own", [{"id": "a", "prompt": "p"}, {"id": "b", "prompt": "p"}])
+        assert [one async for one in client.unscored("own")] == []
+        waiting = client.unscored("own", wait=30)
+        first = asyncio.ensure_future(anext(waiting))
+        await work(server, "own")
+        assert (await first).status == "unscored"
+        one, *others = [await first, *[item async for item in waiting]]
+        assert {trajectory.group_id for trajectory in (one, *others)} == {"a", "b"}
+        assert all(trajectory.reward is None and trajectory.fence > 0 for trajectory in others)
+        full = Reward(np.float32(0.5), components={"style": -1}, reason="JudgeAgreed", fence=one.fence)
+        assert await client.rewards("own", {one.id: full, others[0].id: 1}) == RewardsTaken(2, 0, {})
+        assert await client.rewards("own", {one.id: full}) == RewardsTaken(0, 1, {})
+        with pytest.raises(Conflict) as differs:
+            await client.rewards("own", {one.id: 0.5, others[1].id: 1.0})
+        assert (differs.value.reason, len(differs.value.errors)) == ("RewardDiffers", 1)
+        for number in (math.nan, math.inf):
+            with pytest.raises(Invalid, match=f"the 'style' of rollout '{one.id}' must be a finite number"):
+                await client.rewards("own", {one.id: Reward(1.0, {"style": number})})
+        with pytest.raises(NotFound, match=r"rewards\.nobody: "):
+            await client.rewards("own", {"nobody": 1.0})
+        await client.cancel("own", rollout=others[1].id)
+        late = await client.rewards("own", {others[1].id: 1.0})
+        assert late.late == {others[1].id: "Cancelled"}
+    with Client(server.url, server.tokens["admin"]) as client:
+        assert [trajectory.id for trajectory in client.unscored("own")] == [others[2].id]
+        after = client.unscored("own", cursor=waiting.cursor)
+        assert (list(after), after.cursor) == ([], waiting.cursor)
+        assert client.rewards("own", {others[2].id: 0.25}).accepted == 1
+        client.close_stream("own")
+        assert list(client.unscored("own", follow=True)) == [], "it ends with the job"
+        rewards = {trajectory.id: trajectory.reward for trajectory in client.trajectories("own")}
+        assert rewards[one.id] == 0.5
+        assert rewards[others[2].id] == 0.25
 
 
 async def test_pools(server: StartedControlPlane) -> None:

@@ -191,3 +191,21 @@ def test_pod_templates_matter_only_where_there_are_pods() -> None:
     differing = {name for name, digest in hashes(plain, pods).items() if digest != hashes(other, pods)[name]}
     assert differing == {"-run-0"}
     assert not set(hashes(plain, pods).values()) & set(hashes(plain, Profile(made_of="release-2")).values())
+
+
+def test_no_worker_evaluates_where_the_trainer_gives_the_rewards() -> None:
+    stages = {"eval": {"replicas": 4, "maxReplicas": 8}}
+    job = job_of({"eval": {"queued": 96}}, handler="unscored", stages=stages)
+    assert [workload.stages for workload in job_workloads(job)] == [("init",), ("run",)]
+    (combined,) = job_workloads(job, Profile(combine_stages=True))
+    assert combined.stages == ("init", "run")
+    (of_node,) = job_workloads(job, Profile(node_workers=True))
+    assert (of_node.stages, [stage for stage, _ in of_node.concurrency]) == (("init", "run"), ["init", "run"])
+    observed = ObservedJob(pool=PoolState(ready=True, message=""))
+    message = reconcile_job(job, observed, NOW).status.message
+    assert message.startswith(
+        "rollouts that wait for the trainer's rewards: 96 (client.rewards hands them in)"
+    )
+    evaluated = job_of({"eval": {"queued": 96}}, stages=stages)
+    assert "trainer" not in reconcile_job(evaluated, observed, NOW).status.message
+    assert len(job_workloads(evaluated)) == 8

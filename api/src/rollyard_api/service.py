@@ -6,6 +6,7 @@ import asyncio
 import logging
 import os
 import socket
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
@@ -57,6 +58,8 @@ NODE_SECONDS: Final = 60.0
 """The time in seconds without a request of any worker of a node after which the node's sandboxes have ended
 by themselves."""
 RECORD_SECONDS: Final = 30.0
+GRACE_SECONDS: Final = 60.0
+"""The time after a start, in seconds, in which no rollout ends because its trainer has given no reward."""
 _ENDS: Final = frozenset(state.status for state in ENDED)
 
 
@@ -185,6 +188,7 @@ class ControlPlane:
         self.coordinator = Coordinator(
             database, self.transport, checkpoints.Forward(python, self.disk), settings.weight_limits
         )
+        self.began = time.time()
         self.ready = False
 
     @property
@@ -271,6 +275,7 @@ class ControlPlane:
             (partial(heartbeats.give_up_silent, silent_seconds=NODE_SECONDS), heartbeats.NODE_BATCH),
             (sweeps.note_outages, 0),
             (partial(sweeps.end_overdue, patience=settings.no_backend_seconds), sweeps.OUTAGE_BATCH),
+            (partial(sweeps.end_unrewarded, not_before=self.began + GRACE_SECONDS), sweeps.OUTAGE_BATCH),
             (jobs.enforce, 0),
             (claims.release_unneeded, 0),
         )

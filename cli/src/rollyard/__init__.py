@@ -35,6 +35,8 @@ if TYPE_CHECKING:
         PushedTasks,
         ResultIterator,
         Retry,
+        Reward,
+        RewardsTaken,
         RolloutQuery,
         RolloutRow,
         RolloutSummary,
@@ -48,7 +50,7 @@ if TYPE_CHECKING:
     from rollyard_crds.backendpool import BackendPool
     from rollyard_crds.rolloutjob import RolloutJob
     from rollyard_crds.task import Message, Task
-    from rollyard_crds.trajectory import Segment, Trajectory
+    from rollyard_crds.trajectory import Segment, Trajectory, UnscoredTrajectory
     from rollyard_crds.weights import LogprobReference, WeightUpdate
 
     from rollyard import errors
@@ -76,6 +78,8 @@ __all__ = [
     "PushedTasks",
     "ResultIterator",
     "Retry",
+    "Reward",
+    "RewardsTaken",
     "RolloutJob",
     "RolloutQuery",
     "RolloutRow",
@@ -89,6 +93,7 @@ __all__ = [
     "Task",
     "Trajectory",
     "TrajectoryArrays",
+    "UnscoredTrajectory",
     "WeightUpdate",
     "__version__",
     "errors",
@@ -103,6 +108,7 @@ _MODELS: Final = {
     "Segment": "rollyard_crds.trajectory",
     "Task": "rollyard_crds.task",
     "Trajectory": "rollyard_crds.trajectory",
+    "UnscoredTrajectory": "rollyard_crds.trajectory",
     "WeightUpdate": "rollyard_crds.weights",
     "evaluate": "rollyard.jobs.evaluation",
 }

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
         WaitTimeout,
     )
     from rollyard_client.requests.cursors import Acknowledged
-    from rollyard_client.requests.jobs import PushedTasks, SamplingStep
+    from rollyard_client.requests.jobs import PushedTasks, Reward, RewardsTaken, SamplingStep
     from rollyard_client.requests.results import Group, RolloutSummary, RunningRollout
     from rollyard_client.requests.sign_in import SignInCode
     from rollyard_client.requests.views import FleetOverview, JobStatistics, RolloutQuery, RolloutRow
@@ -64,6 +64,8 @@ __all__ = [
     "PushedTasks",
     "ResultIterator",
     "Retry",
+    "Reward",
+    "RewardsTaken",
     "RolloutQuery",
     "RolloutRow",
     "RolloutSummary",
@@ -96,7 +98,7 @@ __getattr__ = lazily(
         "errors": "AnswerInvalid Conflict ContextError Invalid JobFailed JobReplaced NotFound RollyardError "
         "ServerUnavailable StorageFull TokenizerDiffers TooMany Unauthorized WaitTimeout",
         "requests.cursors": "Acknowledged",
-        "requests.jobs": "PushedTasks SamplingStep",
+        "requests.jobs": "PushedTasks Reward RewardsTaken SamplingStep",
         "requests.results": "Group RolloutSummary RunningRollout",
         "requests.sign_in": "SignInCode",
         "requests.views": "FleetOverview JobStatistics RolloutQuery RolloutRow",

@@ -17,7 +17,7 @@ from rollyard_client.requests import cursors, results
 from rollyard_client.requests.results import Group, Page
 
 if TYPE_CHECKING:
-    from rollyard_crds.trajectory import Trajectory
+    from rollyard_crds.trajectory import Trajectory, UnscoredTrajectory
 
 P = TypeVar("P")
 T = TypeVar("T")
@@ -201,6 +201,16 @@ def trajectory_pages(following: Following, *, status: str | None) -> Cursor[Traj
     """Return the pages of a job's ended rollouts."""
     build = partial(results.trajectories, following.name, following.namespace, limit=100, status=status)
     return Cursor(lambda at, wait: build(cursor=at, wait=wait), results.trajectory, following)
+
+
+def unscored_pages(following: Following, *, wait: float) -> Cursor[UnscoredTrajectory]:
+    """Return the pages of a job's rollouts that wait for the trainer's reward; `wait` is for the first."""
+    build = partial(results.unscored, following.name, following.namespace, limit=100)
+    return Cursor(
+        lambda at, poll: build(cursor=at, wait=max(poll, wait if at == following.cursor else 0.0)),
+        results.unscored_trajectory,
+        following,
+    )
 
 
 def group_pages(following: Following, *, informative: bool, dropped: bool) -> Cursor[Group]:

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
         WorkerJobSpec,
     )
     from rollyard_crds.task import FunctionCall, Message, Task, TaskSandbox, ToolCall
-    from rollyard_crds.trajectory import Attempt, Trajectory
+    from rollyard_crds.trajectory import Attempt, Trajectory, UnscoredTrajectory
     from rollyard_crds.unfinished import UnfinishedJobs
     from rollyard_crds.weights import (
         UNVERIFIED,
@@ -88,6 +88,7 @@ __all__ = [
     "ToolCall",
     "Trajectory",
     "UnfinishedJobs",
+    "UnscoredTrajectory",
     "WaitingImages",
     "WeightSource",
     "WeightUpdate",
@@ -108,7 +109,7 @@ __getattr__ = lazily(
         "rolloutjob": "STAGES Advice AgentSpec RolloutCounts RolloutJob RolloutJobSpec RolloutJobStatus "
         "SamplingSpec SandboxResources SandboxSpec StageCounts StageName StageSpec WorkerJobSpec",
         "task": "FunctionCall Message Task TaskSandbox ToolCall",
-        "trajectory": "Attempt Trajectory",
+        "trajectory": "Attempt Trajectory UnscoredTrajectory",
         "unfinished": "UnfinishedJobs",
         "weights": "UNVERIFIED BackendUpdate LogprobReference WeightSource WeightUpdate WeightUpdateRequest",
         "workers": "Assignment AssignmentOffered WaitingImages WorkerDeath",

@@ -438,7 +438,7 @@ class RolloutJobSpec(Model):
             raise ValueError(f"'backendRef' is required by the agent '{self.agent.type}'")
         if self.dynamic_sampling is not None:
             self.dynamic_sampling.check(self.samples_per_task)
-        reward_rules.check(self.handler, self.reward)
+        reward_rules.check(self.handler, self.reward, stream=self.tasks.stream)
         options = self.tasks.harbor
         networks = {self.sandbox.network, self.stages.eval.network}
         if options is not None and options.network == "allow" and "allowlist" not in networks:
@@ -450,6 +450,16 @@ class RolloutJobSpec(Model):
         """Whether Init and Run may need sandboxes. Of extensions of other packages it is assumed."""
         tools = () if self.agent.type == "single_turn" else self.agent.tools
         return self.handler not in _NONE_BEFORE_EVAL or any(tool not in _TOOLS_WITHOUT for tool in tools)
+
+    @property
+    def trainer_reward_seconds(self) -> int | None:
+        """How long a rollout waits for the trainer's reward, or None if Eval gives the rewards."""
+        return reward_rules.trainer_seconds(self.handler, self.reward)
+
+    @property
+    def worked_stages(self) -> tuple[StageName, ...]:
+        """The stages that need workers. Eval needs none where the trainer gives the rewards."""
+        return STAGES if self.trainer_reward_seconds is None else STAGES[:-1]
 
     def places(self, stage: StageName) -> int:
         """Return how many rollouts each worker holds at once in a stage."""

@@ -321,7 +321,8 @@ class Trajectory(RunRecord):
     """What did not end well before this result, oldest first. It is empty for most rollouts."""
     attempts_dropped: Annotated[int, Field(ge=0)] = 0
     """The number of further attempts, which did not fit into `attempts`."""
-    status: TrajectoryStatus = "succeeded"
+    status: TrajectoryStatus | Literal["unscored"] = "succeeded"
+    """`unscored` stands in an UnscoredTrajectory only."""
     reason: str = ""
     """The reason in CamelCase, where the status is not `succeeded`."""
     message: str = ""
@@ -364,6 +365,13 @@ class Trajectory(RunRecord):
             for segment in self.segments
         ]
         return self.transcript_with(sizes)
+
+
+class UnscoredTrajectory(Trajectory):
+    """A rollout that has left Run and waits for the reward that the trainer gives."""
+
+    fence: Annotated[int, Field(ge=0)]
+    """The number of its Run. A reward that names it never goes to another Run of the same rollout."""
 
 
 class Rescored(Record):

@@ -67,6 +67,8 @@ they arrive."""
 TINY: Final = 4 << 10
 SMALL: Final = 1 << 20
 FAILURES: Final = 4 << 20
+REWARDS: Final = 8 << 20
+"""The number of bytes that the most rewards in one call may need, with all of their components."""
 BEATS: Final = 16 << 20
 """The number of bytes that all leases and sandboxes in one heartbeat may need."""
 
@@ -111,6 +113,8 @@ _PATHS: Final[dict[str, dict[str, Rule]]] = {
     f"{JOBS}/{{name}}/cancel": {"POST": DRIVER},
     f"{JOBS}/{{name}}/status": {"PUT": DRIVER},
     f"{JOBS}/{{name}}/trajectories": {"GET": READ},
+    f"{JOBS}/{{name}}/unscored": {"GET": READ},
+    f"{JOBS}/{{name}}/rewards": {"POST": replace(ADMIN, max_body=REWARDS)},
     f"{JOBS}/{{name}}/groups": {"GET": READ},
     f"{JOBS}/{{name}}/events": {"GET": READ},
     f"{JOBS}/{{name}}/rollouts": {"GET": READ},

@@ -14,7 +14,7 @@ from typing import Final, Literal
 
 from rollyard_api.core.problems import Conflict, Gone, Malformed
 
-Kind = Literal["trajectories", "groups", "rollouts", "events", "views"]
+Kind = Literal["trajectories", "groups", "unscored", "rollouts", "events", "views"]
 """What a cursor counts. The first letter of the cursor says it."""
 _VERSION: Final = "v1"
 MAX_LENGTH: Final = 256

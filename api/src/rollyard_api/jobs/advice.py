@@ -51,6 +51,29 @@ _REMEDIES: Final = {
 }
 
 
+LONG_WAIT: Final = 0.25
+"""The share of the limit for a trainer's reward from which a wait for it is mentioned."""
+
+
+def advice_on_wait(job: JobRow, waiting: int, seconds: float) -> list[dict[str, str]]:
+    """Return the advice on rollouts that wait for the trainer's rewards, which has at most one entry.
+
+    Args:
+        job: The job.
+        waiting: The number of rollouts that wait.
+        seconds: How long the first of them has waited, in seconds.
+    """
+    limit = job.limits.trainer_reward_seconds
+    if limit is None or not waiting or seconds < LONG_WAIT * limit:
+        return []
+    message = (
+        f"rollouts that wait for the trainer's rewards: {waiting:,}, the first for {seconds:,.0f} s; after "
+        f"{limit:,} s they end as Failed (RewardNotGiven): hand their rewards in with client.rewards, or "
+        "raise reward.trainer.timeoutSeconds in a new job"
+    )
+    return [{"reason": "RewardsAwaited", "message": message}]
+
+
 class _Limit(NamedTuple):
     """A limit that truncates rollouts: its name and value, and what raises it."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import Any, Final
 
@@ -14,8 +15,9 @@ from sqlalchemy.engine import Connection
 
 from rollyard_api.core.codec import loads, revision_of, unpack
 from rollyard_api.core.conditions import timestamp
-from rollyard_api.jobs.advice import advice_on
+from rollyard_api.jobs.advice import advice_on, advice_on_wait
 from rollyard_api.machine.states import RolloutState
+from rollyard_api.rollouts import unscored
 from rollyard_api.storage import groups as group_rows
 from rollyard_api.storage import jobs as job_rows
 from rollyard_api.storage.jobs import DELETED
@@ -56,6 +58,9 @@ _QUEUE: Final = (
 def counts(conn: Connection, job: JobRow) -> dict[str, Any]:
     """Return the live RolloutCounts of a job."""
     waiting = {row.state: row.n for row in conn.execute(_WAITING, {"b_job": job.id})}
+    if RolloutState.UNSCORED in waiting:
+        # Nothing waits for a worker of Eval in such a job.
+        waiting[RolloutState.QUEUED_EVAL] = waiting.pop(RolloutState.UNSCORED)
     return {
         "total": job.total,
         **{
@@ -108,17 +113,21 @@ def document(conn: Connection, job: JobRow, *, bare: bool = False) -> dict[str, 
     if job.cancel_reason is not None:
         annotations[CANCEL_REASON] = job.cancel_reason
     mean = job.reward_sum / job.succeeded if job.succeeded else None
+    current = counts(conn, job)
+    advice = advice_on(job)
+    if job.unscored and (since := unscored.oldest(conn, job.id)) is not None:
+        advice += advice_on_wait(job, current["eval"]["queued"], time.time() - since)
     status = {
         "phase": "Pending",
         "conditions": [],
         "observedGeneration": 0,
         "message": "",
         **loads(job.status),
-        "counts": counts(conn, job),
+        "counts": current,
         "rewardMean": mean,
         "rewardText": None if mean is None else rounded(mean),
         "dynamicSampling": _dynamic_sampling(conn, job),
-        "advice": advice_on(job) or None,
+        "advice": advice or None,
         "startTime": timestamp(job.started_at),
         "completionTime": timestamp(job.finished_at),
     }

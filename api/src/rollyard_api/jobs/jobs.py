@@ -148,7 +148,7 @@ def push(
     fresh = [task for task in tasks if task.id not in known]
     if fresh:
         if max_unread is not None:
-            acknowledged.check_unread(job, max_unread)
+            acknowledged.check_unread(tx.conn, job, max_unread)
         _enqueue(tx, job, fresh, quota)
     return {"accepted": len(fresh), "repeated": len(tasks) - len(fresh)}
 
@@ -206,7 +206,7 @@ def open_step(
             reason="NotAStream",
         )
     _refuse_closed(job, "targets")
-    acknowledged.check_unread(job, max_unread)
+    acknowledged.check_unread(tx.conn, job, max_unread)
     if job_rows.steps(tx.conn, job.id) >= MAX_STEPS:
         raise Conflict(
             f"RolloutJob {name!r} has {MAX_STEPS} steps, which is the most", reason="TooManyTargets"

@@ -16,6 +16,8 @@ NO_BACKEND: Final = "NoBackend"
 """The reason of a rollout whose pool had no ready backend for too long."""
 BACKEND_UNAVAILABLE: Final = "BackendUnavailable"
 """The reason of a Run whose backend did not answer."""
+REWARD_NOT_GIVEN: Final = "RewardNotGiven"
+"""The reason of a rollout whose reward the trainer did not hand in in time."""
 NO_TIMES: Final = StageTimes()
 
 
@@ -86,6 +88,8 @@ class RunDone(Struct, frozen=True):
     carry: bytes | None = None
     """What Run leaves for Eval, packed, or None if that of Init stays."""
     counts: RunCounts = RunCounts()
+    trainer_scores: bool = False
+    """Whether the trainer gives the rewards of the job, which the control plane has looked up."""
     times: StageTimes = NO_TIMES
 
 
@@ -161,6 +165,24 @@ class BackendAwaited(Struct, frozen=True):
     reason: str = NO_BACKEND
 
 
+class Rewarded(Struct, frozen=True):
+    """The trainer hands in the reward that the rollout waits for."""
+
+    fence: int | None
+    """The token of the Run that the reward is for; None stands for the only one that was ever offered."""
+    reward: float
+    components: bytes | None = None
+    """The reward's components as JSON, or None if there are none."""
+    reason: str | None = None
+
+
+class RewardAwaited(Struct, frozen=True):
+    """The rollout has waited for the trainer's reward for too long."""
+
+    message: str
+    reason: str = REWARD_NOT_GIVEN
+
+
 class Cancelled(Struct, frozen=True):
     """The rollout is no longer needed: it, its group or its job was cancelled, or a target is met."""
 
@@ -183,4 +205,16 @@ class Blamed(Struct, frozen=True):
 
 Report = InitDone | RunDone | Scored | Failed
 """The events that a worker reports at the end of a stage."""
-Event = Leased | Report | LeaseLost | NodeLost | NewWeights | BackendAwaited | Cancelled | Moved | Blamed
+Event = (
+    Leased
+    | Report
+    | LeaseLost
+    | NodeLost
+    | NewWeights
+    | BackendAwaited
+    | Rewarded
+    | RewardAwaited
+    | Cancelled
+    | Moved
+    | Blamed
+)

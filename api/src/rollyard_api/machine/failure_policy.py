@@ -14,7 +14,14 @@ from typing import Final
 from rollyard_crds.names import NO_TOOL_PARSER
 from rollyard_crds.rolloutjob import STAGES, StageName
 
-from rollyard_api.machine.events import BackendAwaited, Failed, LeaseLost, NewWeights, NodeLost
+from rollyard_api.machine.events import (
+    BackendAwaited,
+    Failed,
+    LeaseLost,
+    NewWeights,
+    NodeLost,
+    RewardAwaited,
+)
 from rollyard_api.machine.limits import Limits
 
 MAX_EXPIRIES: Final = 10
@@ -26,7 +33,7 @@ MAX_OUTAGES: Final = 20
 """The number of attempts of a rollout that outages of its pool excuse. Further ones count as failures, so a
 backend that is only ready for moments cannot keep a rollout for ever."""
 
-Mishap = Failed | LeaseLost | NodeLost | NewWeights | BackendAwaited
+Mishap = Failed | LeaseLost | NodeLost | NewWeights | BackendAwaited | RewardAwaited
 """The events after which a stage was not completed."""
 
 
@@ -167,6 +174,11 @@ RULES: Final[Mapping[type[Mishap], tuple[PolicyRule, ...]]] = {
     ),
     BackendAwaited: (
         PolicyRule("BackendAwaited", Action.FAIL, "the rollout has waited for a backend for too long"),
+    ),
+    RewardAwaited: (
+        PolicyRule(
+            "RewardAwaited", Action.FAIL, "the trainer has not handed in the rollout's reward in time"
+        ),
     ),
 }
 """The rules, by the events that they match."""

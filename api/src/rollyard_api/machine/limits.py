@@ -48,6 +48,8 @@ class Limits(Struct, frozen=True):
     """The most weight updates since a rollout entered Run, or None."""
     stale_rollouts: Literal["Restart", "Cancel"] = "Restart"
     """What becomes of a rollout beyond `max_policy_lag`."""
+    trainer_reward_seconds: int | None = None
+    """How long a rollout waits for the trainer's reward after Run, or None if Eval gives the rewards."""
     reward_service: dict[str, Any] | None = None
     """The `spec.reward.service` as JSON, or None."""
     sampling: SamplingRules | None = None
@@ -64,6 +66,7 @@ class Limits(Struct, frozen=True):
             deadline_seconds=spec.active_deadline_seconds,
             max_policy_lag=spec.max_policy_lag,
             stale_rollouts=spec.stale_rollouts,
+            trainer_reward_seconds=spec.trainer_reward_seconds,
             reward_service=None if reward is None or reward.service is None else reward.service.to_json(),
             sampling=None
             if sampling is None

@@ -2,7 +2,7 @@
 
 Exactly one result follows from these rules. Every lease raises the fencing token, and a report is accepted
 only from the holder of the last lease, once. A rollout that has ended never moves again. Only an evaluation
-gives a reward.
+gives a reward: that of Eval, or the trainer's for a rollout that waits for it.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class Transition(Struct, frozen=True):
     @property
     def reward(self) -> float | None:
         """The reward that the event gives, or None if it is not an evaluation."""
-        return self.event.reward if isinstance(self.event, events.Scored) else None
+        return self.event.reward if isinstance(self.event, events.Scored | events.Rewarded) else None
 
     @property
     def returns(self) -> bool:
@@ -137,6 +137,8 @@ def decide(
             return _ran(rollout, event, now)
         case events.Scored():
             return _scored(rollout, event, now)
+        case events.Rewarded():
+            return _rewarded(rollout, event, now)
         case events.Cancelled():
             changes = _ended(rollout, RolloutState.CANCELLED, now, event.reason)
             return Transition(event, RolloutState.CANCELLED, changes, reason=event.reason)
@@ -192,11 +194,15 @@ def _initialised(rollout: Rollout, event: events.InitDone, now: float) -> Transi
 
 
 def _ran(rollout: Rollout, event: events.RunDone, now: float) -> Transition:
-    changes = _queued(RolloutState.QUEUED_EVAL, _sandbox_node(rollout), now) | {
+    after = RolloutState.UNSCORED if event.trainer_scores else RolloutState.QUEUED_EVAL
+    changes = _queued(after, "" if event.trainer_scores else _sandbox_node(rollout), now) | {
         "settled": _marked(rollout, mark_of(event)),
         "sampled_tokens": event.counts.sampled_tokens,
     }
-    return Transition(event, RolloutState.QUEUED_EVAL, changes)
+    if event.trainer_scores:
+        # A trainer scores the record alone, so nobody needs the sandbox any more.
+        changes |= {"sandbox_id": None, "sandbox": None}
+    return Transition(event, after, changes)
 
 
 def _scored(rollout: Rollout, event: events.Scored, now: float) -> Transition:
@@ -206,6 +212,18 @@ def _scored(rollout: Rollout, event: events.Scored, now: float) -> Transition:
         "components": event.components,
         "reward_reason": event.reason,
         "reward_output": event.output,
+    }
+    return Transition(event, RolloutState.SUCCEEDED, changes)
+
+
+def _rewarded(rollout: Rollout, event: events.Rewarded, now: float) -> Transition | Rejection:
+    """Give the rollout the trainer's reward, unless it was for an earlier Run."""
+    if event.fence not in (None, rollout.token):
+        return Rejection.STALE
+    changes = _ended(rollout, RolloutState.SUCCEEDED, now) | {
+        "reward": event.reward,
+        "components": event.components,
+        "reward_reason": event.reason,
     }
     return Transition(event, RolloutState.SUCCEEDED, changes)
 
@@ -280,7 +298,7 @@ def _returned(rollout: Rollout, after: RolloutState, now: float) -> dict[str, An
     A rollout at Init starts without a sandbox. In the other stages it keeps its sandbox and its node.
     """
     if after == RolloutState.QUEUED_INIT:
-        return _queued(after, "", now) | {"sandbox_id": None, "sandbox": None}
+        return _queued(after, "", now) | {"sandbox_id": None, "sandbox": None} | _withdrawn(rollout)
     return _queued(after, _sandbox_node(rollout), now)
 
 
@@ -293,7 +311,12 @@ def _ended(
         changes["lease_expires"] = None
     if reason is not None:
         changes |= {"reason": reason, "message": message}
-    return changes
+    return changes | _withdrawn(rollout)
+
+
+def _withdrawn(rollout: Rollout) -> dict[str, Any]:
+    """Return the value that takes a rollout out of the list of those that wait for the trainer's reward."""
+    return {"unscored_seq": None} if rollout.state == RolloutState.UNSCORED else {}
 
 
 def _sandbox_node(rollout: Rollout) -> str:

@@ -15,7 +15,8 @@ class RolloutState(IntEnum):
     """The state of a rollout. The numbers are stored, and indexes sort by them.
 
     A rollout that waits in a stage's queue has an even number. A rollout that a worker of the stage holds has
-    the odd number that follows. Numbers from 6 on mean that the rollout has ended.
+    the odd number that follows. UNSCORED takes the place of Eval in jobs whose rewards the trainer gives:
+    such a rollout waits, and no worker leases it. The numbers after it mean that the rollout has ended.
     """
 
     QUEUED_INIT = 0
@@ -24,9 +25,10 @@ class RolloutState(IntEnum):
     LEASED_RUN = 3
     QUEUED_EVAL = 4
     LEASED_EVAL = 5
-    SUCCEEDED = 6
-    FAILED = 7
-    CANCELLED = 8
+    UNSCORED = 6
+    SUCCEEDED = 7
+    FAILED = 8
+    CANCELLED = 9
 
     @classmethod
     def queued(cls, stage: StageName) -> RolloutState:
@@ -69,8 +71,14 @@ BY_NUMBER: tuple[RolloutState, ...] = tuple(RolloutState)
 _FIRST_ENDED: Final = int(RolloutState.SUCCEEDED)
 _QUEUED: Final = {stage: BY_NUMBER[2 * index] for index, stage in enumerate(STAGES)}
 _LEASED: Final = {stage: BY_NUMBER[2 * index + 1] for index, stage in enumerate(STAGES)}
-_STAGES: tuple[StageName | None, ...] = (*(stage for stage in STAGES for _ in range(2)), None, None, None)
-_STATUSES: Final = ("queued", "leased") * len(STAGES) + ("succeeded", "failed", "cancelled")
+_STAGES: tuple[StageName | None, ...] = (
+    *(stage for stage in STAGES for _ in range(2)),
+    "eval",
+    None,
+    None,
+    None,
+)
+_STATUSES: Final = ("queued", "leased") * len(STAGES) + ("queued", "succeeded", "failed", "cancelled")
 
 ENDED: tuple[RolloutState, ...] = tuple(state for state in RolloutState if state.has_ended)
 UNFINISHED: tuple[RolloutState, ...] = tuple(state for state in RolloutState if not state.has_ended)
@@ -86,7 +94,7 @@ def _all(before: Iterable[RolloutState], *after: RolloutState) -> dict[RolloutSt
 TRANSITIONS: Final[Mapping[type[events.Event], Mapping[RolloutState, frozenset[RolloutState]]]] = {
     events.Leased: {BY_NUMBER[2 * at]: frozenset({BY_NUMBER[2 * at + 1]}) for at in _ANY_STAGE},
     events.InitDone: _all([RolloutState.LEASED_INIT], RolloutState.QUEUED_RUN),
-    events.RunDone: _all([RolloutState.LEASED_RUN], RolloutState.QUEUED_EVAL),
+    events.RunDone: _all([RolloutState.LEASED_RUN], RolloutState.QUEUED_EVAL, RolloutState.UNSCORED),
     events.Scored: _all([RolloutState.LEASED_EVAL], RolloutState.SUCCEEDED),
     # A failed stage is repeated, or the rollout starts again from an earlier one.
     events.Failed: {
@@ -101,11 +109,13 @@ TRANSITIONS: Final[Mapping[type[events.Event], Mapping[RolloutState, frozenset[R
     ),
     events.NodeLost: _all(_WAITING_IN_A_SANDBOX, RolloutState.QUEUED_INIT),
     events.NewWeights: _all(
-        [RolloutState.LEASED_RUN, RolloutState.QUEUED_EVAL],
+        [RolloutState.LEASED_RUN, RolloutState.QUEUED_EVAL, RolloutState.UNSCORED],
         RolloutState.QUEUED_INIT,
         RolloutState.CANCELLED,
     ),
     events.BackendAwaited: _all([RolloutState.QUEUED_INIT, RolloutState.QUEUED_RUN], RolloutState.FAILED),
+    events.Rewarded: _all([RolloutState.UNSCORED], RolloutState.SUCCEEDED),
+    events.RewardAwaited: _all([RolloutState.UNSCORED], RolloutState.FAILED),
     events.Cancelled: _all(UNFINISHED, RolloutState.CANCELLED),
     events.Moved: _all([RolloutState.LEASED_RUN], RolloutState.LEASED_RUN),
     events.Blamed: _all([RolloutState.LEASED_RUN], RolloutState.LEASED_RUN),

@@ -206,14 +206,12 @@ def accept(tx: Transaction, reports: Sequence[ReportedEvent]) -> list[dict[str, 
             rollout the first that is accepted counts.
     """
     rows = rollout_rows.named(tx, (name for name, _ in reports))
-    failures = [
-        (rows[name].job_id, event.reason)
-        for name, event in reports
-        if isinstance(event, Failed) and name in rows
-    ]
-    jobs = rollout_rows.jobs_of(tx, {job_id for job_id, _ in failures}) if failures else {}
+    asking = {
+        rows[name].job_id for name, event in reports if isinstance(event, RunDone | Failed) and name in rows
+    }
+    jobs = rollout_rows.jobs_of(tx, asking) if asking else {}
     down: set[int] = set()
-    if any(reason == BACKEND_UNAVAILABLE for _, reason in failures):
+    if any(isinstance(event, Failed) and event.reason == BACKEND_UNAVAILABLE for _, event in reports):
         pools = {job_id: (job.namespace, job.pool) for job_id, job in jobs.items() if job.pool is not None}
         lost = without_backend(tx, set(pools.values()))
         down = {job_id for job_id, key in pools.items() if key in lost}
@@ -225,6 +223,9 @@ def accept(tx: Transaction, reports: Sequence[ReportedEvent]) -> list[dict[str, 
             if row.job_id in down and isinstance(event, Failed):
                 event = msgspec.structs.replace(event, pool_is_down=True)
             limits = jobs[row.job_id].limits if row.job_id in jobs else None
+            if isinstance(event, RunDone) and limits is not None:
+                scores = limits.trainer_reward_seconds is not None
+                event = msgspec.structs.replace(event, trainer_scores=True) if scores else event
             decision = decide(row, event, limits, tx.now)
             if isinstance(decision, Rejection):
                 outcome = decision.value

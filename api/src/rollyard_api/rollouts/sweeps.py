@@ -1,8 +1,9 @@
-"""What is noticed without a report: leases that expire, workers that die, and outages of a pool.
+"""What is noticed without a report: leases that expire, workers that die, outages, and missing rewards.
 
 While a pool has no ready backend, its rollouts wait in the queues of Init and Run and use no attempt. They
 wait until the deadline of their job, or for a limited time where the job has no deadline. Then they end as
-failed with the reason NoBackend.
+failed with the reason NoBackend. Rollouts whose rewards the trainer gives wait for these as long as their job
+says, and end as failed with the reason RewardNotGiven.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import sqlalchemy as sa
 from rollyard_crds.workers import WorkerDeath, WorkerDied
 
 from rollyard_api.backends.assignment import Key, without_backend
-from rollyard_api.machine.events import BackendAwaited, LeaseLost
+from rollyard_api.machine.events import BackendAwaited, LeaseLost, RewardAwaited
 from rollyard_api.rollouts import transitions
 from rollyard_api.storage import jobs as job_rows
 from rollyard_api.storage import rollouts as rollout_rows
@@ -91,3 +92,30 @@ def end_overdue(tx: Transaction, patience: float) -> int:
     rows = rollout_rows.overdue(tx, tx.now - patience, OUTAGE_BATCH)
     transitions.happened(tx, rows, BackendAwaited(f"the pool had no ready backend for {patience:g} s"))
     return len(rows)
+
+
+def end_unrewarded(tx: Transaction, not_before: float) -> int:
+    """End rollouts that have waited for the trainer's reward as long as their job allows.
+
+    Args:
+        tx: The transaction.
+        not_before: The time before which none is ended, in seconds since the epoch. After a start, a trainer
+            gets a moment to hand in what it could not while the control plane was down.
+
+    Returns:
+        The number of rollouts that were ended, or OUTAGE_BATCH if there may be more. In that case a caller
+        calls this function again.
+    """
+    if tx.now < not_before:
+        return 0
+    ended = 0
+    for job_id, seconds in job_rows.rewarded_by_trainers(tx).items():
+        rows = rollout_rows.unrewarded(tx, job_id, tx.now - seconds, OUTAGE_BATCH - ended)
+        message = (
+            f"the trainer handed in no reward within {seconds:g} s: call client.rewards (POST …/rewards)"
+        )
+        transitions.happened(tx, rows, RewardAwaited(message))
+        ended += len(rows)
+        if ended == OUTAGE_BATCH:
+            break
+    return ended

@@ -124,6 +124,7 @@ class _Batch:
         self.kept: list[dict[str, Any]] = []
         self.dropped: list[str] = []
         self.endings: defaultdict[int, list[_Ending]] = defaultdict(list)
+        self.unscored: defaultdict[int, list[dict[str, Any]]] = defaultdict(list)
         self.answering: set[tuple[int, str]] = set()
 
     def add(self, rollout: Rollout, transition: Transition) -> None:
@@ -150,6 +151,8 @@ class _Batch:
             ending = _Ending(rollout, transition, changes, timings)
             self.endings[rollout.job_id].append(ending)
             return
+        if after == RolloutState.UNSCORED:
+            self.unscored[rollout.job_id].append(changes)
         tx.emit(
             rollout.job_id,
             rollout=rollout.id,
@@ -201,6 +204,8 @@ class _Batch:
                 self._ran(rollout, event, spent)
             case events.Scored():
                 tx.count("stage_seconds", "eval", value=spent)
+            case events.Rewarded():
+                tx.count("queue_seconds", "eval", value=spent)
             case events.Failed():
                 tx.count("stage_failures", event.stage, event.reason)
                 if event.stage == "run" and event.reason in _BACKENDS_FAULT and rollout.backend is not None:
@@ -240,7 +245,14 @@ class _Batch:
         tx = self.tx
         # The rows of backends are locked before those of jobs, because two replicas could deadlock otherwise.
         circuits.completed(tx, self.answering)
-        counted = [(job_id, self._count(job_id)) for job_id in sorted(self.endings)]
+        counted = []
+        for job_id in sorted({*self.endings, *self.unscored}):
+            waiting = self.unscored.get(job_id, [])
+            if waiting:
+                for seq, changes in enumerate(waiting, job_rows.count_unscored(tx, job_id, len(waiting))):
+                    changes["unscored_seq"] = seq
+            if job_id in self.endings:
+                counted.append((job_id, self._count(job_id)))
         rollout_rows.change(tx, self.changes)
         rollout_rows.keep(tx, self.kept)
         rollout_rows.drop(tx, self.dropped)

@@ -28,6 +28,8 @@ from rollyard_api.core.wakeups import job_topic
 from rollyard_api.jobs import job_views
 from rollyard_api.jobs.events import Event
 from rollyard_api.machine.states import ENDED
+from rollyard_api.rollouts import unscored as waiting
+from rollyard_api.rollouts.unscored import TrainerRewards
 from rollyard_api.routes.common import (
     Named,
     NamedCall,
@@ -42,7 +44,8 @@ from rollyard_api.routes.views import record_line, slim_page
 from rollyard_api.service import ControlPlane
 from rollyard_api.storage import jobs as job_rows
 from rollyard_api.storage.rows import EndedGroup, EndedRollout, JobRow, RolloutSize
-from rollyard_api.trajectories import acknowledged, delivery, records
+from rollyard_api.trajectories import acknowledged, delivery, packed, records
+from rollyard_api.trajectories.archive import made
 from rollyard_api.trajectories.delivery import NDJSON, PARQUET, Delivery, Piece
 from rollyard_api.trajectories.packed import ARRAYS
 from rollyard_api.trajectories.records import EndedResults
@@ -119,14 +122,14 @@ async def result_page(
 
     Raises:
         NotFound: There is no such job, or it was deleted in the meantime.
-        Invalid: Groups are asked for as Parquet.
+        Invalid: Something else than trajectories is asked for as Parquet.
         Gone: The cursor belongs to another job of this name, or the job was replaced in the meantime.
         LimitReached: No further long poll or page may be open.
     """
     plane = call.plane
     form = delivery.media_type(call.request.headers.get("accept", ""))
-    if kind == "groups" and form == PARQUET:
-        raise Invalid("groups come as NDJSON or msgpack; Parquet is for /trajectories")
+    if kind != "trajectories" and form == PARQUET:
+        raise Invalid(f"{kind} come as NDJSON or msgpack; Parquet is for /trajectories")
     job = await call.read(job_rows.find)
     after = cursors.number(cursor, kind, uid=job.uid, job=job.name, end=acknowledged.end_of(job, kind))
     if acknowledged.is_ahead(job, kind, after, plane.settings.max_unread):
@@ -181,6 +184,50 @@ async def trajectories(
                 raise cursors.gone(call.name)
             lines = await page.records(rows)
         return await page.answer(lines, [row.end_seq for row in short])
+
+
+@router.get("/{name}/unscored")
+async def unscored(
+    call: Named,
+    cursor: Cursor = "",
+    wait: Wait = 0.0,
+    limit: Annotated[int, Query(ge=1, le=1000)] = 100,
+) -> Response:
+    """Return rollouts that wait for the trainer's reward after a cursor, in the order in which they began to.
+
+    Each is an UnscoredTrajectory. Those that have their reward by now, or have ended without one, are left
+    out; without a cursor, all that still wait are returned. The headers are those of `trajectories`.
+    """
+    plane = call.plane
+    most = plane.settings.page_bytes
+    look = partial(waiting.waiting_after, limit=limit, max_bytes=most)
+    async with result_page(call, "unscored", cursor, wait, look) as page:
+        job, short = page.job, page.results.sizes
+        if not short:
+            return await page.answer([], [])
+        read = partial(waiting.rows_of, job_id=job.id, cursor=page.after, last=short[-1].end_seq)
+        rows = await plane.database.read(read)
+
+        def make(row: waiting.UnscoredRow) -> bytes:
+            head = waiting.head_of(row, job)
+            segments = row.row.segments
+            return packed.packed(head, segments) if page.form == ARRAYS else records.line_of(head, row.row)
+
+        lines = await plane.archive.builds.run(partial(made, rows, make, most), job.namespace)
+        return await page.answer(lines, [row.seq for row in rows])
+
+
+@router.post("/{name}/rewards", openapi_extra=body_schema(TrainerRewards))
+async def rewards(call: Named) -> Response:
+    """Hand in the trainer's rewards: {"rewards": {id: number or {reward, components, reason, fence}}}.
+
+    Either all are taken or none: 404 names unknown rollouts, 409 those that do not wait yet or have another
+    reward, 422 wrong values. The answer is {accepted, repeated, late}: a reward that a rollout has already is
+    `repeated`, and `late` says by id why a reward is no longer needed, such as TargetMet or PlaysAgain.
+    """
+    body = await call.body(TrainerRewards)
+    await call.plane.refuse_when_full()
+    return answer(await call.write(waiting.hand_in, body.rewards))
 
 
 @router.get("/{name}/groups")

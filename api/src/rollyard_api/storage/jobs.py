@@ -28,6 +28,7 @@ from rollyard_api.machine.signs import Signs
 from rollyard_api.storage.database import Transaction
 from rollyard_api.storage.rows import JobRow, columns, read_one
 from rollyard_api.storage.schema import dynamic_sampling, jobs, plugins, rollouts, sampling_targets
+from rollyard_api.storage.statements import rows_of
 
 DELETED: Final = "Deleted"
 """The cancel reason of a job that is to be removed."""
@@ -184,8 +185,21 @@ def note_outage(tx: Transaction, job_id: int, since: float | None) -> None:
     _set(tx, job_id, outage_began=since)
 
 
+_WITH_UNSCORED: Final = (
+    sa.select(jobs.c.id, jobs.c.limits).where(*OPEN, jobs.c.unscored > 0).order_by(jobs.c.id)
+)
 _NEXT_PART: Final = _UPDATE.values(parts=jobs.c.parts + 1).returning(jobs.c.parts)
 _READ: dict[Kind, sa.Column[int]] = {"trajectories": jobs.c.read_trajectories, "groups": jobs.c.read_groups}
+
+
+def rewarded_by_trainers(tx: Transaction) -> dict[int, float]:
+    """Return how long rollouts of open jobs may wait for a trainer's reward, in seconds, by their jobs.
+
+    Jobs of which no rollout has waited yet are left out.
+    """
+    rows = rows_of(tx.conn, _WITH_UNSCORED, {})
+    limits = {job_id: limits.trainer_reward_seconds for job_id, limits in rows}
+    return {job_id: seconds for job_id, seconds in limits.items() if seconds is not None}
 
 
 def next_part(tx: Transaction, job_id: int) -> int:
@@ -224,6 +238,9 @@ _COUNT_ENDED: Final = _UPDATE.values(
 _COUNT_ENDED_GROUPS: Final = _UPDATE.values(
     groups_ended=jobs.c.groups_ended + bindparam("b_count")
 ).returning(jobs.c.groups_ended)
+_COUNT_UNSCORED: Final = _UPDATE.values(unscored=jobs.c.unscored + bindparam("b_count")).returning(
+    jobs.c.unscored
+)
 _CONCLUDE: Final = _UPDATE.where(*OPEN).values(cancel_reason=bindparam("b_reason"), closed=True)
 _FINISH: Final = _UPDATE.where(jobs.c.finished_at.is_(None)).values(finished_at=bindparam("b_now"))
 _FINISH_CONCLUDED: Final = _FINISH.where(jobs.c.cancel_reason.is_not(None), jobs.c.ended == jobs.c.total)
@@ -247,6 +264,16 @@ def count_ended(
     row = tx.conn.execute(_COUNT_ENDED, {"b_job": job_id, **counted}).one()
     tx.wake(job_topic(job_id))
     return EndedCounts(*row)
+
+
+def count_unscored(tx: Transaction, job_id: int, count: int) -> int:
+    """Count rollouts that begin to wait for the trainer's reward, and return the place of the first of them.
+
+    As in `count_ended`, the lock of the job's row makes their order that of the commits.
+    """
+    last: int = tx.conn.execute(_COUNT_UNSCORED, {"b_job": job_id, "b_count": count}).scalar_one()
+    tx.wake(job_topic(job_id))
+    return last - count + 1
 
 
 def keep_signs(tx: Transaction, job_id: int, signs: Signs) -> None:

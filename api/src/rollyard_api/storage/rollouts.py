@@ -140,6 +140,16 @@ def overdue(tx: Transaction, since: float, limit: int) -> list[Rollout]:
     return _found(tx, *where, limit=limit, skip_locked=True)
 
 
+def unrewarded(tx: Transaction, job_id: int, since: float, limit: int) -> list[Rollout]:
+    """Return the rollouts of a job that have waited for the trainer's reward since then or longer."""
+    where = (
+        rollouts.c.job_id == job_id,
+        rollouts.c.state == RolloutState.UNSCORED,
+        rollouts.c.since <= since,
+    )
+    return _found(tx, *where, limit=limit, skip_locked=True)
+
+
 def _of_pool(
     tx: Transaction, namespace: str, pool: str, *where: sa.ColumnElement[bool]
 ) -> list[tuple[Rollout, Limits]]:
@@ -153,7 +163,7 @@ def _of_pool(
 
 def behind(tx: Transaction, namespace: str, pool: str, index: int) -> list[tuple[Rollout, Limits]]:
     """Return the pool's rollouts in Run or before Eval whose Run began before the weights of this index."""
-    states = [RolloutState.LEASED_RUN, RolloutState.QUEUED_EVAL]
+    states = [RolloutState.LEASED_RUN, RolloutState.QUEUED_EVAL, RolloutState.UNSCORED]
     return _of_pool(tx, namespace, pool, rollouts.c.state.in_(states), rollouts.c.policy_index < index)
 
 
@@ -187,10 +197,15 @@ class JobOfRollouts(NamedTuple):
     limits: Limits
 
 
+_JOBS: Final = sa.select(jobs.c.id, *columns(JobOfRollouts, jobs)).where(
+    jobs.c.id.in_(bindparam("b_jobs", expanding=True))
+)
+
+
 def jobs_of(tx: Transaction, ids: Iterable[int]) -> dict[int, JobOfRollouts]:
     """Return the jobs with these ids, by their ids."""
-    query = sa.select(jobs.c.id, *columns(JobOfRollouts, jobs)).where(jobs.c.id.in_(sorted(ids)))
-    return {row.id: JobOfRollouts(*row[1:]) for row in tx.conn.execute(query)}
+    rows = rows_of(tx.conn, _JOBS, {"b_jobs": sorted(ids)})
+    return {row[0]: JobOfRollouts(*row[1:]) for row in rows}
 
 
 def members(tx: Transaction, job_id: int, numbers: Sequence[int]) -> dict[int, list[Member]]:

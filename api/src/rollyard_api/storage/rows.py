@@ -97,6 +97,8 @@ class JobRow:
     reward_sum: float = 0.0
     groups: int = 0
     groups_ended: int = 0
+    unscored: int = 0
+    """How often a rollout of the job began to wait for the trainer's reward."""
     parts: int = 0
     read_trajectories: int = 0
     """The results that precede the furthest cursor that was sent with a request. They lag behind by a part of

@@ -185,12 +185,16 @@ rollouts = sa.Table(
     sa.Column("part_length", sa.Integer),
     # The tokens that the last complete Run sampled, or null before it.
     sa.Column("sampled_tokens", sa.Integer),
+    # While it waits for the trainer's reward: its place in the order in which the job's rollouts began to
+    # wait, which is the cursor of its unscored trajectories.
+    sa.Column("unscored_seq", sa.Integer),
     sa.Index("ix_rollouts_queue", "job_id", "state", "node", "place"),
     sa.Index("ix_rollouts_group", "job_id", "group_no"),
     _partial(
         "ix_rollouts_lease", "lease_expires", "job_id", "state", "backend", where="lease_expires IS NOT NULL"
     ),
     _partial("ix_rollouts_end", "job_id", "end_seq", where="end_seq IS NOT NULL"),
+    _partial("ix_rollouts_unscored", "job_id", "unscored_seq", where="unscored_seq IS NOT NULL"),
     _partial("ix_rollouts_sandbox", "sandbox_id", where="sandbox_id IS NOT NULL"),
     _partial("ix_rollouts_pending", "job_id", "end_seq", where="pending IS NOT NULL"),
 )

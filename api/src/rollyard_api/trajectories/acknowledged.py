@@ -22,13 +22,16 @@ from rollyard_api.core.problems import Conflict, NotFound
 from rollyard_api.storage import jobs as job_rows
 from rollyard_api.storage.database import Transaction
 from rollyard_api.storage.rows import JobRow
-from rollyard_api.storage.schema import cursors
+from rollyard_api.storage.schema import cursors, rollouts
 
 KINDS: Final[tuple[texts.Kind, ...]] = ("trajectories", "groups")
 MAX_CURSORS: Final = 64
 """The most cursors that are kept for one job."""
 _ONE: Final = sa.select(cursors).where(
     cursors.c.job_id == bindparam("b_job"), cursors.c.name == bindparam("b_name")
+)
+_UNSCORED: Final = sa.select(sa.func.count()).where(
+    rollouts.c.job_id == bindparam("b_job"), rollouts.c.unscored_seq.is_not(None)
 )
 _COUNT: Final = sa.select(sa.func.count()).where(cursors.c.job_id == bindparam("b_job"))
 
@@ -186,25 +189,38 @@ def is_ahead(job: JobRow, kind: Kind, position: int, bound: int) -> bool:
         position: The number of results before it.
         bound: The bound on unread results.
     """
+    if kind not in KINDS:
+        return False
     noted = job.read_groups if kind == "groups" else job.read_trajectories
     return position - noted >= max(1, bound // _PARTS)
 
 
 def end_of(job: JobRow, kind: Kind) -> int:
     """Return the place of the job's newest result of this kind, beyond which no cursor may lie."""
+    if kind == "unscored":
+        return job.unscored
     return job.groups_ended if kind == "groups" else job.ended
 
 
-def check_unread(job: JobRow, bound: int) -> None:
-    """Refuse further rollouts of a stream while too many of its results are unread.
+def check_unread(conn: Connection, job: JobRow, bound: int) -> None:
+    """Refuse further rollouts of a stream while too many of its results are unread or have no reward.
 
     Args:
+        conn: The database.
         job: The job.
         bound: The bound on unread rollouts.
 
     Raises:
         Conflict: The bound is reached.
     """
+    waiting = conn.execute(_UNSCORED, {"b_job": job.id}).scalar_one() if job.unscored else 0
+    if waiting >= bound:
+        raise Conflict(
+            f"RolloutJob {job.name!r} has {waiting} rollouts that wait for the trainer's rewards, and "
+            f"{bound} is the most: hand rewards in (client.rewards, POST …/rewards), and then repeat this "
+            "call",
+            reason="RewardsAwaited",
+        )
     # A trainer reads trajectories or groups, but seldom both.
     unread = min(job.ended - job.read_trajectories, (job.groups_ended - job.read_groups) * job.limits.samples)
     if unread >= bound:

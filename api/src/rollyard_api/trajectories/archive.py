@@ -34,6 +34,7 @@ from rollyard_api.trajectories.delivery import Piece
 from rollyard_api.trajectories.object_store import ObjectMissing, TrajectoryStore
 
 P = TypeVar("P", bytes, Piece)
+R = TypeVar("R")
 
 PART_RECORDS: Final = 256
 PART_BYTES: Final = 32 << 20
@@ -121,7 +122,7 @@ def _objects(rows: Sequence[EndedRollout], job: JobRow) -> _Objects:
     return _Objects(lines, hashes, packed.joined(lines, arrays))
 
 
-def _made(rows: Sequence[EndedRollout], make: Callable[[EndedRollout], bytes], max_bytes: int) -> list[bytes]:
+def made(rows: Sequence[R], make: Callable[[R], bytes], max_bytes: int) -> list[bytes]:
     """Return records of the first rows, until they have more than `max_bytes` together."""
     outputs: list[bytes] = []
     total = 0
@@ -267,7 +268,7 @@ class Archive:
         placed = [row for row in rows if row.pending is None]
         by_id: dict[str, Any] = {}
         if waiting:
-            built = await self.builds.run(partial(_made, waiting, make, max_bytes), job.namespace)
+            built = await self.builds.run(partial(made, waiting, make, max_bytes), job.namespace)
             by_id |= {row.id: record for row, record in zip(waiting, built, strict=False)}
         if placed:
             ranges = ranges_of(placed, job)

@@ -148,15 +148,19 @@ def summaries(
     ], more
 
 
-def _bytes() -> sa.ColumnElement[int]:
-    """Return the bytes that a row adds to a page: of its stored record, or of its data in the database."""
-    waiting = (
+def waiting_bytes() -> sa.ColumnElement[int]:
+    """Return the bytes that a row adds to a page while its data is in the database."""
+    return (
         sa.func.coalesce(sa.func.length(payloads.c.trajectory), 0)
         + sa.func.coalesce(sa.func.length(payloads.c.segments), 0)
         + sa.func.coalesce(sa.func.length(rollouts.c.attempts), 0)
         + _ROW_BYTES
     )
-    return sa.case((rollouts.c.pending.is_(None), rollouts.c.part_length), else_=waiting)
+
+
+def _bytes() -> sa.ColumnElement[int]:
+    """Return the bytes that a row adds to a page: of its stored record, or of its data in the database."""
+    return sa.case((rollouts.c.pending.is_(None), rollouts.c.part_length), else_=waiting_bytes())
 
 
 def sizes() -> sa.Select[Any]:

@@ -275,13 +275,16 @@ def play(
 
     Raises:
         UsageProblem: The stage worker's modules are not installed.
-        InvalidInput: There is no handler or no reference solution, or sandboxes cannot be started here.
+        InvalidInput: There is no handler or no reference solution, the trainer gives the rewards, or
+            sandboxes cannot be started here.
     """
     if job == "":
         raise InvalidInput("--oracle needs a manifest, or --handler for a bare task list")
     if isinstance(job, str):
         stream = {"tasks": {"stream": True}, "handler": job, "agent": {"type": _ORACLE}}
         job = RolloutJob.model_validate({"metadata": {"name": _ORACLE}, "spec": stream})
+    if job.spec.trainer_reward_seconds is not None:
+        raise InvalidInput("--oracle has no reward to look at: the trainer gives those of 'unscored'")
     require("`rollyard validate --oracle`", "worker,sandbox", "worker", "sandbox")
     solved = [task for task in tasks if task.solution]
     if not solved:

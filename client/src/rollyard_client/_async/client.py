@@ -39,10 +39,11 @@ from rollyard_client.paging import (
     Walk,
     group_pages,
     trajectory_pages,
+    unscored_pages,
 )
 from rollyard_client.requests import cursors, jobs, pools, results, sign_in, views
 from rollyard_client.requests.cursors import Acknowledged
-from rollyard_client.requests.jobs import PushedTasks, SamplingStep
+from rollyard_client.requests.jobs import PushedTasks, Reward, RewardsTaken, SamplingStep
 from rollyard_client.requests.results import Group, RolloutSummary, RunningRollout
 from rollyard_client.requests.sign_in import PageRole, SignInCode
 from rollyard_client.requests.views import (
@@ -62,7 +63,7 @@ if TYPE_CHECKING:
     from rollyard_crds.backendpool import BackendPool
     from rollyard_crds.rolloutjob import RolloutJob
     from rollyard_crds.task import Task
-    from rollyard_crds.trajectory import Trajectory
+    from rollyard_crds.trajectory import Trajectory, UnscoredTrajectory
     from rollyard_crds.weights import LogprobReference, PauseMode, WeightUpdate
 
 __all__ = ["AsyncClient", "AsyncResultIterator"]
@@ -313,6 +314,57 @@ class AsyncClient:
     ) -> PushedTasks:
         """Push tasks to a stream, and return how many of them were accepted and repeated."""
         return await self._transport.send(jobs.push_tasks(name, namespace or self.namespace, tasks))
+
+    def unscored(
+        self,
+        name: str,
+        *,
+        wait: float = 0.0,
+        follow: bool = False,
+        timeout: float | None = FOLLOW_SECONDS,
+        cursor: str = "",
+        namespace: str | None = None,
+    ) -> AsyncResultIterator[UnscoredTrajectory]:
+        """Yield the rollouts that wait for the trainer's reward, in the order in which they began to wait.
+
+        These are rollouts of a stream with `handler: unscored` and no function or service. `rewards` hands
+        their rewards in. Without a cursor, all that still wait are yielded, so a trainer that was killed
+        finds again what it has not scored.
+
+        Args:
+            name: The job.
+            wait: How long to wait for the first one, in seconds, at most 60. The iteration is empty if none
+                comes.
+            follow: Wait for further ones until the job has ended.
+            timeout: How long to wait for the next one if the job is followed, in seconds. None stands for no
+                limit.
+            cursor: The place at which to begin. An empty one begins with the first that waits.
+            namespace: The namespace of the job. None stands for the client's own.
+        """
+        following = Following(name, namespace or self.namespace, follow, timeout, cursor)
+        return AsyncResultIterator(unscored_pages(following, wait=wait), self._transport.send)
+
+    async def rewards(
+        self, name: str, rewards: Mapping[str, Reward | float], namespace: str | None = None
+    ) -> RewardsTaken:
+        """Give rollouts of `unscored` their rewards: all of them, or none if one of the rewards is refused.
+
+        Handing in the same rewards again changes nothing. A reward whose rollout has ended without it, for
+        example because the target of dynamic sampling is met, is not refused but listed as `late`.
+
+        Args:
+            name: The job.
+            rewards: Up to 1,000 rewards, or numbers, by the ids of their rollouts.
+            namespace: The namespace of the job. None stands for the client's own.
+
+        Raises:
+            Invalid: A reward is not a finite number from -1,000,000 to 1,000,000, or does not name the Run
+                that it is for where it must.
+            NotFound: The job has no such rollout.
+            Conflict: A rollout has another reward already, or does not wait for one yet; `errors` names
+                each.
+        """
+        return await self._transport.send(jobs.rewards(name, namespace or self.namespace, rewards))
 
     async def open_target(
         self, name: str, step: str, groups: int | None = None, *, namespace: str | None = None

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 # A model is imported when it is first used, because it takes a third of a second to build all of them.
 import rollyard_crds as crds
 
 from rollyard_client.call import Call, encode, listed, nothing, segment, typed
+from rollyard_client.errors import Invalid
 
 if TYPE_CHECKING:
     import httpx
@@ -202,6 +204,61 @@ def push_tasks(name: str, namespace: str, tasks: Iterable[Task | Mapping[str, An
         body=b"\n".join(lines),
         content_type=NDJSON,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Reward:
+    """A reward that a trainer gives a rollout.
+
+    Attributes:
+        components: Parts of the reward, which are delivered with the trajectory.
+        reason: Why the reward is what it is, in CamelCase, for people.
+        fence: The `fence` of the unscored trajectory. It is required in jobs with `maxPolicyLag` that restart
+            stale rollouts, where another Run of the same rollout may wait by now.
+    """
+
+    reward: float
+    components: Mapping[str, float] = field(default_factory=dict)
+    reason: str = ""
+    fence: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RewardsTaken:
+    """What became of the rewards of one call."""
+
+    accepted: int
+    repeated: int
+    """The rollouts that had just this reward already."""
+    late: dict[str, str]
+    """Why a reward is no longer needed, by the id of the rollout: it has ended without a reward for this
+    reason, such as TargetMet, or it plays again (PlaysAgain)."""
+
+
+def rewards(name: str, namespace: str, rewards: Mapping[str, Reward | float]) -> Call[RewardsTaken]:
+    """Return the call that gives rollouts their rewards. It may be sent again, because a repeat is harmless.
+
+    Raises:
+        Invalid: A reward or a component is not a finite number.
+    """
+    items: dict[str, Any] = {}
+    for rollout, given in rewards.items():
+        reward = given if isinstance(given, Reward) else Reward(given)
+        numbers = {"reward": reward.reward, **reward.components}
+        for part, number in numbers.items():
+            # JSON has no form for these, so the server could only say that there is no number.
+            if not math.isfinite(number):
+                raise Invalid(f"the {part!r} of rollout {rollout!r} must be a finite number (got {number})")
+        items[rollout] = {
+            "reward": float(reward.reward),
+            "components": {part: float(number) for part, number in reward.components.items()},
+            "reason": reward.reason,
+            "fence": reward.fence,
+        }
+
+    path = f"{JOBS}/{segment(name)}/rewards"
+    body = encode({"rewards": items})
+    return Call("POST", path, typed(RewardsTaken), query={"namespace": namespace}, body=body)
 
 
 def put_job_status(name: str, namespace: str, status: RolloutJobStatus) -> Call[RolloutJob]:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     import httpx
     from rollyard_crds.lease import LiveTurn
     from rollyard_crds.task import Task
-    from rollyard_crds.trajectory import Attempt, Timings, Trajectory
+    from rollyard_crds.trajectory import Attempt, Timings, Trajectory, UnscoredTrajectory
 
 PARQUET: Final = "application/vnd.apache.parquet"
 
@@ -135,6 +135,11 @@ def trajectory(line: bytes) -> Trajectory:
     return crds.Trajectory.model_validate_json(line)
 
 
+def unscored_trajectory(line: bytes) -> UnscoredTrajectory:
+    """Return the UnscoredTrajectory that a JSON line holds."""
+    return crds.UnscoredTrajectory.model_validate_json(line)
+
+
 def group(line: bytes) -> Group:
     """Return the Group that a JSON line holds."""
     document = orjson.loads(line)
@@ -155,6 +160,15 @@ def trajectories(
     """
     query = {"namespace": namespace, "cursor": cursor, "wait": wait, "limit": limit, "status": status}
     return Call("GET", f"{JOBS}/{segment(name)}/trajectories", page, query=query, accept=NDJSON, wait=wait)
+
+
+def unscored(name: str, namespace: str, *, cursor: str, wait: float, limit: int) -> Call[Page]:
+    """Return the call that reads a page of rollouts that wait for the trainer's reward.
+
+    The arguments are those of `trajectories`.
+    """
+    query = {"namespace": namespace, "cursor": cursor, "wait": wait, "limit": limit}
+    return Call("GET", f"{JOBS}/{segment(name)}/unscored", page, query=query, accept=NDJSON, wait=wait)
 
 
 def parquet(name: str, namespace: str, *, cursor: str, limit: int) -> Call[tuple[bytes, str, bool]]:

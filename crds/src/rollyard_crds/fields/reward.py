@@ -1,4 +1,4 @@
-"""How a reward is made: components, their weights, penalties, and a function or a service that scores."""
+"""How a reward is made: components, their weights and penalties, and who scores."""
 
 from __future__ import annotations
 
@@ -23,6 +23,8 @@ RESERVED: Final = (REWARD, HANDLER, OVERLONG, FUNCTION, SERVICE)
 MAX_COMPONENTS: Final = 64
 """The largest number of components that a function or a service may return beside the reward."""
 COMPONENT_PATTERN: Final = r"^[A-Za-z_][A-Za-z0-9_.-]*$"
+TRAINER_SECONDS: Final = 3600
+"""How long a rollout waits for the trainer's reward where its job does not say it, in seconds."""
 MAX_PATTERN: Final = 512
 """The largest number of characters of a pattern."""
 _INLINE_FLAGS: Final = re.compile(r"\(\?[aiLmsux]*(-[imsx]+)?[:)]")
@@ -34,6 +36,9 @@ _BUFFER: Final = "'bufferTokens' must be at most 'maxTokens'"
 _ONE_CHECK: Final = "give exactly one of 'pattern' and 'tags'"
 _TAKEN: Final = f"'name' must not be one of {', '.join(RESERVED)}"
 _ONE_SCORER: Final = "give at most one of 'function' and 'service'"
+_TRAINER_ALONE: Final = (
+    "'trainer' takes no other field: the trainer hands in whole rewards, with its own weights and penalties"
+)
 _NO_WEIGHT: Final = (
     f"'weights' must not name '{REWARD}', which is their result, or '{OVERLONG}', which has a factor"
 )
@@ -41,18 +46,30 @@ _FUNCTION_MISSING: Final = "'weights' names 'function', but no function is given
 _SERVICE_MISSING: Final = "'weights' names 'service', but no service is given"
 _NO_WEIGHTS: Final = "'weights' must name at least one component"
 _IMMUTABLE: Final = "'reward' is immutable: delete the job and create it again"
-_UNSCORED: Final = "the handler 'unscored' gives no reward: 'reward.function' or 'reward.service' is required"
+_UNSCORED: Final = (
+    "the handler 'unscored' gives no reward: give 'reward.function' or 'reward.service', or let the trainer "
+    "hand in the rewards of a stream (client.rewards), which needs 'tasks.stream: true' and no 'reward' but "
+    "'reward.trainer'"
+)
+_TRAINER_SCORES_ALL: Final = (
+    "'reward.trainer' needs 'handler: unscored': other handlers give rewards of their own"
+)
 UNSCORED: Final = "unscored"
 """The handler that gives no reward of its own."""
 JOB_RULES: Final = (
     ("has(self.reward) == has(oldSelf.reward)", _IMMUTABLE),
     (
         f"self.handler != '{UNSCORED}' || (has(self.reward) && "
-        "(has(self.reward.function) || has(self.reward.service)))",
+        "(has(self.reward.function) || has(self.reward.service))) || "
+        "(self.tasks.stream && (!has(self.reward) || has(self.reward.trainer)))",
         _UNSCORED,
     ),
+    (
+        f"self.handler == '{UNSCORED}' || !has(self.reward) || !has(self.reward.trainer)",
+        _TRAINER_SCORES_ALL,
+    ),
 )
-"""CEL rules of a job's spec. The second one says the same as `check`."""
+"""CEL rules of a job's spec. Those after the first one say the same as `check`."""
 
 
 def rounded(reward: float) -> str:
@@ -168,6 +185,14 @@ class RewardServiceSpec(Model):
     """Components that the service returns beside the reward, and that `weights` may name."""
 
 
+class TrainerRewardSpec(Model):
+    """Rewards that the trainer hands in, for the rollouts that Run has left."""
+
+    timeout_seconds: Annotated[int, Field(ge=1, le=31_536_000)] = TRAINER_SECONDS
+    """How long a rollout waits for its reward after Run. Then it ends as Failed, with the reason
+    RewardNotGiven."""
+
+
 _UNIQUE_NAMES: Final[dict[str, Any]] = {
     "x-kubernetes-list-type": "map",
     "x-kubernetes-list-map-keys": ["name"],
@@ -180,6 +205,11 @@ class RewardSpec(Model):
     model_config = ConfigDict(
         json_schema_extra=cel(
             ("!(has(self.function) && has(self.service))", _ONE_SCORER),
+            (
+                "!has(self.trainer) || !(has(self.function) || has(self.service) || has(self.weights) || "
+                "has(self.overlong) || (has(self.format) && size(self.format) > 0))",
+                _TRAINER_ALONE,
+            ),
             ("!has(self.weights) || size(self.weights) > 0", _NO_WEIGHTS),
             (
                 f"!has(self.weights) || !('{REWARD}' in self.weights || '{OVERLONG}' in self.weights)",
@@ -206,11 +236,17 @@ class RewardSpec(Model):
     """A reward function of an installed package."""
     service: RewardServiceSpec | None = None
     """A reward service."""
+    trainer: TrainerRewardSpec | None = None
+    """The trainer, in a stream of the handler `unscored`, which hands in the rewards
+    (`POST …/rewards`). The other fields do not apply."""
 
     @model_validator(mode="after")
     def _consistent(self) -> RewardSpec:
         if self.function is not None and self.service is not None:
             raise ValueError(_ONE_SCORER)
+        others = (self.function, self.service, self.weights, self.overlong)
+        if self.trainer is not None and (self.format or any(other is not None for other in others)):
+            raise ValueError(_TRAINER_ALONE)
         if self.weights is not None and not self.weights:
             raise ValueError(_NO_WEIGHTS)
         names = [check.name for check in self.format]
@@ -247,11 +283,25 @@ class RewardSpec(Model):
         return frozenset(own)
 
 
-def check(handler: str, reward: RewardSpec | None) -> None:
-    """Check a job's `reward` beside its handler.
+def trainer_seconds(handler: str, reward: RewardSpec | None) -> int | None:
+    """Return how long a rollout waits for the trainer's reward, or None if the trainer gives none."""
+    if handler != UNSCORED:
+        return None
+    if reward is None:
+        return TRAINER_SECONDS
+    return None if reward.trainer is None else reward.trainer.timeout_seconds
+
+
+def check(handler: str, reward: RewardSpec | None, *, stream: bool) -> None:
+    """Check a job's `reward` beside its handler, and whether its tasks are a stream.
 
     Raises:
-        ValueError: Nothing gives a reward.
+        ValueError: Nothing gives a reward, or both the handler and the trainer do.
     """
-    if handler == UNSCORED and (reward is None or (reward.function is None and reward.service is None)):
+    if handler != UNSCORED:
+        if reward is not None and reward.trainer is not None:
+            raise ValueError(_TRAINER_SCORES_ALL)
+        return
+    scored = reward is not None and (reward.function or reward.service) is not None
+    if not scored and (not stream or trainer_seconds(handler, reward) is None):
         raise ValueError(_UNSCORED)

@@ -180,13 +180,16 @@ def _stated(spec: RolloutJobSpec) -> set[str]:
 def _may_exist(metric: str, spec: RolloutJobSpec) -> bool:
     if spec.handler not in SHIPPED or metric in _stated(spec):
         return True
-    # A reward function or service may return components that it does not declare, but none of these names.
+    # A reward function, a service and a trainer may give components that are declared nowhere, but none of
+    # these names.
     scored = spec.reward is not None and (spec.reward.function or spec.reward.service) is not None
-    return scored and metric not in RESERVED
+    return (scored or spec.trainer_reward_seconds is not None) and metric not in RESERVED
 
 
 def _bounds(metric: str, spec: RolloutJobSpec) -> Bounds:
     """Return the bounds of a metric. They hold 0, which stands for a component that was left out."""
+    if spec.trainer_reward_seconds is not None:
+        return _ANY
     shipped, reward = SHIPPED.get(spec.handler), spec.reward
     of_handler = _ANY if shipped is None else shipped.reward
     if metric == REWARD:

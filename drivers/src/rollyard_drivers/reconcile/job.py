@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Final
 
-from rollyard_crds import STAGES, RolloutCounts, RolloutJob, RolloutJobStatus, StageName
+from rollyard_crds import RolloutCounts, RolloutJob, RolloutJobStatus, StageName
 from rollyard_crds.fields.dynamic_sampling import TARGET_MET, TARGET_NOT_MET, DynamicSamplingStatus
 from rollyard_crds.fields.signals import warnings_of
 from rollyard_crds.names import NO_TOOL_PARSER
@@ -39,8 +39,9 @@ def job_workloads(
 ) -> tuple[Workload, ...]:
     """Return the stage workers that a running job wants, by its counts and the workers that it has."""
     owner = owner_of(job)
-    specs = {stage: getattr(job.spec.stages, stage) for stage in STAGES}
-    places = {stage: job.spec.places(stage) for stage in STAGES}
+    worked = job.spec.worked_stages
+    specs = {stage: getattr(job.spec.stages, stage) for stage in worked}
+    places = {stage: job.spec.places(stage) for stage in worked}
 
     def replicas_of(stage: StageName, role: str) -> int:
         current = _current(owner, role, observed)
@@ -48,11 +49,11 @@ def job_workloads(
 
     fixed_one = all(spec.replicas == 1 and not scales(spec) for spec in specs.values())
     if profile.combine_stages and fixed_one:
-        groups: list[tuple[str, tuple[StageName, ...], int]] = [("worker", STAGES, 1)]
+        groups: list[tuple[str, tuple[StageName, ...], int]] = [("worker", worked, 1)]
     elif profile.node_workers:
-        groups = [("worker", STAGES, max(replicas_of(stage, "worker") for stage in STAGES))]
+        groups = [("worker", worked, max(replicas_of(stage, "worker") for stage in worked))]
     else:
-        groups = [(stage, (stage,), replicas_of(stage, stage)) for stage in STAGES]
+        groups = [(stage, (stage,), replicas_of(stage, stage)) for stage in worked]
     return tuple(
         Workload(
             name=child_name(owner, role, index),
@@ -212,7 +213,7 @@ def _running(
             "the job starts when there is one",
         )
     if not desired:
-        idle = any(scales(getattr(job.spec.stages, stage)) for stage in STAGES)
+        idle = any(scales(getattr(job.spec.stages, stage)) for stage in job.spec.worked_stages)
         text = "nothing waits for a worker" if idle else "every stage has replicas 0"
         return ConditionUpdate("Running", False, "NoWorkers", text)
     least = {workload.name for workload in desired if workload.index < _least(job, workload)}
@@ -237,6 +238,14 @@ def _skipped(job: RolloutJob) -> str:
     if skipped is None or not skipped.many:
         return ""
     return f"{skipped.summary()}; the first is {skipped.reasons[0]}"
+
+
+def _unscored(job: RolloutJob) -> str:
+    """Return how many rollouts wait for the trainer's rewards, or ""."""
+    waiting = job.status.counts.eval.queued
+    if job.spec.trainer_reward_seconds is None or not waiting:
+        return ""
+    return f"rollouts that wait for the trainer's rewards: {waiting} (client.rewards hands them in)"
 
 
 def _awaited(job: RolloutJob) -> str:
@@ -294,7 +303,11 @@ def reconcile_job(
         ConditionUpdate("Finished", False, "NotFinished"),
     )
     open_stream = admission.status and not (observed.closed or observed.cancelled)
-    awaited = (_awaited(job) if open_stream else "", "" if running.status else running.message)
+    awaited = (
+        _unscored(job),
+        _awaited(job) if open_stream else "",
+        "" if running.status else running.message,
+    )
     message = "; ".join(part for part in (*awaited, _skipped(job)) if part)
     return Plan(
         status=_job_status(job, claims, _phase(job, None, admission.status), now, message),

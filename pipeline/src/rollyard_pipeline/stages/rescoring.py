@@ -16,7 +16,7 @@ from dataclasses import replace
 from datetime import datetime
 from typing import Any, Final, TypeVar
 
-from rollyard_crds.fields.reward import RewardSpec
+from rollyard_crds.fields.reward import RewardSpec, trainer_seconds
 from rollyard_crds.lease import Lease, LeaseRef, StageResult, StageTimes
 from rollyard_crds.rolloutjob import RolloutJobSpec, StageName
 from rollyard_crds.task import Task
@@ -103,8 +103,8 @@ class Rescorer:
         provider: Makes the provider of sandboxes, for a handler that needs some.
 
     Raises:
-        PermanentFailure: The handler judges what Run left in its sandbox, the reward comes from a service, or
-            no handler of this name is installed here.
+        PermanentFailure: The handler judges what Run left in its sandbox, the reward comes from a service or
+            from a trainer, or no handler of this name is installed here.
     """
 
     def __init__(
@@ -124,6 +124,12 @@ class Rescorer:
                 f"the handler '{handler}' judges what Run left in its sandbox, which is not here: only "
                 "handlers that judge the answer can evaluate without a rollout (`rollyard validate --oracle` "
                 "plays the reference solutions of tasks)",
+                "RescoreRefused",
+            )
+        if trainer_seconds(handler, reward) is not None:
+            raise PermanentFailure(
+                f"the handler '{handler}' gives no reward, and a trainer's rewards are not computed here: "
+                "name another handler, or a section `reward` with a function",
                 "RescoreRefused",
             )
         if reward is not None and reward.service is not None:

@@ -251,6 +251,8 @@ class Stages:
                     result = await self._run(holding, spec, times)
                     if holding.lease.sandbox is not None and holding.lease.job_uid in self._met:
                         await self._keep_warm(holding.lease, spec)
+                    # A trainer scores the record alone, so no Eval follows in the sandbox.
+                    holding.done_with_sandbox = spec.trainer_reward_seconds is not None
                     return result
                 case _:
                     return await self._eval(holding, spec, times)

@@ -359,7 +359,7 @@ class Worker:
                 except Exception as error:
                     self._failed(holding, stage_failure(holding.lease, error, times), error)
                 else:
-                    holding.done_with_sandbox = holding.lease.stage == "eval"
+                    holding.done_with_sandbox |= holding.lease.stage == "eval"
                     self._outbox.put(holding, result)
             finally:
                 self._pools[holding.lease.stage].release()

@@ -78,6 +78,8 @@ def _slim(
         }
         for stage in STAGES
     }
+    unscored = states.get(RolloutState.UNSCORED, 0)
+    stages["eval"]["queued"] += unscored
     # Those that wait for Init, of which there may be a million, are not counted: they are the rest of the
     # total.
     stages["init"]["queued"] = max(0, row.total - row.ended - sum(states.values()))
@@ -100,7 +102,7 @@ def _slim(
         "stages": stages,
         "reward_mean": row.reward_sum / row.succeeded if row.succeeded else None,
         "late": late(row, last_end, now),
-        "waits_for": waits_for(row, status, stages, active, heard),
+        "waits_for": waits_for(row, status, stages, active, heard, unscored),
     }
 
 
@@ -146,8 +148,12 @@ def waits_for(
     stages: Mapping[StageName, Mapping[str, int]],
     active: int,
     heard: bool,
+    unscored: int = 0,
 ) -> dict[str, str] | None:
-    """Return {reason, message} of what keeps an unfinished job from working, or None if it works."""
+    """Return {reason, message} of what keeps an unfinished job from working, or None if it works.
+
+    Of the rollouts in the queue of Eval, `unscored` wait for the trainer's rewards.
+    """
     if row.finished_at is not None or row.cancel_reason is not None:
         return None
     conditions = {condition.get("type"): condition for condition in status.get("conditions") or ()}
@@ -162,6 +168,9 @@ def waits_for(
         return {"reason": "NoBackendReady", "message": message}
     if active:
         return None
+    if unscored == queued > 0:
+        message = f"rollouts that wait for the trainer's rewards: {unscored} (client.rewards hands them in)"
+        return {"reason": "RewardsAwaited", "message": message}
     if not queued:
         if row.closed:
             return None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,12 @@ import pytest
 import rollyard
 from rollyard.errors import InvalidInput, LookupFailed
 from rollyard.main import main
+from rollyard_crds.reading.plugin import offers_of
 from rollyard_pipeline.handlers import Evaluation, Handler, StageContext
 from rollyard_pipeline.rewards import RewardFunction
+from rollyard_testing.checkout import ROOT
 
+FILE = re.compile(r"<!-- file: (\S+) -->\n```\w+\n(.*?)```", re.DOTALL)
 PLUGIN = '''
 from rollyard_pipeline.handlers import Evaluation, Handler
 from rollyard_pipeline.rewards import reward_function
@@ -101,6 +105,18 @@ async def test_it_works_where_an_event_loop_runs() -> None:
 def test_what_cannot_be_evaluated_is_named(handler: Any, tasks: Any, answers: Any, words: str) -> None:
     with pytest.raises(InvalidInput, match=words):
         rollyard.evaluate(handler, tasks, answers)
+
+
+def test_the_page_s_example_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    files = dict(FILE.findall((ROOT / "docs/rewards.md").read_text()))
+    assert files.keys() == {"my_rewards.py", "try_it.py"}
+    assert offers_of(files["my_rewards.py"].encode()) == {"reward_functions": {"brevity": "brevity"}}
+    (tmp_path / "my_rewards.py").write_text(files["my_rewards.py"])
+    monkeypatch.syspath_prepend(tmp_path)
+    exec(files["try_it.py"], {})
+    assert capsys.readouterr().out == "1.0 \n0.0 \n"
 
 
 def test_a_missing_file_is_named() -> None:

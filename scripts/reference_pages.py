@@ -186,7 +186,7 @@ def reasons_page() -> str:
         for place, text in PLACES.items()
     )
     sections = "\n".join(
-        f"## {name}\n\n" + "\n".join(_meaning(one) for one in several)
+        f"## {name}\n\n" + "\n".join(_meaning(name, one) for one in several)
         for name, several in all_reasons().items()
     )
     return f"""# Reasons
@@ -208,7 +208,18 @@ messages, and are explained in their documentation.
 {sections}"""
 
 
-def _meaning(meaning: ReasonMeaning) -> str:
+def linked(text: str, own: str) -> str:
+    """Return a text of a reason in which the names of pages and of other reasons are links."""
+    text = re.sub(r"\bdocs/([\w-]+\.md)", r"[docs/\1](../\1)", text)
+
+    def link(match: re.Match[str]) -> str:
+        name = match[1]
+        return f"[{match[0]}](#{anchor(name)})" if name in all_reasons() and name != own else match[0]
+
+    return re.sub(r"`(\w+)`", link, text)
+
+
+def _meaning(name: str, meaning: ReasonMeaning) -> str:
     statuses = " or ".join(f"HTTP {status}" for status in meaning.statuses)
     where = [
         f"{PLACES[place]} ({statuses})" if place == "problem" else PLACES[place] for place in meaning.places
@@ -217,9 +228,9 @@ def _meaning(meaning: ReasonMeaning) -> str:
     faults = [FAULTS[one] for one in meaning.faults]
     shown = faults[0] if len(faults) == 1 else "; or ".join(fault.partition(":")[0] for fault in faults)
     lines = (
-        meaning.what,
+        linked(meaning.what, name),
         f"**Fault:** {shown}.",
-        f"**To do:** {meaning.remedy}",
+        f"**To do:** {linked(meaning.remedy, name)}",
         f"**Where:** {'; '.join(where)}.",
     )
     return "\\\n".join(lines) + "\n"

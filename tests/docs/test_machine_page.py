@@ -64,5 +64,5 @@ def test_reasons_name_options_that_exist() -> None:
     known = set(re.findall(r"--[a-z][\w-]+", option_docs.PAGE.read_text()))
     texts = [text for several in all_reasons().values() for one in several for text in (one.what, one.remedy)]
     named = {word for text in texts for word in re.findall(r"`(--[a-z][\w-]+)[^`]*`", text)}
-    # Of vLLM and of the embedded engine.
+    # The other options are those of vLLM and the embedded engine.
     assert named - known - {"--help"} == {"--kv-cache-mib", "--logprobs-mode"}

@@ -128,6 +128,19 @@ async def test_a_sandbox_stays_while_another_lease_needs_it(
     assert provider.released == released
 
 
+async def test_a_sandbox_goes_after_run_where_the_trainer_gives_the_rewards(
+    handler: type[Steered], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The steered handler has another name than the only one for which a trainer gives rewards.
+    monkeypatch.setattr(RolloutJobSpec, "trainer_reward_seconds", 3600)
+    plane, provider = Plane(spec()), Provider()
+    handler.gate.set()
+    async with working(plane, handler, provider):
+        plane.offer(lease(1, "run", "box"))
+        await plane.wait_for(1)
+    assert provider.released == ["box"]
+
+
 class Starting(Provider):
     """A provider whose sandboxes start at once, one with the name of each rollout."""
 

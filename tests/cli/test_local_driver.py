@@ -5,6 +5,7 @@ The backend is an external server that only answers health checks: the job's age
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import signal
@@ -251,6 +252,61 @@ def test_whatever_is_killed_comes_back(up: Up, job: Path, server: str, tmp_path:
     finally:
         again.process.kill()
         again.process.wait()
+
+
+VERDICT = """
+import json
+from dataclasses import dataclass
+
+from rollyard_pipeline.handlers import Evaluation, Handler
+
+
+@dataclass
+class Verdict:
+    reward: float
+
+
+class VerdictHandler(Handler):
+    needs_sandbox = False
+
+    async def eval(self, ctx):
+        return Evaluation(json.loads(json.dumps(Verdict(REWARD).reward)))
+"""
+
+
+def test_an_edited_plugin_counts_for_the_next_job(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    # Its name hides no module, neither from itself nor from the worker.
+    plugin = tmp_path / "json.py"
+    plugin.write_text(VERDICT.replace("REWARD", "0.25"))
+    up = Up(tmp_path, "--replicas", "0", "--plugin", str(plugin))
+    agent = {"type": "oracle", "tools": ["submit"]}
+    spec = {"tasks": {"stream": True}, "handler": "verdict", "agent": agent}
+    task = {"prompt": "say it", "solution": [{"name": "submit", "arguments": {"answer": "it"}}]}
+    try:
+        with up.client() as client:
+            client.submit(job_manifest("first", spec))
+            client.push_tasks("first", [task | {"id": "a"}])
+            until(lambda: client.job("first").status.counts.succeeded == 1)
+
+            plugin.write_text(VERDICT.replace("REWARD", "0.75"))
+            worker = up.child("first")
+            os.kill(worker.pid, signal.SIGKILL)
+            client.push_tasks("first", [task | {"id": "b"}])
+            client.submit(job_manifest("second", spec))
+            client.push_tasks("second", [task | {"id": "a"}])
+            until(lambda: client.job("first").status.counts.succeeded == 2)
+            until(lambda: client.job("second").status.counts.succeeded == 1)
+            assert not is_alive(worker)
+            assert client.job("first").status.reward_mean == 0.25
+            assert client.job("second").status.reward_mean == 0.75
+        assert main(["describe", "second", "--home", str(up.home.root)]) == 0
+        digest = hashlib.sha256(plugin.read_bytes()).hexdigest()[:12]
+        assert f"json.py (sha256:{digest})" in capsys.readouterr().out
+        assert up.stop() == 0
+    finally:
+        if up.process.poll() is None:
+            up.process.kill()
+            up.process.wait()
 
 
 def test_without_a_backend_rollouts_wait_for_the_time_that_was_asked_for(

@@ -180,14 +180,15 @@ def doubled(plugins: Sequence[Plugin], taken: Mapping[str, frozenset[str]]) -> l
     for plugin in plugins:
         for kind, names in plugin.offers.items():
             for name, target in names.items():
-                other = owners.setdefault((kind, name), plugin.file)
+                other = owners.get((kind, name))
+                owners[kind, name] = plugin.file
                 noun = kind.removesuffix("s").replace("_", " ")
                 if name in taken.get(kind, ()):
                     problems.append(
                         f"{plugin.file}: {target} has the name {name!r}, and Rollyard or an installed "
                         f"package has a {noun} of this name; choose another"
                     )
-                elif other != plugin.file:
+                elif other is not None:
                     problems.append(f"{plugin.file}: {other} offers a {noun} {name!r} as well; choose one")
     return problems
 

@@ -122,6 +122,13 @@ def test_a_control_plane_may_offer_what_is_not_installed_here(folder: Path) -> N
         ("job.json --tokenizer x", 2, "--tokenizer goes with --backend"),
         ("job.json --url http://x", 2, "--url, --kubernetes, --home and --namespace go with --pool"),
         ("job.json --plugin none.py", 1, "--plugin none.py: cannot be read: No such file or directory"),
+        ("job.json --plugin nothing.py", 1, "--plugin nothing.py: offers nothing"),
+        (
+            "tasks.jsonl --handler mine --plugin importing.py",
+            1,
+            "No module named 'nosuch' (importing.py, line 2)",
+        ),
+        ("tasks.jsonl --handler mine --plugin checking.py", 1, "KeyError: 'a' (checking.py, line 4)"),
         ("job.json --timeout 0", 2, "0 is not in the range"),
     ],
 )
@@ -133,6 +140,13 @@ def test_what_is_wrong_is_said_before_anything_starts(
     started: list[list[str]],
     capsys: pytest.CaptureFixture[str],
 ) -> None:
+    handler = "from rollyard_pipeline.handlers import Handler\n"
+    (folder / "nothing.py").write_text("x = 1\n")
+    (folder / "importing.py").write_text(f"{handler}import nosuch\nclass MineHandler(Handler): ...\n")
+    (folder / "checking.py").write_text(
+        f"{handler}class MineHandler(Handler):\n"
+        "    def check(self, task):\n        return {}['a']\n    async def eval(self, ctx): ...\n"
+    )
     (folder / "broken.jsonl").write_text('{"id": "a"}\n')
     stream = job_manifest("j", SPEC | {"tasks": {"stream": True}})
     (folder / "stream.json").write_text(json.dumps(stream))

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from rollyard.errors import CliError, InvalidInput
 from rollyard.jobs import trial
 from rollyard.main import main
 from rollyard_crds import RolloutJob
+from rollyard_crds.base import Condition
 from rollyard_crds.trajectory import Trajectory
 from rollyard_testing.checkout import ROOT
 from rollyard_testing.manifests import job_manifest
@@ -178,11 +180,18 @@ def test_what_the_infrastructure_failed_at_is_the_error(folder: Path) -> None:
     assert "failed, SetupFailed: sandbox.setup exited with 3: no such file" in shown.getvalue()
 
 
-def test_of_a_job_that_ended_early_the_message_is_the_error(folder: Path) -> None:
+@pytest.mark.parametrize(
+    ("reason", "more"), [("BackoffLimitExceeded", ""), ("DeadlineExceeded", "; --timeout gives it more time")]
+)
+def test_of_a_job_that_ended_early_the_message_is_the_error(folder: Path, reason: str, more: str) -> None:
     ended = of(folder / "job.json")
     ended.status.message = "the worker exited with 73 (BubblewrapMissing)"
+    now = datetime.now(UTC)
+    ended.status.conditions = [
+        Condition(type="Failed", status="True", reason=reason, last_transition_time=now)
+    ]
     console = terminal.console(file=io.StringIO())
-    with pytest.raises(CliError, match=r"no reward: the worker exited with 73 \(BubblewrapMissing\)"):
+    with pytest.raises(CliError, match=rf"no reward: the worker .* 73 \(BubblewrapMissing\){more}$"):
         trial.show(record(status="cancelled", reason="Cancelled"), ended, console)
 
 

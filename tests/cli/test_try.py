@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from rollyard.errors import CliError, InvalidInput
 from rollyard.jobs import trial
 from rollyard.main import main
 from rollyard_crds import RolloutJob
+from rollyard_crds.base import Condition
 from rollyard_crds.trajectory import Trajectory
 from rollyard_testing.checkout import ROOT
 from rollyard_testing.manifests import job_manifest
@@ -122,6 +124,13 @@ def test_a_control_plane_may_offer_what_is_not_installed_here(folder: Path) -> N
         ("job.json --tokenizer x", 2, "--tokenizer goes with --backend"),
         ("job.json --url http://x", 2, "--url, --kubernetes, --home and --namespace go with --pool"),
         ("job.json --plugin none.py", 1, "--plugin none.py: cannot be read: No such file or directory"),
+        ("job.json --plugin nothing.py", 1, "--plugin nothing.py: offers nothing"),
+        (
+            "tasks.jsonl --handler mine --plugin importing.py",
+            1,
+            "No module named 'nosuch' (importing.py, line 2)",
+        ),
+        ("tasks.jsonl --handler mine --plugin checking.py", 1, "KeyError: 'a' (checking.py, line 4)"),
         ("job.json --timeout 0", 2, "0 is not in the range"),
     ],
 )
@@ -133,6 +142,13 @@ def test_what_is_wrong_is_said_before_anything_starts(
     started: list[list[str]],
     capsys: pytest.CaptureFixture[str],
 ) -> None:
+    handler = "from rollyard_pipeline.handlers import Handler\n"
+    (folder / "nothing.py").write_text("x = 1\n")
+    (folder / "importing.py").write_text(f"{handler}import nosuch\nclass MineHandler(Handler): ...\n")
+    (folder / "checking.py").write_text(
+        f"{handler}class MineHandler(Handler):\n"
+        "    def check(self, task):\n        return {}['a']\n    async def eval(self, ctx): ...\n"
+    )
     (folder / "broken.jsonl").write_text('{"id": "a"}\n')
     stream = job_manifest("j", SPEC | {"tasks": {"stream": True}})
     (folder / "stream.json").write_text(json.dumps(stream))
@@ -164,11 +180,18 @@ def test_what_the_infrastructure_failed_at_is_the_error(folder: Path) -> None:
     assert "failed, SetupFailed: sandbox.setup exited with 3: no such file" in shown.getvalue()
 
 
-def test_of_a_job_that_ended_early_the_message_is_the_error(folder: Path) -> None:
+@pytest.mark.parametrize(
+    ("reason", "more"), [("BackoffLimitExceeded", ""), ("DeadlineExceeded", "; --timeout gives it more time")]
+)
+def test_of_a_job_that_ended_early_the_message_is_the_error(folder: Path, reason: str, more: str) -> None:
     ended = of(folder / "job.json")
     ended.status.message = "the worker exited with 73 (BubblewrapMissing)"
+    now = datetime.now(UTC)
+    ended.status.conditions = [
+        Condition(type="Failed", status="True", reason=reason, last_transition_time=now)
+    ]
     console = terminal.console(file=io.StringIO())
-    with pytest.raises(CliError, match=r"no reward: the worker exited with 73 \(BubblewrapMissing\)"):
+    with pytest.raises(CliError, match=rf"no reward: the worker .* 73 \(BubblewrapMissing\){more}$"):
         trial.show(record(status="cancelled", reason="Cancelled"), ended, console)
 
 

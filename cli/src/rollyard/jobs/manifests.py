@@ -8,6 +8,7 @@ import os
 import re
 import sys
 import tempfile
+import traceback
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext, suppress
@@ -274,6 +275,26 @@ def _formats_of(job: RolloutJob) -> list[str]:
     return [] if name is None or name == DEFAULT else [name]
 
 
+def _loaded(extensions: Registry, group: str, name: str) -> Any:
+    """Return an extension.
+
+    Raises:
+        InvalidInput: Its module cannot be imported. The message says where.
+    """
+    try:
+        return extensions.load(f"rollyard.{group}", name)
+    except Exception as error:  # Whatever a package or a plugin raises.
+        kind = group.removesuffix("s").replace("_", " ")
+        raise InvalidInput(f"the {kind} {name!r} cannot be loaded: {_raised(error)}") from error
+
+
+def _raised(error: Exception) -> str:
+    """Return what the code of an extension raised, and at which line."""
+    cause = error.__cause__ or error
+    *_, place = traceback.extract_tb(cause.__traceback__)
+    return f"{type(cause).__name__}: {cause} ({Path(place.filename).name}, line {place.lineno})"
+
+
 def handler_problems(
     handler: str, tasks: Sequence[Task], extensions: Registry, job: RolloutJob | None = None
 ) -> list[str]:
@@ -284,14 +305,17 @@ def handler_problems(
     names = extensions.names("rollyard.handlers")
     if handler not in names:
         return [f"no handler {handler!r} is installed; installed: {', '.join(names)}"]
-    loaded = extensions.load("rollyard.handlers", handler)
+    loaded = _loaded(extensions, "handlers", handler)
     instance = loaded() if isinstance(loaded, type) else loaded
     check = getattr(instance, "check", None)
     if check is None:
         return []
 
     def problems_of(task: Task) -> list[str]:
-        named = [f"task {task.id!r}: {problem}" for problem in check(task)]
+        try:
+            named = [f"task {task.id!r}: {problem}" for problem in check(task)]
+        except Exception as error:  # Whatever a package or a plugin raises.
+            return [f"task {task.id!r}: the handler's check raised {_raised(error)}"]
         return named if named or job is None else _eval_problems(job, instance, task)
 
     return _of_each(tasks, problems_of)
@@ -355,10 +379,10 @@ def reward_problems(job: RolloutJob, extensions: Registry) -> list[str]:
         return []
     from rollyard_pipeline.rewards.components import component_problems
 
-    handler = extensions.load("rollyard.handlers", job.spec.handler)
+    handler = _loaded(extensions, "handlers", job.spec.handler)
     of_function: tuple[str, ...] = ()
     if reward.function is not None:
-        function = extensions.load("rollyard.reward_functions", reward.function.name)
+        function = _loaded(extensions, "reward_functions", reward.function.name)
         of_function = getattr(function, "components", ())
     return component_problems(reward, getattr(handler, "components", ()), of_function)
 

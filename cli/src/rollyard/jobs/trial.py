@@ -282,7 +282,9 @@ def show(record: Trajectory, job: RolloutJob, console: Console) -> None:
         console.print()
     if record.status == "cancelled":
         # The rollouts of a job that ends early are cancelled. Why it has ended, only the job says.
-        raise CliError(f"the rollout has no reward: {job.status.message}", reason="TrialFailed")
+        late = any(condition.reason == "DeadlineExceeded" for condition in job.status.conditions)
+        more = "; --timeout gives it more time" if late else ""
+        raise CliError(f"the rollout has no reward: {job.status.message}{more}", reason="TrialFailed")
     for line in outcome(record):
         console.print(line, soft_wrap=True)
     if record.status == "failed":

@@ -327,6 +327,23 @@ def recorded(made_of: type[PoolWeights], folder: Path, **options: Any) -> tuple[
     return recorder, made_of(recorder, "policy", folder, **options)  # type: ignore[arg-type]
 
 
+def test_a_second_attempt_leaves_the_folder_alone_that_servers_may_be_reading(tmp_path: Path) -> None:
+    recorder, weights = recorded(PoolWeights, tmp_path)
+    states = ["Running", "Succeeded"]
+    recorder.wait_weights = lambda *_: SimpleNamespace(state=states.pop(0), message="")  # type: ignore[method-assign]
+    filled: list[Path] = []
+
+    def fill(folder: Path) -> None:
+        filled.append(folder)
+        write_model(folder, 1)
+
+    with pytest.raises(CliError, match="did not reach pool policy: Running"):
+        weights.bring_step(1, fill)
+    for _ in range(2):
+        weights.bring_step(1, fill)
+    assert (recorder.steps, len(filled)) == ([(1, 1)] * 2, 1)
+
+
 def test_what_the_trainer_removes_stays_for_servers_that_restart(tmp_path: Path) -> None:
     for trainer in (Verl(tmp_path / "verl"), PrimeRl(tmp_path / "prime-rl")):
         recorder, weights = recorded(trainer.weights, tmp_path / f"{type(trainer)}", **trainer.options())

@@ -280,8 +280,8 @@ def _write_adapter(actor: Path, folder: Path) -> None:
     written = folder / "lora_adapter"
     if not written.is_dir():
         raise TrainerMismatch(
-            f"VerlWeights has an adapter=, and {actor} holds none: leave it out, or let verl "
-            "train one (actor_rollout_ref.model.lora_rank)",
+            f"VerlWeights has adapter=, and {actor} holds no adapter: leave it out, or let verl train one "
+            "(actor_rollout_ref.model.lora_rank)",
             reason="AdapterMismatch",
         )
     link_files(written.iterdir(), folder)

@@ -94,14 +94,14 @@ class PoolWeights:
             return
         version = f"{self._run}-step-{step}"
         folder = Path(self.folder).resolve() / version
-        # An attempt that failed may have left one.
-        shutil.rmtree(folder, ignore_errors=True)
-        try:
-            fill(folder)
-            self._check_kind(folder)
-        except BaseException:
-            shutil.rmtree(folder, ignore_errors=True)
-            raise
+        # One that is there is complete. Its update failed, or still runs, so servers may be reading it.
+        if not folder.exists():
+            try:
+                fill(folder)
+                self._check_kind(folder)
+            except BaseException:
+                shutil.rmtree(folder, ignore_errors=True)
+                raise
         self._update(version, folder)
         self.version, self.step = version, step
         self._folders.append(folder)

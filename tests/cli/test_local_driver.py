@@ -212,6 +212,7 @@ def test_a_job_from_submit_to_file_and_nothing_left(
         "Finished": "True",
         "Succeeded": "True",
         "Failed": "False",
+        "Complete": "True",
     }
 
     second = subprocess.run(

@@ -144,7 +144,7 @@ def test_every_value_is_explained() -> None:
         ({"jobs": {"allow": {"groups": ["2000-"]}}}, "groups"),
         ({"jobs": {"pods": {"podSecurityContext": {"runAsUser": 0}}}}, "runAsUser"),
         ({"jobs": {"pods": {"podSecurityContext": {"runAsNonRoot": False}}}}, "runAsNonRoot"),
-        ({"jobs": {"pods": {"topologySpreadConstraints": [{}] * 9}}}, "topologySpreadConstraints"),
+        ({"jobs": {"pods": {"topologySpreadConstraints": {}}}}, "topologySpreadConstraints"),
         ({"logFormat": "xml"}, "logFormat"),
         ({"traces": {"endpoint": "collector:4318"}}, "endpoint"),
         ({"traces": {"sample": 2}}, "sample"),

@@ -36,10 +36,10 @@ FOREIGN = {
     # Kubernetes: words of pods, of specs and of refusals.
     "BearerToken", "ConfigMap", "ContainerCannotRun", "CreateContainerConfigError", "CreateContainerError",
     "CustomResourceDefinition", "DeleteOptions", "DisruptionTarget", "DoesNotExist", "ErrImageNeverPull",
-    "ErrImagePull", "FallbackToLogsOnError", "IfNotPresent", "ImageInspectError", "ImagePullBackOff",
+    "DoNotSchedule", "ErrImagePull", "FallbackToLogsOnError", "IfNotPresent", "ImageInspectError", "ImagePullBackOff",
     "InvalidImageName", "NetworkPolicy", "NoExecute", "NodeShutdown", "NotIn", "NotReady",
     "OnRootMismatch", "PodScheduled", "PostStartHookError", "PreCreateHookError", "PreStartHookError",
-    "RegistryUnavailable", "RunContainerError", "RuntimeDefault", "SignatureValidationFailed", "StartError",
+    "RegistryUnavailable", "RunContainerError", "RuntimeDefault", "ScheduleAnyway", "SignatureValidationFailed", "StartError",
     "Http",
     # Slurm: why a job is pending, and the fields that scontrol prints.
     "BadConstraints", "BeginTime", "ExitCode", "JobHeldAdmin", "JobHeldUser", "JobId", "JobState", "NodeDown",
@@ -51,7 +51,7 @@ FOREIGN = {
     # Kinds, lists and values of our own objects, and words of the page's tables.
     "BackendPoolList", "HalfOpen", "RolloutJobList",
     # Names of types that are no classes.
-    "ChatMessage", "StageName", "ToolError", "TrainingAdvantage",
+    "ChatMessage", "StageName", "ToolError", "ToolParser", "TrainingAdvantage",
     # The names of rules of the failure policy.
     "AttemptsUsedUp", "EvalLeaseLost", "FinalFailure", "HandOver", "TooManyLostLeases", "TooStale",
     # An exit of a program between a sandbox and its starter.

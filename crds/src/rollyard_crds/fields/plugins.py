@@ -9,7 +9,7 @@ from pydantic import Field
 from rollyard_crds.base import EntryPointName, Model
 
 PluginFile = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]*\.py$", max_length=100)]
-Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$", max_length=64)]
 
 
 class UsedPlugin(Model):

@@ -304,7 +304,8 @@ def test_problems_become_exceptions(server: StartedControlPlane) -> None:
     with Client(server.url, server.tokens["admin"]) as client:
         with pytest.raises(Invalid, match=r"spec\.handler") as wrong:
             client.submit(manifest("x", handler="nobody"))
-        assert len(wrong.value.errors) == 1 and wrong.value.errors[0] in str(wrong.value)
+        (line,) = wrong.value.errors
+        assert line in str(wrong.value)
         client.submit(manifest("conflict"))
         with pytest.raises(Conflict) as conflict:
             client.submit(manifest("conflict", samplesPerTask=3))

@@ -42,7 +42,7 @@ class LocalFile:
 
 
 @dataclass(slots=True)
-class PreparedJob:
+class Submission:
     """A job that is about to be submitted. `with` removes the files that were made for it.
 
     Attributes:
@@ -173,7 +173,7 @@ class PreparedJob:
         return path
 
 
-def prepared(job: GivenJob, tasks: GivenTasks | None, namespace: str) -> PreparedJob:
+def prepared(job: GivenJob, tasks: GivenTasks | None, namespace: str) -> Submission:
     """Return a job as it is submitted, in `namespace` if its manifest names none.
 
     Args:
@@ -190,7 +190,7 @@ def prepared(job: GivenJob, tasks: GivenTasks | None, namespace: str) -> Prepare
     if isinstance(job, str | os.PathLike):
         submission, own_files = _of_file(Path(job), namespace), _FILES
     else:
-        submission = PreparedJob(dict(placed(job, namespace)))
+        submission = Submission(dict(placed(job, namespace)))
     try:
         if tasks is not None:
             submission.take(tasks)
@@ -204,7 +204,7 @@ def prepared(job: GivenJob, tasks: GivenTasks | None, namespace: str) -> Prepare
     return submission
 
 
-def _of_file(path: Path, namespace: str) -> PreparedJob:
+def _of_file(path: Path, namespace: str) -> Submission:
     """Return the job of a file. Its paths, which are relative to the file, are made absolute."""
     from rollyard_crds.reading.yaml_text import YamlError, load_all
 
@@ -224,7 +224,7 @@ def _of_file(path: Path, namespace: str) -> PreparedJob:
     if document.get("kind") != "RolloutJob":
         problem = f"{path}: kind: must be RolloutJob (got {document.get('kind')!r})"
         raise Invalid(problem, reason="InvalidManifest")
-    submission = PreparedJob(dict(placed(document, namespace)))
+    submission = Submission(dict(placed(document, namespace)))
     source = submission.source
     for name in _FILES:
         named = _path_of(source.get(name))

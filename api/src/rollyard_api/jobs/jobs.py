@@ -30,7 +30,7 @@ from rollyard_api.storage import jobs as job_rows
 from rollyard_api.storage import rollouts as rollout_rows
 from rollyard_api.storage import view_tables
 from rollyard_api.storage.database import Transaction
-from rollyard_api.storage.jobs import DELETED, SamplingTarget
+from rollyard_api.storage.jobs import DELETED, SamplingStep
 from rollyard_api.storage.rows import JobRow
 from rollyard_api.trajectories import acknowledged
 
@@ -217,7 +217,7 @@ def open_step(
 
 
 def _described(
-    tx: Transaction, job_id: int, name: str, step: SamplingTarget, *, opened: bool
+    tx: Transaction, job_id: int, name: str, step: SamplingStep, *, opened: bool
 ) -> dict[str, Any]:
     met = job_rows.sampling(tx.conn, job_id).informative >= step.goal
     return {"id": name, "groups": step.groups, "goal": step.goal, "met": met, "opened": opened}

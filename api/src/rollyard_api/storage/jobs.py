@@ -426,7 +426,7 @@ class SamplingCounts(Tally):
     started: int = 0
 
 
-class SamplingTarget(NamedTuple):
+class SamplingStep(NamedTuple):
     """A step that a trainer opened."""
 
     groups: int
@@ -477,11 +477,11 @@ def count_started(tx: Transaction, job_id: int, count: int) -> None:
     tx.conn.execute(_UPDATE_SAMPLING.values(started=started), {"b_job": job_id})
 
 
-def step(conn: Connection, job_id: int, name: str) -> SamplingTarget | None:
+def step(conn: Connection, job_id: int, name: str) -> SamplingStep | None:
     """Return the step that was opened under this id, or None."""
     its = (sampling_targets.c.job_id == job_id, sampling_targets.c.id == name)
-    query = sa.select(*columns(SamplingTarget, sampling_targets)).where(*its)
-    return read_one(SamplingTarget, conn.execute(query).one_or_none())
+    query = sa.select(*columns(SamplingStep, sampling_targets)).where(*its)
+    return read_one(SamplingStep, conn.execute(query).one_or_none())
 
 
 def steps(conn: Connection, job_id: int) -> int:
@@ -490,11 +490,11 @@ def steps(conn: Connection, job_id: int) -> int:
     return count
 
 
-def open_step(tx: Transaction, job_id: int, name: str, groups: int) -> SamplingTarget:
+def open_step(tx: Transaction, job_id: int, name: str, groups: int) -> SamplingStep:
     """Add a step under a new id, which raises the job's target by `groups`, and return it."""
     target = dynamic_sampling.c.target
     raised = _UPDATE_SAMPLING.values(target=target + groups).returning(target)
     goal: int = tx.conn.execute(raised, {"b_job": job_id}).scalar_one()
     values = {"job_id": job_id, "id": name, "groups": groups, "goal": goal, "opened_at": tx.now}
     tx.conn.execute(sa.insert(sampling_targets), values)
-    return SamplingTarget(groups, goal)
+    return SamplingStep(groups, goal)

@@ -22,12 +22,12 @@ from rollyard_client import (
     DriverClient,
     Invalid,
     NotFound,
+    OpenedTarget,
     PushedTasks,
     Retry,
     Reward,
     RewardsTaken,
     RollyardError,
-    SamplingStep,
     ServerUnavailable,
     StorageFull,
     TooMany,
@@ -167,7 +167,7 @@ async def test_steps_of_dynamic_sampling(server: StartedControlPlane) -> None:
     async with AsyncClient(server.url, server.tokens["admin"]) as client:
         await client.submit(manifest("steps", **spec))
         opened = await client.open_target("steps", "step-0", 2)
-        assert opened == SamplingStep(id="step-0", groups=2, goal=2, met=False, opened=True)
+        assert opened == OpenedTarget(id="step-0", groups=2, goal=2, met=False, opened=True)
         with pytest.raises(Conflict) as differs:
             await client.open_target("steps", "step-0", 3)
         assert differs.value.reason == "TargetDiffers"

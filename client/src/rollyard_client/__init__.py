@@ -29,7 +29,7 @@ if TYPE_CHECKING:
         WaitTimeout,
     )
     from rollyard_client.requests.cursors import Acknowledged
-    from rollyard_client.requests.jobs import PushedTasks, Reward, RewardsTaken, SamplingStep
+    from rollyard_client.requests.jobs import OpenedTarget, PushedTasks, Reward, RewardsTaken
     from rollyard_client.requests.results import Group, RolloutSummary, RunningRollout
     from rollyard_client.requests.sign_in import SignInCode
     from rollyard_client.requests.views import FleetOverview, JobStatistics, RolloutQuery, RolloutRow
@@ -61,6 +61,7 @@ __all__ = [
     "JobReplaced",
     "JobStatistics",
     "NotFound",
+    "OpenedTarget",
     "PushedTasks",
     "ResultIterator",
     "Retry",
@@ -71,7 +72,6 @@ __all__ = [
     "RolloutSummary",
     "RollyardError",
     "RunningRollout",
-    "SamplingStep",
     "SegmentArrays",
     "ServerUnavailable",
     "SignInCode",
@@ -98,7 +98,7 @@ __getattr__ = lazily(
         "errors": "AnswerInvalid Conflict ContextError Invalid JobFailed JobReplaced NotFound RollyardError "
         "ServerUnavailable StorageFull TokenizerDiffers TooMany Unauthorized WaitTimeout",
         "requests.cursors": "Acknowledged",
-        "requests.jobs": "PushedTasks Reward RewardsTaken SamplingStep",
+        "requests.jobs": "OpenedTarget PushedTasks Reward RewardsTaken",
         "requests.results": "Group RolloutSummary RunningRollout",
         "requests.sign_in": "SignInCode",
         "requests.views": "FleetOverview JobStatistics RolloutQuery RolloutRow",

@@ -42,7 +42,7 @@ class LocalFile:
 
 
 @dataclass(slots=True)
-class Submission:
+class PreparedJob:
     """A job that is about to be submitted. `with` removes the files that were made for it.
 
     Attributes:
@@ -173,7 +173,7 @@ class Submission:
         return path
 
 
-def prepared(job: GivenJob, tasks: GivenTasks | None, namespace: str) -> Submission:
+def prepared(job: GivenJob, tasks: GivenTasks | None, namespace: str) -> PreparedJob:
     """Return a job as it is submitted, in `namespace` if its manifest names none.
 
     Args:
@@ -190,7 +190,7 @@ def prepared(job: GivenJob, tasks: GivenTasks | None, namespace: str) -> Submiss
     if isinstance(job, str | os.PathLike):
         submission, own_files = _of_file(Path(job), namespace), _FILES
     else:
-        submission = Submission(dict(placed(job, namespace)))
+        submission = PreparedJob(dict(placed(job, namespace)))
     try:
         if tasks is not None:
             submission.take(tasks)
@@ -204,7 +204,7 @@ def prepared(job: GivenJob, tasks: GivenTasks | None, namespace: str) -> Submiss
     return submission
 
 
-def _of_file(path: Path, namespace: str) -> Submission:
+def _of_file(path: Path, namespace: str) -> PreparedJob:
     """Return the job of a file. Its paths, which are relative to the file, are made absolute."""
     from rollyard_crds.reading.yaml_text import YamlError, load_all
 
@@ -224,7 +224,7 @@ def _of_file(path: Path, namespace: str) -> Submission:
     if document.get("kind") != "RolloutJob":
         problem = f"{path}: kind: must be RolloutJob (got {document.get('kind')!r})"
         raise Invalid(problem, reason="InvalidManifest")
-    submission = Submission(dict(placed(document, namespace)))
+    submission = PreparedJob(dict(placed(document, namespace)))
     source = submission.source
     for name in _FILES:
         named = _path_of(source.get(name))

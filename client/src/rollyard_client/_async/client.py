@@ -43,7 +43,7 @@ from rollyard_client.paging import (
 )
 from rollyard_client.requests import cursors, jobs, pools, results, sign_in, views
 from rollyard_client.requests.cursors import Acknowledged
-from rollyard_client.requests.jobs import PushedTasks, Reward, RewardsTaken, SamplingStep
+from rollyard_client.requests.jobs import OpenedTarget, PushedTasks, Reward, RewardsTaken
 from rollyard_client.requests.results import Group, RolloutSummary, RunningRollout
 from rollyard_client.requests.sign_in import PageRole, SignInCode
 from rollyard_client.requests.views import (
@@ -368,7 +368,7 @@ class AsyncClient:
 
     async def open_target(
         self, name: str, step: str, groups: int | None = None, *, namespace: str | None = None
-    ) -> SamplingStep:
+    ) -> OpenedTarget:
         """Open a step of a stream with dynamic sampling, and return it.
 
         Opening the same step twice has no further effect.

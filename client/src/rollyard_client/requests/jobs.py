@@ -40,7 +40,7 @@ class PushedTasks:
 
 
 @dataclass(frozen=True, slots=True)
-class SamplingStep:
+class OpenedTarget:
     """A step of a stream with dynamic sampling."""
 
     id: str
@@ -174,14 +174,14 @@ def close_stream(name: str, namespace: str) -> Call[RolloutJob]:
     return Call("POST", f"{JOBS}/{segment(name)}/close", _job, query={"namespace": namespace}, body=b"{}")
 
 
-def open_target(name: str, namespace: str, step: str, groups: int | None) -> Call[SamplingStep]:
+def open_target(name: str, namespace: str, step: str, groups: int | None) -> Call[OpenedTarget]:
     """Return the call that opens a step of a stream with dynamic sampling.
 
     It may be sent again, because a step is opened only once.
     """
     body = {"id": step} if groups is None else {"id": step, "groups": groups}
     path = f"{JOBS}/{segment(name)}/targets"
-    return Call("POST", path, typed(SamplingStep), query={"namespace": namespace}, body=encode(body))
+    return Call("POST", path, typed(OpenedTarget), query={"namespace": namespace}, body=encode(body))
 
 
 def patch(name: str, namespace: str, changes: Mapping[str, Any]) -> Call[RolloutJob]:

@@ -13,7 +13,7 @@ SEEDS ?= 1
 # A machine may forbid bytecode. Hundreds of processes start here, and each of them would compile its sources again.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help setup run demo-train demo-async demo-vllm demo-kubernetes demo-slurm check test test-all bench lint format typecheck crds sync-client page docs clean
+.PHONY: help setup run demo-train demo-async demo-vllm demo-kubernetes demo-slurm check test test-all bench lint format typecheck crds sync-client page reference docs clean
 
 help: ## Show what each target does
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-15s %s\n", $$1, $$2}'
@@ -79,10 +79,13 @@ sync-client: $(DEV_STAMP) ## Generate the sync client from the async one
 page: ## Build the page from web/ with node and npm, into the control plane's package
 	@scripts/page
 
-docs: $(DEV_STAMP) ## Build the documentation and the API reference into build/docs; a warning is an error
-	@$(BIN)/python scripts/machine_docs.py
+reference: $(DEV_STAMP) ## Write the pages that follow from the code: fields, reasons, options, chart values, states, attacks
+	@$(BIN)/python scripts/reference_pages.py
 	@$(BIN)/python scripts/option_docs.py
+	@$(BIN)/python scripts/machine_docs.py
 	@$(BIN)/python scripts/attacks_page.py
+
+docs: reference ## Build the documentation and the API reference into build/docs; a warning is an error
 	@$(BIN)/python -m sphinx -W --keep-going -q -b html -d build/doctrees docs build/docs && echo build/docs/index.html
 
 clean: ## Remove what was built here (caches outside the tree stay)

@@ -34,7 +34,7 @@ async def test_submitting_twice_is_the_same_as_once(served: Any) -> None:
     assert other.status_code == 409
     assert other.headers["content-type"] == "application/problem+json"
     assert other.json()["reason"] == "AlreadyExists"
-    assert other.json()["type"] == "https://rollyard.dev/problems/already-exists"
+    assert other.json()["type"] == "https://rollyard.dev/docs/reference/reasons.html#alreadyexists"
 
 
 async def test_same_name_in_another_namespace(served: Any) -> None:

@@ -172,7 +172,7 @@ async def test_tokens_come_by_range_with_texts_runs_and_logprobs(served: Any, id
     nothing = (await served.viewer.get(path(ids[0], "tokens"), params={"start": 99})).json()
     assert (nothing["ids"], nothing["mask"], nothing["total"]) == ([], [], 9)
     missing = await served.viewer.get(path(ids[0], "tokens"), params={"segment": 1})
-    assert (missing.status_code, missing.json()["reason"]) == (404, "SegmentNotFound")
+    assert (missing.status_code, missing.json()["reason"]) == (404, "PieceNotFound")
 
 
 async def test_two_rollouts_of_a_group_part_ways_at_a_token(served: Any, ids: list[str]) -> None:

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import html
 import importlib
-import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from rollyard_crds.rolloutjob import EvalStageSpec, InitStageSpec, RunStageSpec, StageSpec
 from rollyard_testing.pace import patience
 
 pytestmark = [pytest.mark.static, pytest.mark.nightly]
@@ -63,25 +60,6 @@ def test_the_reference_describes_every_public_name(documented: set[str], package
         for name in public
         if name not in ("__version__", "errors") and not any(f"{home}.{name}" in documented for home in homes)
     ] == []
-
-
-@pytest.mark.parametrize("stage", [InitStageSpec, RunStageSpec, EvalStageSpec])
-def test_the_reference_has_the_defaults_of_each_stage(site: Path, stage: type[StageSpec]) -> None:
-    page = html.unescape(re.sub(r"<[^>]+>", "", (site / "reference" / "resources.html").read_text()))
-    _, _, after = page.partition(f"class rollyard_crds.rolloutjob.{stage.__name__}")
-    fields = re.split(r"\n(?=\w+(?::.*)?¶\n)", after.partition("\nclass rollyard_crds.")[0])
-    shown = {
-        field.partition(":")[0].partition("¶")[0]: match[1]
-        for field in fields
-        if (match := re.search(r"^Default: (\d+)\.$", field, re.MULTILINE))
-    }
-    numbers = {
-        name: str(field.default)
-        for name, field in stage.model_fields.items()
-        if isinstance(field.default, int)
-    }
-    assert numbers
-    assert shown == numbers
 
 
 def test_every_page_is_in_the_table_of_contents(site: Path) -> None:

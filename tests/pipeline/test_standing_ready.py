@@ -98,7 +98,7 @@ def test_the_arguments_make_it_a_worker_of_the_job() -> None:
 def test_an_assignment_with_other_arguments_is_refused(arguments: list[str], says: str) -> None:
     with pytest.raises(PipelineError, match=says) as refused:
         assigned_options(parse(READY), assignment(*ARGUMENTS, *arguments))
-    assert refused.value.reason == "OptionInvalid"
+    assert refused.value.reason == "InvalidOption"
 
 
 @pytest.fixture

@@ -37,7 +37,7 @@ def test_bad_options(
     code = main(["--url", "http://127.0.0.1:9", "--token-file", str(token), *options])
     assert code == 2
     error = capsys.readouterr().err
-    assert "OptionInvalid" in error
+    assert "InvalidOption" in error
     assert says in error
     assert "secret" not in error
 

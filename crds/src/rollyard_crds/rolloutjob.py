@@ -117,7 +117,7 @@ class TaskSource(Model):
     deduplicate: bool | None = None
     """Whether tasks that repeat an earlier one, except for id and metadata, are left out; default: no."""
     shuffle: Shuffle | None = None
-    """Default: the order of the file."""
+    """The order of the tasks. Default: that of the file."""
     limit: Annotated[int, Field(ge=1, le=1_000_000)] | None = None
     """The most tasks that are taken, after `deduplicate` and `shuffle`; default: all."""
     epochs: Annotated[int, Field(ge=1, le=1000)] | None = None

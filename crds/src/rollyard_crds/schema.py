@@ -219,12 +219,19 @@ RESOURCES: Final[tuple[Resource, ...]] = (
 )
 
 
-def _object_schema(model: type[BaseModel]) -> JsonSchema:
+def of_model(model: type[BaseModel]) -> JsonSchema:
+    """Return the structural schema of a model, with the defaults and descriptions of all its fields.
+
+    Raises:
+        CrdsError: The model has no structural schema.
+    """
     source = model.model_json_schema(by_alias=True, schema_generator=_WithDefaults)
-    definitions: Mapping[str, JsonSchema] = source.get("$defs", {})
-    properties = {}
-    for name, child in source["properties"].items():
-        properties[name] = structural(child, definitions)
+    return structural(source, source.get("$defs", {}))
+
+
+def _object_schema(model: type[BaseModel]) -> JsonSchema:
+    source = of_model(model)
+    properties = source["properties"]
     # The API server owns these three; of metadata a schema may bound the name only.
     properties["apiVersion"] = {"type": "string", "description": properties["apiVersion"]["description"]}
     properties["kind"] = {"type": "string", "description": properties["kind"]["description"]}

@@ -391,7 +391,7 @@ class StopSignals:
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Return the options, as `--help` lists them. If they cannot be parsed, argparse ends the process."""
-    options = _with_node(_parser().parse_args(arguments))
+    options = _with_node(argument_parser().parse_args(arguments))
     options.given = list(sys.argv[1:] if arguments is None else arguments)
     return options
 
@@ -401,7 +401,7 @@ def parse_known(arguments: Sequence[str]) -> argparse.Namespace:
 
     `chat_format` is the tokenizer that it loads in advance, or None.
     """
-    parser = _parser(ready=True)
+    parser = argument_parser(ready=True)
     parser.add_argument("--chat-format")
     return _with_node(parser.parse_args(arguments))
 
@@ -421,26 +421,26 @@ def assigned_options(options: argparse.Namespace, assignment: Assignment) -> arg
     """
     fixed = ("url", "token_file", "run_dir", "sandbox", "node", "ready", "otlp_endpoint")
     try:
-        parser = _parser(exit_on_error=False)
+        parser = argument_parser(exit_on_error=False)
         assigned, unknown = parser.parse_known_args([*options.given, *assignment.arguments])
     except argparse.ArgumentError as error:
         raise PipelineError(
-            f"the assignment has arguments that cannot be used: {error}", "OptionInvalid"
+            f"the assignment has arguments that cannot be used: {error}", "InvalidOption"
         ) from error
     if unknown:
         raise PipelineError(
-            f"the assignment has arguments that are not known here: {' '.join(unknown)}", "OptionInvalid"
+            f"the assignment has arguments that are not known here: {' '.join(unknown)}", "InvalidOption"
         )
     if assigned.node is None:
         assigned.node = options.node
     for name in fixed:
         if getattr(assigned, name) != getattr(options, name):
-            raise PipelineError(f"the assignment may not change --{name.replace('_', '-')}", "OptionInvalid")
+            raise PipelineError(f"the assignment may not change --{name.replace('_', '-')}", "InvalidOption")
     if (assigned.job, assigned.namespace) != (assignment.job, options.namespace):
         raise PipelineError(
             f"the assignment is to job {assignment.job} in namespace {options.namespace}, and its arguments "
             f"name job {assigned.job} in namespace {assigned.namespace}",
-            "OptionInvalid",
+            "InvalidOption",
         )
     return assigned
 
@@ -456,7 +456,7 @@ def stages_of(text: str) -> list[StageName]:
     if unknown or not names:
         raise PipelineError(
             f"--stages: {', '.join(unknown) or 'nothing'} given; expected some of {', '.join(STAGES)}",
-            "OptionInvalid",
+            "InvalidOption",
         )
     return [stage for stage in STAGES if stage in names]
 
@@ -474,7 +474,7 @@ def concurrency_of(text: str | None) -> dict[StageName, int]:
         if stage is None or not count.strip().isdigit() or not 1 <= int(count) <= 4096:
             raise PipelineError(
                 f"--concurrency: '{part}'; expected for example init=16,run=64,eval=16 (1 to 4096)",
-                "OptionInvalid",
+                "InvalidOption",
             )
         places[stage] = int(count)
     return places
@@ -497,7 +497,7 @@ def apptainer_options(options: argparse.Namespace) -> ApptainerOptions | None:
         for name, value in apptainer_only.items():
             if value:
                 raise PipelineError(
-                    f"{name} goes with --sandbox apptainer (got --sandbox {options.sandbox})", "OptionInvalid"
+                    f"{name} goes with --sandbox apptainer (got --sandbox {options.sandbox})", "InvalidOption"
                 )
         return None
     return ApptainerOptions(
@@ -518,7 +518,7 @@ def images_of(options: argparse.Namespace) -> tuple[str, ...]:
     """
     if options.allow_images and options.sandbox == PROVIDER:
         raise PipelineError(
-            f"--allow-image: the cluster fetches the images of --sandbox {PROVIDER}", "OptionInvalid"
+            f"--allow-image: the cluster fetches the images of --sandbox {PROVIDER}", "InvalidOption"
         )
     return tuple(options.allow_images or (ANY,))
 
@@ -533,7 +533,7 @@ def read_token(file: Path) -> str:
         text = file.read_text().strip()
     except OSError as error:
         raise PipelineError(
-            f"--token-file: {file} cannot be read: {error.strerror}", "OptionInvalid"
+            f"--token-file: {file} cannot be read: {error.strerror}", "InvalidOption"
         ) from error
     if not text.startswith("{"):
         return text
@@ -543,7 +543,7 @@ def read_token(file: Path) -> str:
             token = token[0]  # This is the valid token that is not about to be retired.
     except (ValueError, LookupError) as error:
         raise PipelineError(
-            f"--token-file: {file} holds no token of the role 'worker'", "OptionInvalid"
+            f"--token-file: {file} holds no token of the role 'worker'", "InvalidOption"
         ) from error
     return str(token)
 
@@ -554,7 +554,13 @@ def _positive(text: str) -> int:
     return int(text)
 
 
-def _parser(*, ready: bool = False, exit_on_error: bool = True) -> argparse.ArgumentParser:
+def argument_parser(*, ready: bool = False, exit_on_error: bool = True) -> argparse.ArgumentParser:
+    """Return the parser of a worker's command line.
+
+    Args:
+        ready: Whether the worker stands ready, so that its assignment brings what is required otherwise.
+        exit_on_error: As in `argparse`.
+    """
     home = Path(os.environ.get("ROLLYARD_HOME") or _DEFAULT_HOME).expanduser()
     host = socket.gethostname()
     parser = argparse.ArgumentParser(
@@ -567,7 +573,7 @@ def _parser(*, ready: bool = False, exit_on_error: bool = True) -> argparse.Argu
         "--token-file", required=not ready, type=Path, help="tokens.json, or a file with just the token"
     )
     parser.add_argument("--job", help="work for this job only, and exit when it is over")
-    parser.add_argument("--namespace", default="default")
+    parser.add_argument("--namespace", default="default", help="that of the jobs, default: %(default)s")
     parser.add_argument(
         "--ready",
         metavar="NAME",
@@ -578,7 +584,12 @@ def _parser(*, ready: bool = False, exit_on_error: bool = True) -> argparse.Argu
     parser.add_argument(
         "--concurrency", help="places per stage, as init=16,run=64,eval=16; default: the job's"
     )
-    parser.add_argument("--run-dir", type=Path, default=home / "run", help="default: %(default)s")
+    parser.add_argument(
+        "--run-dir",
+        type=Path,
+        default=home / "run",
+        help=f"folder of the sandboxes, default: run in ROLLYARD_HOME ({_DEFAULT_HOME})",
+    )
     parser.add_argument(
         "--sandbox",
         choices=PROVIDERS,
@@ -632,7 +643,7 @@ def _parser(*, ready: bool = False, exit_on_error: bool = True) -> argparse.Argu
         help="apptainer: build the images of tasks' Dockerfiles; their commands run here as this user",
     )
     parser.add_argument(
-        "--max-sandboxes", type=int, help="claimed at once on this node; default: by concurrency"
+        "--max-sandboxes", type=int, help="sandboxes at once on this node; default: by concurrency"
     )
     parser.add_argument(
         "--sandboxes-end",
@@ -645,17 +656,39 @@ def _parser(*, ready: bool = False, exit_on_error: bool = True) -> argparse.Argu
         metavar="FILE",
         help="says why this worker takes no Init work; gone while nothing is wrong",
     )
-    parser.add_argument("--node", help=f"default: {host}; of workers with --sandbox kubernetes: {NODE}")
-    parser.add_argument("--name", default=f"{host}-{os.getpid()}-{secrets.token_hex(3)}")
-    parser.add_argument("--drain-seconds", type=float, default=30.0)
+    parser.add_argument(
+        "--node", help=f"default: the name of the host; of workers with --sandbox kubernetes: {NODE}"
+    )
+    parser.add_argument(
+        "--name",
+        default=f"{host}-{os.getpid()}-{secrets.token_hex(3)}",
+        help="that of this worker, default: made from the host's name and the number of the process",
+    )
+    parser.add_argument(
+        "--drain-seconds",
+        type=float,
+        default=30.0,
+        help="how long stages may take to end after SIGTERM, default: %(default)g",
+    )
     parser.add_argument(
         "--stall-timeout",
         type=float,
         default=20.0,
-        help="seconds without a sign of life of a backend, after which its requests are given up",
+        help="seconds without a sign of life of a backend, after which its requests are given up, "
+        "default: %(default)g",
     )
-    parser.add_argument("--backend-budget", type=float, default=60.0, help="seconds without any backend")
-    parser.add_argument("--log-level", choices=("debug", "info", "warning", "error"), default="info")
+    parser.add_argument(
+        "--backend-budget",
+        type=float,
+        default=60.0,
+        help="seconds without any backend, after which a Run fails, default: %(default)g",
+    )
+    parser.add_argument(
+        "--log-level",
+        choices=("debug", "info", "warning", "error"),
+        default="info",
+        help="default: %(default)s",
+    )
     add_log_option(parser)
     add_trace_options(parser)
     return parser

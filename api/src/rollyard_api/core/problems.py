@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from http import HTTPStatus
 from typing import Any, Final, Self
 
 import orjson
+from rollyard_crds.reasons import link
 from starlette.responses import Response
 
 from rollyard_api.core.errors import ControlPlaneError
 
-TYPE_BASE: Final = "https://rollyard.dev/problems/"
 MEDIA_TYPE: Final = "application/problem+json"
 RETRY_AFTER: Final = {"Retry-After": "2"}
 """The header of refusals that are over soon."""
@@ -122,10 +121,12 @@ class StorageFull(ApiError):
 
 
 def response(error: ApiError) -> Response:
-    """Return the HTTP response of an error, whose body is its problem document."""
-    kebab = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "-", error.reason).lower()
+    """Return the HTTP response of an error, whose body is its problem document.
+
+    The `type` leads to what the documentation says about the reason.
+    """
     document: dict[str, Any] = {
-        "type": TYPE_BASE + kebab,
+        "type": link(error.reason),
         "title": HTTPStatus(error.status).phrase,
         "status": error.status,
         "detail": error.detail,

@@ -182,7 +182,7 @@ def waits_for(
     if admitted is None:
         return {"reason": "NoDriver", "message": "no driver has looked at the job yet"}
     if not heard:
-        return {"reason": "NoWorker", "message": "no worker of the job was heard lately"}
+        return {"reason": "WorkersSilent", "message": "no worker of the job was heard lately"}
     return None
 
 

@@ -180,7 +180,7 @@ def _one_of(parts: Sequence[T], number: int, noun: str) -> T:
     if number >= len(parts):
         raise NotFound(
             f"the record has {len(parts)} {noun}s, and none with number {number}",
-            reason=f"{noun.capitalize()}NotFound",
+            reason="PieceNotFound",
         )
     return parts[number]
 

@@ -86,6 +86,17 @@ def test_any_metric_of_a_handler_whose_components_are_not_known(handler: str) ->
     assert problems(sampled(handler, None, metric="anything"), None) == []
 
 
+@pytest.mark.parametrize("reward", [None, {"trainer": {}}])
+def test_a_trainer_gives_any_reward_and_component_but_the_reserved_ones(reward: Any) -> None:
+    def stream(metric: str) -> RolloutJobSpec:
+        sampling = {"targetGroups": 2, "metric": metric, "minStd": 1e3}
+        return spec("unscored", reward, tasks={"stream": True}, dynamicSampling=sampling)
+
+    assert [problems(stream(metric), None) for metric in ("reward", "style")] == [[], []]
+    (found,) = problems(stream("overlong"), None)
+    assert "there is no component 'overlong'" in found
+
+
 @pytest.mark.parametrize(
     ("metric", "handler", "reward"),
     [("handler", "unscored", FUNCTION), ("reward", "math", {"weights": {"handler": 0.0}})],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import tomllib
 
 import machine_docs
 import option_docs
@@ -10,7 +11,7 @@ import pytest
 import reference_pages
 from rollyard.main import cli
 from rollyard_crds.described_fields import KINDS, FieldUnknown, described
-from rollyard_crds.reasons import all_reasons
+from rollyard_crds.reasons import DOCUMENTATION, all_reasons, link
 
 pytestmark = pytest.mark.static
 
@@ -52,6 +53,12 @@ def test_fields_have_type_default_and_bounds() -> None:
     assert "give exactly one of" in job.find("spec.tasks").rules[0]
     with pytest.raises(FieldUnknown, match=r"did you mean spec\.agent\.maxTurns"):
         job.find("spec.maxTurns")
+
+
+def test_links_of_problems_begin_with_the_address_of_the_documentation() -> None:
+    project = tomllib.loads((option_docs.ROOT / "pyproject.toml").read_text())["project"]
+    assert project["urls"]["Documentation"] == DOCUMENTATION
+    assert link("LeaseLost") == f"{DOCUMENTATION}reference/reasons.html#leaselost"
 
 
 def test_links_of_problems_lead_to_headings() -> None:

@@ -28,6 +28,7 @@ PLACES: Final = {
     "advice": "`status.advice` of a job",
     "view": "the page and its calls: why a job waits, or why a group was dropped",
     "command": "an error of a command, or of a program that does not start",
+    "late": "`late` in the answer to rewards that a trainer hands in",
     "trainer": "an exception of the client or of an adapter for trainers",
     "extension": "an exception that handlers, agents and tools get from a sandbox",
     "message": "the message beside another reason, such as `SandboxStartFailed` or `BackendsFailing`",

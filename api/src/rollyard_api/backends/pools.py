@@ -272,6 +272,8 @@ def listed(conn: Connection, namespace: str | None, name: str | None = None) -> 
 
 
 def _document(pool: PoolRow, rows: Sequence[BackendRow], active: dict[str, int]) -> dict[str, Any]:
+    ready = sum(bool(b.ready and b.weights == "Current" and not b.draining) for b in rows)
+    wanted = len(rows) if pool.external else loads(pool.spec)["replicas"]
     return {
         "apiVersion": "rollyard.dev/v1alpha1",
         "kind": "BackendPool",
@@ -290,7 +292,8 @@ def _document(pool: PoolRow, rows: Sequence[BackendRow], active: dict[str, int])
             "replicas": len(rows),
             "selector": "",
             **loads(pool.status),
-            "readyReplicas": sum(bool(b.ready and b.weights == "Current" and not b.draining) for b in rows),
+            "readyReplicas": ready,
+            "readyText": f"{ready}/{wanted}",
             "policyVersion": pool.policy_version,
             "paused": bool(pool.paused),
             "backends": [_backend(pool, b, active.get(b.url, 0)) for b in rows],

@@ -254,6 +254,20 @@ def test_rights_have_no_wildcard(cluster: Cluster, values: Any, namespaces: list
     assert subjects == [[{"kind": "ServiceAccount", "name": "yard-rollyard-operator", "namespace": "home"}]]
 
 
+def test_plugins_are_mounted_read_only_and_only_where_they_are_named(cluster: Cluster, values: Any) -> None:
+    def api(*words: str) -> dict[str, Any]:
+        spec: dict[str, Any] = of(rendered(cluster, "home", *words), "Deployment", "-api")["spec"]
+        return dict(spec["template"]["spec"])
+
+    pod = api(*values({"plugins": {"configMap": "rewards"}}))
+    (container,) = pod["containers"]
+    assert "--plugin=/etc/rollyard/plugins" in container["args"]
+    mount = {"name": "plugins", "mountPath": "/etc/rollyard/plugins", "readOnly": True}
+    assert mount in container["volumeMounts"]
+    assert {"name": "plugins", "configMap": {"name": "rewards"}} in pod["volumes"]
+    assert "plugins" not in str(api())
+
+
 def test_only_the_operator_has_a_token(cluster: Cluster) -> None:
     documents = rendered(cluster, "home")
     mounted = {}

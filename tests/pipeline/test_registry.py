@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import site
+import sys
 from importlib import metadata
 from pathlib import Path
 
@@ -72,3 +74,25 @@ def test_the_control_plane_knows_which_of_our_jobs_start_no_sandbox_before_eval(
             )  # fmt: skip
             use = sandbox_use(handler(), agent_of(registry, spec)[1])
             assert spec.needs_early_sandboxes == (use == "run"), (name, agent)
+
+
+def test_a_process_that_stood_ready_finds_what_was_installed_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also in development mode, which names the folder of the source in a file of `site-packages`."""
+    packages, source = tmp_path / "site-packages", tmp_path / "source"
+    packages.mkdir()
+    monkeypatch.setattr(sys, "path", [*sys.path, str(packages)])
+    monkeypatch.setattr(site, "getsitepackages", lambda: [str(packages)])
+    registry = Registry()
+    registry.load(HANDLERS, "shell")
+
+    about = packages / "late-1.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: late\nVersion: 1\n")
+    (about / "entry_points.txt").write_text("[rollyard.handlers]\nlate = module_of_late:Late\n")
+    (packages / "late.pth").write_text(f"{source}\n")
+    source.mkdir()
+    (source / "module_of_late.py").write_text("class Late: ...\n")
+    assert registry.load(HANDLERS, "late").__name__ == "Late"
+    monkeypatch.delitem(sys.modules, "module_of_late")

@@ -197,5 +197,5 @@ async def test_a_function_must_be_installed(served: Any) -> None:
     refused = await served.admin.post("/v1/rolloutjobs", json=manifest)
     assert (refused.status_code, refused.json()["reason"]) == (422, "NotInstalled")
     assert refused.json()["errors"] == [
-        "spec.reward.function.name: no reward function 'nobodys' is installed; installed: none"
+        "spec.reward.function.name: no reward function 'nobodys' is offered; offered: none"
     ]

@@ -130,15 +130,12 @@ def started(desk: Any) -> Any:
         (
             {"handler": "shel"},
             "NotInstalled",
-            [
-                "spec.handler: no handler 'shel' is installed; "
-                "installed: code, harbor, math, mixed, shell, stem"
-            ],
+            ["spec.handler: no handler 'shel' is offered; offered: code, harbor, math, mixed, shell, stem"],
         ),
         (
             {"agent": {"type": "oracle", "tools": ["bash", "hammer"]}},
             "NotInstalled",
-            ["spec.agent.tools[1]: no tool 'hammer' is installed; installed: bash, edit, ipython, submit"],
+            ["spec.agent.tools[1]: no tool 'hammer' is offered; offered: bash, edit, ipython, submit"],
         ),
     ],
 )

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from rollyard_crds.reading.plugin import offers_of
 from rollyard_testing.pace import patience
 
 DOCS = Path(__file__).parents[2] / "docs" / "handlers.md"
@@ -75,6 +76,7 @@ def test_the_documented_handler_installs_and_runs(tmp_path_factory: pytest.TempP
     for name, text in files:
         (source / name).write_text(text)
     assert len(files[0][1].splitlines()) <= 25
+    assert offers_of(files[0][1].encode()) == {"handlers": {"closeness": "ClosenessHandler"}}, "as a plugin"
     subprocess.run(
         [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation", "--no-index",
          "--disable-pip-version-check", "--root-user-action=ignore", "--target", str(target), str(source)],

@@ -37,6 +37,14 @@ GONE_SECONDS = patience(15.0)
 SMALL = {"resources": {"memory": "192Mi", "disk": "16Mi", "processes": 64}, "warm": 1}
 STAGES = {"init": {"timeoutSeconds": 60}, "run": {"timeoutSeconds": 60}, "eval": {"timeoutSeconds": 20}}
 TOOLS = ["bash", "ipython", "edit", "submit"]
+PLUGIN = """# {}
+from rollyard_pipeline.handlers.shell import ShellHandler
+
+
+class GradedHandler(ShellHandler):
+    pass
+"""
+"""A plugin whose text is a secret."""
 
 
 class Lab:
@@ -49,7 +57,12 @@ class Lab:
         self.options = options
         self.secrets = {
             name: f"canary-{secrets.token_hex(12)}"
-            for name in ("the worker's environment", "a file of the host", "a file of the run folder")
+            for name in (
+                "the worker's environment",
+                "a file of the host",
+                "a file of the run folder",
+                "a plugin",
+            )
         }
         self.api: subprocess.Popen[bytes] | None = None
         self.worker: subprocess.Popen[bytes] | None = None
@@ -68,6 +81,8 @@ class Lab:
         self.run.mkdir(mode=0o700)
         (self.folder / "host-secret").write_text(self.secrets["a file of the host"])
         (self.run / "run-secret").write_text(self.secrets["a file of the run folder"])
+        (self.folder / "plugins").mkdir()
+        (self.folder / "plugins" / "graded.py").write_text(PLUGIN.format(self.secrets["a plugin"]))
         with contextlib.ExitStack() as stack:
             self.api = stack.enter_context(self._process("api", *self._api_command()))
             port = int(_appears(self.folder / "port", self.api, self.folder / "api.log"))
@@ -190,7 +205,10 @@ class Lab:
 
     def _api_command(self) -> tuple[str, ...]:
         port_file = str(self.folder / "port")
-        return ("rollyard_api", "--state-dir", str(self.state), "--port", "0", "--port-file", port_file)
+        return (
+            "rollyard_api", "--state-dir", str(self.state), "--port", "0", "--port-file", port_file,
+            "--plugin", str(self.folder / "plugins"),
+        )  # fmt: skip
 
     @contextmanager
     def _process(self, name: str, module: str, *arguments: str) -> Iterator[subprocess.Popen[bytes]]:

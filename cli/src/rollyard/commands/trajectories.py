@@ -111,7 +111,7 @@ class Choice:
 
 
 @click.command()
-@click.argument("arguments", nargs=-1, type=job_name, metavar="[NAME] [ROLLOUT]")
+@click.argument("arguments", nargs=-1, metavar="[NAME] [ROLLOUT]")
 @click.option(
     "--from",
     "path",
@@ -153,7 +153,7 @@ def view(
     if web:
         if path is not None or failed or listing or step or filters or not 1 <= len(arguments) <= 2:
             raise click.UsageError("--web goes with the job's NAME (and a ROLLOUT) alone")
-        _print_link(arguments[0], arguments[1:], server)
+        _print_link(job_name(arguments[0]), arguments[1:], server)
         return
     if filters and (path is not None or not listing or failed or len(arguments) != 1):
         names = ", ".join(f"--{key.replace('_', '-')}" for key in filters)
@@ -170,7 +170,7 @@ def view(
         return
     if not 1 <= len(arguments) <= 2:
         raise click.UsageError("give the job's NAME (and a ROLLOUT), or --from FILE")
-    name, rest = arguments[0], arguments[1:]
+    name, rest = job_name(arguments[0]), arguments[1:]
     with connect(*server) as client:
         if filters:
             _list(client, name, filters)
@@ -283,7 +283,7 @@ CODE_SECONDS: Final = 60
 
 
 @click.command()
-@click.argument("arguments", nargs=-1, type=job_name, metavar="[NAME] [ROLLOUT]")
+@click.argument("arguments", nargs=-1, metavar="[NAME] [ROLLOUT]")
 @click.option(
     "--role",
     type=click.Choice(["viewer", "admin"]),
@@ -323,6 +323,7 @@ def open_page(
             click.echo(f"{ended} {'session or link' if ended == 1 else 'sessions and links'} ended")
             return
         name, rollout = (*arguments, "", "")[:2]
+        name = job_name(name)
         page_url(client.url, "")  # This raises an error before a code is made that nobody could use.
         if name:
             client.job(name, client.namespace)

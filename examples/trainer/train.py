@@ -7,7 +7,6 @@ from itertools import cycle, islice
 from pathlib import Path
 
 import numpy as np
-import yaml
 from rollyard import Client
 
 GROUPS, POOL, JOB = 4, "default", "train"
@@ -17,7 +16,7 @@ state = json.loads(file.read_text()) if file.exists() else {"step": 0, "cursor":
 
 with Client() as client:
     client.check_tokenizer(POOL, checkpoint)
-    client.submit(yaml.safe_load(Path(__file__).with_name("job.yaml").read_text()))
+    client.submit(Path(__file__).with_name("job.yaml"))
     for step in range(state["step"], steps):
         chosen = islice(cycle(tasks), step * GROUPS, (step + 1) * GROUPS)
         client.push_tasks(JOB, [task | {"id": f"{step}/{task['id']}"} for task in chosen])

@@ -18,7 +18,7 @@ from rollyard_api.storage import jobs as job_rows
 from rollyard_client import AsyncClient
 from rollyard_client.call import ready
 from rollyard_client.errors import JobReplaced
-from rollyard_client.paging import Cursor, Files, Listing
+from rollyard_client.paging import Cursor, Files, Following, Listing
 from rollyard_client.requests.results import Page
 from rollyard_testing.api.plane import Worker, listed, make_manifest, read_pages, serving, start_api
 from rollyard_testing.waiting import eventually
@@ -349,7 +349,7 @@ def page(count: int, cursor: str, *, finished: bool = False) -> Page:
 
 
 def test_clients_do_not_take_a_short_page_for_the_end() -> None:
-    walk = Cursor(lambda _cursor, _wait: ready(), json.loads, follow=False)  # type: ignore[arg-type,return-value]
+    walk = Cursor(lambda _cursor, _wait: ready(), json.loads, Following("j", "default"))  # type: ignore[arg-type,return-value]
     walk.take(page(1, "v1.t.x.1"))
     assert not walk.done
     walk.take(page(1, "v1.t.x.2", finished=True))

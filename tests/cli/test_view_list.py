@@ -96,7 +96,8 @@ def test_the_client_searches_and_reads_statistics(started: StartedControlPlane) 
         assert len(list(client.rollout_rows("job"))) == 4
         statistics = client.statistics("job")
         assert (statistics.upto, statistics.rewards.n, sum(statistics.rewards.bins)) == (4, 3, 3)
-        assert [bucket.n for bucket in statistics.by_time] and statistics.stages["run"].n == 4
+        assert sum(bucket.n for bucket in statistics.by_time) == 4
+        assert statistics.stages["run"].n == 4
         (failure,) = statistics.failures
         assert (failure.reason, failure.message, failure.n) == ("TestBroken", "it broke", 1)
         overview = client.overview()

@@ -12,7 +12,7 @@ from typing import Any
 
 import httpx
 import pytest
-from rollyard import AsyncClient, Client, RolloutJob, errors
+from rollyard import AsyncClient, Client, Retry, RolloutJob, errors
 from rollyard_client import DriverClient
 from rollyard_client.call import Call
 from rollyard_client.finish import POLL_SECONDS, check_success, failure, late
@@ -128,12 +128,6 @@ async def test_a_job_that_is_deleted_while_it_is_followed(
             with pytest.raises(errors.RollyardError) as gone:
                 await asyncio.wait_for(waiting, LONG)
             assert (type(gone.value), gone.value.reason) == (errors.JobFailed, "JobDeleted"), number
-        events = other.events("deleted-3", timeout=LONG)
-        await other.submit(stream("deleted-3"))
-        assert (await anext(events)).counts is not None
-        client.delete("deleted-3")
-        with pytest.raises(errors.JobFailed, match="was deleted"):
-            _ = [event async for event in events]
 
 
 async def _set(event: asyncio.Event, _answer: httpx.Response) -> None:
@@ -254,7 +248,13 @@ def test_other_results_that_end_are_progress() -> None:
     assert isinstance(steps.send(Page([], "c1", False)), Call), "it asks what the job waits for"
 
 
-def test_a_stream_of_events_that_is_cut_says_so() -> None:
+@pytest.mark.parametrize(
+    ("status", "error", "reason"),
+    [(200, errors.ServerUnavailable, "ServerUnavailable"), (404, errors.JobFailed, "JobDeleted")],
+)
+def test_a_stream_of_events_that_is_cut_says_why(
+    status: int, error: type[errors.RollyardError], reason: str
+) -> None:
     def answer(request: httpx.Request) -> httpx.Response:
         if request.url.path.endswith("/events"):
             data = {
@@ -267,7 +267,7 @@ def test_a_stream_of_events_that_is_cut_says_so() -> None:
             }
             text = f"id: 7\nevent: transition\ndata: {json.dumps(data)}\n\n"
             return httpx.Response(200, text=text)
-        return httpx.Response(200, content=job_with().model_dump_json(by_alias=True))
+        return httpx.Response(status, content=job_with().model_dump_json(by_alias=True))
 
     with Client("http://x", "t") as client:
         client._transport.client = httpx.Client(transport=httpx.MockTransport(answer), base_url="http://x")
@@ -275,8 +275,9 @@ def test_a_stream_of_events_that_is_cut_says_so() -> None:
         first = next(events)
         assert first.transition is not None
         assert (first.transition.rollout, first.transition.reward, first.counts) == ("r", 1.0, None)
-        with pytest.raises(errors.ServerUnavailable, match="give the last event's id as last_id"):
+        with pytest.raises(error) as cut:
             next(events)
+        assert cut.value.reason == reason
 
 
 @pytest.mark.parametrize("wrong", [{"timeout": -1}, {"timeout": nan}, {"cursor": "c", "consumer": "n"}])
@@ -285,3 +286,19 @@ def test_arguments_of_iterators_are_checked_at_once(wrong: dict[str, Any]) -> No
         for read in (client.trajectories, client.groups):
             with pytest.raises(errors.Invalid):
                 read("j", **wrong)
+
+
+@pytest.mark.parametrize("body", [b"{}", b"[]", b"{", b'{"upto": "many"}'])
+def test_an_answer_of_another_form_is_an_error_of_its_own(body: bytes) -> None:
+    transport = httpx.MockTransport(lambda _request: httpx.Response(200, content=body))
+    with Client("http://x", "t") as client:
+        client._transport.client = httpx.Client(transport=transport, base_url="http://x")
+        for read in (lambda: client.statistics("j"), client.overview, lambda: client.push_tasks("j", [])):
+            with pytest.raises(errors.AnswerInvalid):
+                read()
+
+
+@pytest.mark.parametrize("wrong", [{"attempts": 0}, {"base": -0.1}, {"longest": nan}])
+def test_a_policy_of_retries_is_checked(wrong: dict[str, Any]) -> None:
+    with pytest.raises(errors.Invalid, match=f"^{next(iter(wrong))}: must be"):
+        Retry(**wrong)

@@ -213,7 +213,8 @@ def manifests(release: Release, images: str, arguments: tuple[str, ...]) -> list
     for one in trainer["env"]:
         if one["name"] == "ROLLYARD_URL":
             one["value"] = f"http://{release.name}-rollyard-api.{release.name}.svc.cluster.local:8765"
-    path = f"{CHECKOUT}/client/src:{CHECKOUT}/crds/src:{CHECKOUT}/process/src:{PACKAGES}"
+    ours = ("cli/src", "client/src", "crds/src", "drivers/src", "process/src")
+    path = ":".join([*(f"{CHECKOUT}/{folder}" for folder in ours), PACKAGES])
     trainer["env"].append({"name": "PYTHONPATH", "value": path})
     for name, where in (("packages", PACKAGES), ("checkout", CHECKOUT)):
         claim = {"claimName": name, "readOnly": True}

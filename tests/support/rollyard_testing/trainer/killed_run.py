@@ -17,7 +17,7 @@ from rollyard_testing.pace import patience
 ENVIRONMENT_SECONDS = 900.0
 EXAMPLE = ROOT / "examples" / "grpo"
 LAUNCHER = Path(__file__).with_name("deadly_launcher.py")
-PACKAGES = ("client/src", "crds/src", "process/src")
+PACKAGES = ("cli/src", "client/src", "crds/src", "drivers/src", "process/src")
 
 
 class TrainerMissing(Exception):

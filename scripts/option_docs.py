@@ -25,6 +25,7 @@ from rollyard_api.options.declared import (
     option_of,
     variable_of,
 )
+from rollyard_crds.described_fields import bounds_in_words
 from rollyard_pipeline.program import argument_parser
 
 ROOT: Final = Path(__file__).parent.parent
@@ -79,12 +80,13 @@ def table(model: type[DeclaredOptions], without: type[DeclaredOptions] | None = 
         if without is None or name not in without.model_fields
     }
     groups: dict[str, list[str]] = {}
+    properties = model.model_json_schema()["properties"]
     chart = values() if issubclass(model, ControlPlaneOptions) else None
-    columns = ["option", "what", "default", "variable", *(() if chart is None else ("chart",))]
+    columns = ["option", "takes", "what", "default", "variable", *(() if chart is None else ("chart",))]
     for name, field in mine.items():
         option, key = option_of(field), key_of(name, field)
         variables = [variable_of(model, name), *option.elsewhere]
-        row = [f"`--{key}`", option.help.replace("|", "\\|")]
+        row = [f"`--{key}`", _taken(properties[name]), option.help.replace("|", "\\|")]
         row.append(option.default or usual(field) or _natural(field))
         row.append(" or ".join(f"`{each}`" for each in variables if each))
         row += [] if chart is None else [_in_chart(key, chart)]
@@ -93,6 +95,19 @@ def table(model: type[DeclaredOptions], without: type[DeclaredOptions] | None = 
     for title, rows in groups.items():
         lines += [f"| **{title}** {'| ' * len(columns)}".rstrip(), *rows]
     return "\n".join(lines) + "\n"
+
+
+def _taken(node: dict[str, Any]) -> str:
+    """Return what an option takes, from its part of a schema."""
+    node = next((one for one in node.get("anyOf", ()) if one.get("type") != "null"), node)
+    if "enum" in node:
+        return ", ".join(f"`{choice}`" for choice in node["enum"])
+    for exclusive, bound in (("exclusiveMinimum", "minimum"), ("exclusiveMaximum", "maximum")):
+        if exclusive in node:
+            node = {**node, bound: node[exclusive], exclusive: True}
+    words = {"array": "text", "boolean": "", "integer": "whole number", "string": "text"}
+    word = "path" if node.get("format") == "path" else words.get(node["type"], node["type"])
+    return ", ".join((word, *bounds_in_words(node))) if node["type"] in ("integer", "number") else word
 
 
 def _natural(field: FieldInfo) -> str:
@@ -148,14 +163,16 @@ def _of_option(option: click.Option, context: click.Context) -> CommandOption:
         takes = ", ".join(f"`{choice}`" for choice in option.type.choices)
     elif isinstance(option.type, click.IntRange | click.FloatRange):
         takes = _bounds(option.type)
-    return CommandOption(names, takes, " ".join((option.help or "").split()))
+    text = " ".join((option.help or "").split())
+    # Most helps say the default themselves.
+    text += f" [{option.default}]" * bool(option.show_default)
+    return CommandOption(names, takes, text + " (required)" * option.required)
 
 
 def _bounds(kind: click.IntRange | click.FloatRange) -> str:
-    noun = "a whole number" if isinstance(kind, click.IntRange) else "a number"
-    least = "" if kind.min is None else f" {'above' if kind.min_open else 'from'} {kind.min:,}"
-    most = "" if kind.max is None else f" {'below' if kind.max_open else 'to'} {kind.max:,}"
-    return f"{noun}{least}{most}"
+    noun = "whole number" if isinstance(kind, click.IntRange) else "number"
+    node = {"exclusiveMinimum": kind.min_open, "exclusiveMaximum": kind.max_open}
+    return ", ".join((noun, *bounds_in_words({**node, "minimum": kind.min, "maximum": kind.max})))
 
 
 def _of_argument(action: argparse.Action) -> CommandOption:
@@ -165,7 +182,7 @@ def _of_argument(action: argparse.Action) -> CommandOption:
         takes = ", ".join(f"`{choice}`" for choice in action.choices)
     text = (action.help or "") % {**vars(action), "prog": "rollyard worker"}
     required = " (required)" if action.required else ""
-    return CommandOption(names, str(takes), f"{text[:1].upper()}{text[1:]}{required}")
+    return CommandOption(names, str(takes), f"{text}{required}")
 
 
 def command_sections() -> str:

@@ -34,41 +34,28 @@ def cell(text: str) -> str:
     return " ".join(text.split()).replace("|", "\\|")
 
 
-class FieldPage:
-    """A page with the fields of one kind: a section for each object that holds others.
+def sections(field: DescribedField, title: str, known: dict[object, str]) -> Iterator[str]:
+    """Yield a section for each object that holds other fields, with a table of these.
 
     Args:
-        root: The fields of the kind.
+        field: The object with which to begin.
         title: The heading of the fields that are not below another.
-        known: Where fields are described already, by what they are; the page adds its own.
+        known: Where fields are described already, by what they are. The sections are added.
     """
-
-    def __init__(self, root: DescribedField, title: str, known: dict[object, str]) -> None:
-        self._title = title
-        self._known = known
-        self.text = "\n".join(self._sections(root))
-
-    def _sections(self, field: DescribedField) -> Iterator[str]:
-        heading = field.path or self._title
-        self._known[_shape(field)] = f"[`{heading}`](#{anchor(heading)})"
-        yield f"## {heading}\n\n{self._opening(field)}"
-        further = []
-        rows = []
-        for child in field.children:
-            same = self._known.get(_shape(child)) if child.children else None
-            rows.append(_row(child, same, parent=field))
-            further += [child] if child.children and same is None else []
-        yield COLUMNS + "".join(rows)
-        if field.rules:
-            yield "".join(f"- `{heading}`: {cell(rule)}\n" for rule in field.rules)
-        for child in further:
-            yield from self._sections(child)
-
-    def _opening(self, field: DescribedField) -> str:
-        lines = [cell(field.description)]
-        if field.immutable:
-            lines.append("It cannot be changed after creation.")
-        return " ".join(lines) + "\n"
+    heading = field.path or title
+    known[_shape(field)] = f"[`{heading}`](#{anchor(heading)})"
+    unchanged = " It cannot be changed after creation." if field.immutable else ""
+    yield f"## {heading}\n\n{cell(field.description)}{unchanged}\n"
+    rows, further = [], []
+    for child in field.children:
+        same = known.get(_shape(child)) if child.children else None
+        rows.append(_row(child, same, parent=field))
+        further += [child] if child.children and same is None else []
+    yield COLUMNS + "".join(rows)
+    if field.rules:
+        yield "".join(f"- `{heading}`: {cell(rule)}\n" for rule in field.rules)
+    for child in further:
+        yield from sections(child, title, known)
 
 
 def _shape(field: DescribedField) -> object:
@@ -93,7 +80,7 @@ def _row(field: DescribedField, same: str | None, parent: DescribedField) -> str
 def job_page() -> str:
     """Return the page of RolloutJob."""
     known: dict[object, str] = {_shape(described("Task")): "a [task](task.md)"}
-    body = FieldPage(described("RolloutJob"), "The object", known).text
+    body = "\n".join(sections(described("RolloutJob"), "The object", known))
     return f"""# RolloutJob
 
 {_MADE}
@@ -128,7 +115,7 @@ this page in a terminal. The reasons of conditions and rollouts are in [Reasons]
 
 def pool_page() -> str:
     """Return the page of BackendPool."""
-    body = FieldPage(described("BackendPool"), "The object", {}).text
+    body = "\n".join(sections(described("BackendPool"), "The object", {}))
     return f"""# BackendPool
 
 {_MADE}
@@ -155,7 +142,7 @@ spec:
 
 def task_page() -> str:
     """Return the page of tasks."""
-    body = FieldPage(described("Task"), "The task", {}).text
+    body = "\n".join(sections(described("Task"), "The task", {}))
     return f"""# Task
 
 {_MADE}
@@ -185,8 +172,8 @@ def reasons_page() -> str:
         f"| {cell(text)} | {', '.join(f'[{name}](#{anchor(name)})' for name in places[place])} |\n"
         for place, text in PLACES.items()
     )
-    sections = "\n".join(
-        f"## {name}\n\n" + "\n".join(_meaning(one) for one in several)
+    entries = "\n".join(
+        f"## {name}\n\n" + "\n".join(_meaning(name, one) for one in several)
         for name, several in all_reasons().items()
     )
     return f"""# Reasons
@@ -205,10 +192,21 @@ messages, and are explained in their documentation.
 | place | reasons |
 |---|---|
 {rows}
-{sections}"""
+{entries}"""
 
 
-def _meaning(meaning: ReasonMeaning) -> str:
+def linked(text: str, own: str) -> str:
+    """Return a text of a reason in which the names of pages and of other reasons are links."""
+    text = re.sub(r"\bdocs/([\w-]+\.md)", r"[docs/\1](../\1)", text)
+
+    def link(match: re.Match[str]) -> str:
+        name = match[1]
+        return f"[{match[0]}](#{anchor(name)})" if name in all_reasons() and name != own else match[0]
+
+    return re.sub(r"`(\w+)`", link, text)
+
+
+def _meaning(name: str, meaning: ReasonMeaning) -> str:
     statuses = " or ".join(f"HTTP {status}" for status in meaning.statuses)
     where = [
         f"{PLACES[place]} ({statuses})" if place == "problem" else PLACES[place] for place in meaning.places
@@ -217,9 +215,9 @@ def _meaning(meaning: ReasonMeaning) -> str:
     faults = [FAULTS[one] for one in meaning.faults]
     shown = faults[0] if len(faults) == 1 else "; or ".join(fault.partition(":")[0] for fault in faults)
     lines = (
-        meaning.what,
+        linked(meaning.what, name),
         f"**Fault:** {shown}.",
-        f"**To do:** {meaning.remedy}",
+        f"**To do:** {linked(meaning.remedy, name)}",
         f"**Where:** {'; '.join(where)}.",
     )
     return "\\\n".join(lines) + "\n"
@@ -230,16 +228,16 @@ def chart_page() -> str:
     text = (CHART / "values.yaml").read_text()
     schema = json.loads((CHART / "values.schema.json").read_text())
     values = yaml.safe_load(text)
-    sections: dict[str, list[str]] = {}
+    groups: dict[str, list[str]] = {}
     for path, comment in _comments(text):
         node = _node(schema, path)
         default = values
         for name in path:
             default = default[name]
         group = path[0] if len(path) > 1 else "Top level"
-        sections.setdefault(group, []).append(_value_row(".".join(path), node, default, comment, schema))
+        groups.setdefault(group, []).append(_value_row(".".join(path), node, default, comment, schema))
     columns = COLUMNS.replace("field", "value", 1)
-    body = "\n".join(f"## {group}\n\n{columns}{''.join(rows)}" for group, rows in sections.items())
+    body = "\n".join(f"## {group}\n\n{columns}{''.join(rows)}" for group, rows in groups.items())
     return f"""# Values of the chart
 
 {_MADE}

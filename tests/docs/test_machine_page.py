@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import re
+import tomllib
 
 import machine_docs
 import option_docs
 import pytest
 import reference_pages
+from rollyard.main import cli
 from rollyard_crds.described_fields import KINDS, FieldUnknown, described
-from rollyard_crds.reasons import all_reasons
+from rollyard_crds.reasons import DOCUMENTATION, all_reasons, link
 
 pytestmark = pytest.mark.static
 
@@ -22,6 +24,13 @@ def test_the_states_and_rules_in_the_page_are_current() -> None:
 def test_the_options_in_the_page_are_current() -> None:
     page = option_docs.PAGE.read_text()
     assert page == option_docs.current(page), "run `make reference`, or scripts/option_docs.py alone"
+
+
+def test_every_option_has_a_help() -> None:
+    commands = option_docs.commands(cli, "rollyard")
+    options = {path: option_docs.options_of(path, command) for path, command in commands}
+    assert "rollyard worker" in options
+    assert [(path, one.names) for path, several in options.items() for one in several if not one.help] == []
 
 
 def test_the_pages_of_fields_reasons_and_values_are_current() -> None:
@@ -46,6 +55,12 @@ def test_fields_have_type_default_and_bounds() -> None:
         job.find("spec.maxTurns")
 
 
+def test_links_of_problems_begin_with_the_address_of_the_documentation() -> None:
+    project = tomllib.loads((option_docs.ROOT / "pyproject.toml").read_text())["project"]
+    assert project["urls"]["Documentation"] == DOCUMENTATION
+    assert link("LeaseLost") == f"{DOCUMENTATION}reference/reasons.html#leaselost"
+
+
 def test_links_of_problems_lead_to_headings() -> None:
     headings = re.findall(r"^## (\w+)$", (reference_pages.FOLDER / "reasons.md").read_text(), re.MULTILINE)
     assert headings == list(all_reasons())
@@ -56,5 +71,5 @@ def test_reasons_name_options_that_exist() -> None:
     known = set(re.findall(r"--[a-z][\w-]+", option_docs.PAGE.read_text()))
     texts = [text for several in all_reasons().values() for one in several for text in (one.what, one.remedy)]
     named = {word for text in texts for word in re.findall(r"`(--[a-z][\w-]+)[^`]*`", text)}
-    # Of vLLM and of the embedded engine.
+    # The other options are those of vLLM and the embedded engine.
     assert named - known - {"--help"} == {"--kv-cache-mib", "--logprobs-mode"}

@@ -89,7 +89,7 @@ def entries(text: str) -> Iterator[str]:
     """Yield the paragraphs, entries of lists and rows of tables, each as a line. Fences are left out."""
     for block in re.split(r"\n(?=\s*[-*] |\s*\d+\. |\||#)|\n\s*\n", FENCE.sub("", text)):
         line = " ".join(block.split())
-        if not re.fullmatch(r"[|: -]*|#.*|\| (surface|field|value) \|.*", line):
+        if not re.fullmatch(r"[|: -]*|#.*|\| (surface|field|value|option) \|.*", line):
             yield line
 
 

@@ -204,4 +204,4 @@ def _range(
 
 
 def _number(value: float) -> str:
-    return f"{value:,}" if isinstance(value, int) else f"{value:,g}" if abs(value) < 1e6 else f"{value:g}"
+    return f"{int(value):,}" if value == int(value) else f"{value:g}"

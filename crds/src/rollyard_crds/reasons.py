@@ -30,7 +30,8 @@ PLACES: Final = {
     "command": "an error of a command, or of a program that does not start",
     "trainer": "an exception of the client or of an adapter for trainers",
     "extension": "an exception that handlers, agents and tools get from a sandbox",
-    "log": "the log of a program, or the message of another reason",
+    "message": "the message beside another reason, such as `SandboxStartFailed` or `BackendsFailing`",
+    "log": "the log of a program",
 }
 """Where a reason stands."""
 FAULTS: Final = {

@@ -140,8 +140,22 @@ def _print_checks(url: str, answers: Probed, rows: Sequence[FitnessCheck]) -> No
 
 
 @click.command()
-@click.option("--tasks", type=click.IntRange(min=1), default=64, envvar="TASKS", show_default=True)
-@click.option("--samples", type=click.IntRange(1, 1024), default=8, envvar="SAMPLES", show_default=True)
+@click.option(
+    "--tasks",
+    type=click.IntRange(min=1),
+    default=64,
+    envvar="TASKS",
+    show_default=True,
+    help="Tasks to roll out.",
+)
+@click.option(
+    "--samples",
+    type=click.IntRange(1, 1024),
+    default=8,
+    envvar="SAMPLES",
+    show_default=True,
+    help="Rollouts of each task.",
+)
 @click.option(
     "--out",
     type=click.Path(path_type=Path),
@@ -170,7 +184,11 @@ def _print_checks(url: str, answers: Probed, rows: Sequence[FitnessCheck]) -> No
 @click.option("--update-weights", is_flag=True, help="Give the vLLM servers new weights during the job.")
 @click.option("--backend", metavar="URL", help="A running vLLM-compatible server instead.")
 @click.option(
-    "--sandbox", type=click.Choice(["bubblewrap", "process"]), default="bubblewrap", show_default=True
+    "--sandbox",
+    type=click.Choice(["bubblewrap", "process"]),
+    default="bubblewrap",
+    show_default=True,
+    help="What isolates rollouts; `process` isolates nothing.",
 )
 def quickstart(
     tasks: int,

@@ -36,10 +36,12 @@ FOREIGN = {
     # Kubernetes: words of pods, of specs and of refusals.
     "BearerToken", "ConfigMap", "ContainerCannotRun", "CreateContainerConfigError", "CreateContainerError",
     "CustomResourceDefinition", "DeleteOptions", "DisruptionTarget", "DoesNotExist", "ErrImageNeverPull",
-    "DoNotSchedule", "ErrImagePull", "FallbackToLogsOnError", "IfNotPresent", "ImageInspectError", "ImagePullBackOff",
+    "DoNotSchedule", "ErrImagePull", "FallbackToLogsOnError", "IfNotPresent", "ImageInspectError",
+    "ImagePullBackOff",
     "InvalidImageName", "NetworkPolicy", "NoExecute", "NodeShutdown", "NotIn", "NotReady",
     "OnRootMismatch", "PodScheduled", "PostStartHookError", "PreCreateHookError", "PreStartHookError",
-    "RegistryUnavailable", "RunContainerError", "RuntimeDefault", "ScheduleAnyway", "SignatureValidationFailed", "StartError",
+    "RegistryUnavailable", "RunContainerError", "RuntimeDefault", "ScheduleAnyway",
+    "SignatureValidationFailed", "StartError",
     "Http",
     # Slurm: why a job is pending, and the fields that scontrol prints.
     "BadConstraints", "BeginTime", "ExitCode", "JobHeldAdmin", "JobHeldUser", "JobId", "JobState", "NodeDown",

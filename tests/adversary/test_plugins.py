@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from rollyard_api.core import entrypoints
 from rollyard_api.core.entrypoints import Extensions
 from rollyard_api.core.errors import OptionInvalid
-from rollyard_api.core.problems import Invalid
+from rollyard_api.core.problems import Invalid, TimedOut, Unavailable
 from rollyard_crds.rolloutjob import RolloutJobSpec
 from rollyard_testing.adversary.attacklab import Lab
 from rollyard_testing.adversary.attacks import Attack
@@ -53,6 +55,7 @@ def text(content: str) -> Callable[[Path], None]:
     ("make", "words"),
     [
         pytest.param(os.mkfifo, "is not a file", id="pipe"),
+        pytest.param(lambda file: (file / "a.py").mkdir(parents=True), "a.py: is not a file", id="folders"),
         pytest.param(linked("/dev/zero"), "is not a file", id="device"),
         pytest.param(linked("mine.py"), "cannot be read: Too many levels", id="loop"),
         pytest.param(sparse, "has more than 1 MiB", id="sparse"),
@@ -83,6 +86,30 @@ async def test_a_hostile_file_is_refused_and_other_jobs_go_through(
             extensions.check_plugins()
         assert await extensions.used_by(spec("math")) == ()
     finally:
+        extensions.close()
+
+
+@pytest.mark.attack(
+    "the file system of a plugin hangs, and with it every job",
+    boundary="control plane",
+    stopped_by="a thread of its own reads plugins, for a bounded time, and jobs that need none go through",
+)
+async def test_a_file_that_hangs_concerns_only_the_jobs_that_need_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened = threading.Event()
+    monkeypatch.setattr(entrypoints, "READ_SECONDS", 0.05)
+    monkeypatch.setattr(entrypoints, "read_plugin", lambda *_: opened.wait())
+    (tmp_path / "mine.py").write_text(HANDLER)
+    extensions = Extensions((tmp_path,))
+    try:
+        with pytest.raises(TimedOut):
+            await extensions.used_by(spec("mine"))
+        assert await extensions.used_by(spec("math")) == ()
+        with pytest.raises((TimedOut, Unavailable)):
+            await extensions.used_by(spec("mine"))
+    finally:
+        opened.set()
         extensions.close()
 
 

@@ -53,11 +53,11 @@ async def test_same_name_in_another_namespace(served: Any) -> None:
     [
         ({"colour": "red"}, "spec.colour", "unknown field"),
         ({"samplesPerTask": "many"}, "spec.samplesPerTask", "integer"),
-        ({"handler": "nobody"}, "spec.handler", "installed: code, harbor, math, mixed, shell, stem"),
+        ({"handler": "nobody"}, "spec.handler", "offered: code, harbor, math, mixed, shell, stem"),
         (
             {"agent": {"type": "oracle", "tools": ["bash", "hammer"]}},
             "spec.agent.tools[1]",
-            "installed: bash",
+            "offered: bash",
         ),
         (
             {"agent": {"type": "psychic"}, "backendRef": {"name": "p"}},

@@ -83,7 +83,7 @@ async def test_what_nobody_offers_is_refused_with_the_ways_to_offer_it(settings:
         assert problem["errors"][1].startswith("spec.agent.tools[0]: no tool 'hammer' is offered; offered: ")
         assert problem["detail"].endswith(f"{WAYS}.")
 
-        # A file that was edited to nonsense offers nothing, and jobs that need it hear why.
+        # A file that was edited to nonsense offers nothing, and the answer to jobs that need it says why.
         (tmp_path / "mine.py").write_text("class (\n")
         await plane.submit("plain")
         refused = await plane.admin.post("/v1/rolloutjobs", json=make_manifest(handler="closeness"))

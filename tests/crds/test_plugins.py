@@ -91,8 +91,14 @@ def test_a_file_is_read_and_parsed_once_for_each_text(
     plugin = read_plugin(file)
     assert (plugin.file, plugin.offers) == ("mine.py", {"handlers": {"a": "A"}})
 
+    (tmp_path / "broken.py").write_text("class (")
+    with pytest.raises(PluginError, match=r"broken\.py: line 1") as caught:
+        read_plugin(tmp_path / "broken.py")
+
     monkeypatch.setattr(module, "_parsed", None)
     assert read_plugin(file, {plugin.sha256: plugin}) is plugin
+    with pytest.raises(PluginError, match=r"broken\.py: line 1"):
+        read_plugin(tmp_path / "broken.py", {caught.value.sha256: caught.value})
 
 
 @pytest.mark.parametrize(

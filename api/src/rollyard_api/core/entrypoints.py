@@ -20,7 +20,7 @@ from rollyard_crds.rolloutjob import RolloutJobSpec
 
 from rollyard_api.core.bulkhead import Bulkhead
 from rollyard_api.core.errors import OptionInvalid
-from rollyard_api.core.problems import Invalid
+from rollyard_api.core.problems import Invalid, TimedOut, Unavailable
 
 NOUNS: Final = {
     "handlers": "handler",
@@ -119,7 +119,7 @@ class Extensions:
         self._installed = look()
         self._looked_at = clock()
         self._looking = asyncio.Lock()
-        self._known: dict[str, Plugin] = {}
+        self._known: dict[str, Plugin | PluginError] = {}
         self._threads = Bulkhead("reading of plugins", threads=1, waiting=256, seconds=READ_SECONDS)
 
     def close(self) -> None:
@@ -148,7 +148,12 @@ class Extensions:
             await self._look_again()
         listing = PluginListing()
         if self._paths:
-            listing = await self._threads.run(self._listed)
+            try:
+                listing = await self._threads.run(self._listed)
+            except (TimedOut, Unavailable):
+                # A file that hangs concerns only the jobs that need it.
+                if problems(spec, self._installed):
+                    raise
         missing = problems(spec, listing.with_names(self._installed))
         if missing:
             broken = "".join(f" Not usable now: {trouble}." for trouble in listing.troubles)
@@ -179,6 +184,7 @@ class Extensions:
         """Read the plugins. This may take long, or hang where a file system does."""
         plugins: list[Plugin] = []
         troubles: list[str] = []
+        known: dict[str, Plugin | PluginError] = {}
         for path in self._paths:
             try:
                 files = plugin_files(path)
@@ -187,8 +193,12 @@ class Extensions:
                 continue
             for file in files:
                 try:
-                    plugins.append(read_plugin(file, self._known))
+                    plugin = read_plugin(file, self._known)
                 except PluginError as error:
                     troubles.append(str(error))
-        self._known = {plugin.sha256: plugin for plugin in plugins}
+                    known[error.sha256] = error
+                else:
+                    plugins.append(plugin)
+                    known[plugin.sha256] = plugin
+        self._known = known
         return PluginListing(tuple(plugins), tuple(troubles))

@@ -74,6 +74,11 @@ class PluginError(CrdsError, ValueError):
 
     reason = "PluginInvalid"
 
+    def __init__(self, message: str, *, sha256: str = "") -> None:
+        super().__init__(message)
+        self.sha256 = sha256
+        """The SHA-256 of the text that is at fault, or "" if the fault may be gone the next time."""
+
 
 @dataclass(frozen=True, slots=True)
 class Plugin:
@@ -106,22 +111,24 @@ def plugin_files(path: Path) -> list[Path]:
     return [path / name for name in names]
 
 
-def read_plugin(path: Path, known: Mapping[str, Plugin] | None = None) -> Plugin:
+def read_plugin(path: Path, known: Mapping[str, Plugin | PluginError] | None = None) -> Plugin:
     """Return the plugin in a file.
 
     Args:
         path: The file. A link is followed, because the files of a mounted ConfigMap are links.
-        known: Plugins by their SHA-256, which need not be parsed again.
+        known: Plugins, and faults of plugins, by the SHA-256 of texts that need not be parsed again.
 
     Raises:
         PluginError: It is no file, too large, no Python that can be parsed, or offers nothing.
     """
     text = _read(path)
     digest = hashlib.sha256(text).hexdigest()
-    plugin = (known or {}).get(digest)
-    if plugin is not None and plugin.file == path.name:
-        return plugin
-    return Plugin(path.name, text, digest, _parsed(path.name, text))
+    found = (known or {}).get(digest)
+    if isinstance(found, Plugin) and found.file == path.name:
+        return found
+    if isinstance(found, PluginError) and str(found).startswith(f"{path.name}: "):
+        raise PluginError(str(found), sha256=digest)
+    return Plugin(path.name, text, digest, _parsed(path.name, text, digest))
 
 
 def _read(path: Path) -> bytes:
@@ -132,10 +139,13 @@ def _read(path: Path) -> bytes:
     try:
         # With O_NONBLOCK, a pipe is refused below instead of waited for.
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
-        with os.fdopen(descriptor, "rb") as file:
+        try:
             if not stat.S_ISREG(os.fstat(descriptor).st_mode):
                 raise PluginError(f"{path}: is not a file")
-            text = file.read(MAX_BYTES + 1)
+            with open(descriptor, "rb", closefd=False) as file:
+                text = file.read(MAX_BYTES + 1)
+        finally:
+            os.close(descriptor)
     except OSError as error:
         raise PluginError(f"{path}: cannot be read: {error.strerror}") from error
     if len(text) > MAX_BYTES:
@@ -143,7 +153,7 @@ def _read(path: Path) -> bytes:
     return text
 
 
-def _parsed(file: str, text: bytes) -> Offers:
+def _parsed(file: str, text: bytes, digest: str) -> Offers:
     """Return what a plugin offers, as a process of its own finds out.
 
     Raises:
@@ -163,7 +173,7 @@ def _parsed(file: str, text: bytes) -> Offers:
     except (OSError, ValueError, subprocess.TimeoutExpired) as error:
         raise PluginError(f"{file}: Python cannot parse it: it is nested too deeply, or too large") from error
     if "problem" in answer:
-        raise PluginError(f"{file}: {answer['problem']}")
+        raise PluginError(f"{file}: {answer['problem']}", sha256=digest)
     offers: Offers = answer["offers"]
     return offers
 

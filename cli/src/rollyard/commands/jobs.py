@@ -148,8 +148,8 @@ def _late(thing: RolloutJob | BackendPool, wanted: tuple[str, str] | None, messa
 def events(name: str, following: bool, server: Server) -> None:
     """Show what has happened to a job, and with -f what happens to its rollouts.
 
-    What has happened are the changes of its conditions and its counts. A followed event is a rollout that
-    enters or leaves a stage, or ends.
+    What has happened are the last changes of its conditions, and its counts. A followed event is a rollout
+    that enters or leaves a stage, or ends.
     """
     from rollyard.jobs.running import leaving
 
@@ -160,10 +160,12 @@ def events(name: str, following: bool, server: Server) -> None:
         if following:
             with leaving(name):
                 _follow(client, name)
+        else:
+            terminal.echo_line(f"{_clock(datetime.now(UTC))}  {_counts(job.status.counts)}")
 
 
 def _history(job: RolloutJob) -> Iterator[str]:
-    """Yield a line for the creation of a job, for each change of its conditions, and for its counts."""
+    """Yield a line for the creation of a job, and for the last change of each condition."""
     meta, status = job.metadata, job.status
     if meta.creation_timestamp is not None:
         yield f"{_clock(meta.creation_timestamp)}  created"
@@ -171,7 +173,6 @@ def _history(job: RolloutJob) -> Iterator[str]:
         message = f": {condition.message}" if condition.message else ""
         text = f"{condition.type} {condition.status} ({condition.reason}){message}"
         yield f"{_clock(condition.last_transition_time)}  {text}"
-    yield f"{_clock(datetime.now(UTC))}  {_counts(status.counts)}"
 
 
 def _clock(moment: datetime) -> str:

@@ -95,7 +95,7 @@ def test_up_shows_first_what_matters_first(capsys: pytest.CaptureFixture[str]) -
     assert main(["up", "--help"]) == 0
     _, first, rest = re.split(r"Most used:\n|\nOptions:\n", capsys.readouterr().out)
     assert re.findall(r"^  (--[a-z-]+)", first, re.MULTILINE) == [
-        *("--backend", "--model", "--gpus", "--home", "--detach"),
+        *("--backend", "--model", "--plugin", "--home", "--detach"),
     ]
     titles = re.findall(r"^([A-Z].*):$", rest, re.MULTILINE)
     assert titles[:4] == ["Backends", "Sandboxes", "Workers", "State"]

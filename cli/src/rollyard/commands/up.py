@@ -42,7 +42,7 @@ PROGRAM: Final = "rollyard up"
 
 @click.command(
     cls=GroupedCommand,
-    most_used=("backend_url", "model", "gpus", "home", "detach"),
+    most_used=("backend_url", "model", "plugins", "home", "detach"),
     first_groups=(BACKENDS, SANDBOXES, WORKERS),
 )
 @declared_options(Options)

@@ -45,8 +45,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.nightly)
 
 
-@pytest.fixture(autouse=True, scope="package")
-def no_name_server() -> Iterator[None]:
+@pytest.fixture(autouse=True)
+def no_name_server(monkeypatch: pytest.MonkeyPatch) -> None:
     """Answer at once that a host is unknown: a name server whose answer is lost costs five seconds.
 
     Backends of these tests have names, such as `http://a`, that no name server knows.
@@ -59,9 +59,7 @@ def no_name_server() -> Iterator[None]:
             return look_up(host, *args, **options)
         raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(socket, "getaddrinfo", answer)
-        yield
+    monkeypatch.setattr(socket, "getaddrinfo", answer)
 
 
 @pytest.fixture(params=["sqlite", pytest.param("postgresql", marks=pytest.mark.postgresql)])

@@ -70,7 +70,9 @@ export function JobHead({ job, row, now }: { job: RolloutJob; row: JobRow | null
           ) : null}
         </>
       ) : null}
-      {job.status.message ? <p class="notice">{visible(job.status.message)}</p> : null}
+      {job.status.message && job.status.message !== row?.waits_for?.message ? (
+        <p class="notice">{visible(job.status.message)}</p>
+      ) : null}
       {job.status.advice?.length ? (
         <ul class="advice" aria-label="Advice">
           {job.status.advice.map((advice) => (

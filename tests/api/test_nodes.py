@@ -8,11 +8,12 @@ import httpx
 import pytest
 import sqlalchemy as sa
 from rollyard_api.rollouts import heartbeats
+from rollyard_api.settings import Settings
 from rollyard_api.storage import schema
 from rollyard_api.storage.database import Transaction
 from rollyard_crds.names import NODE
 from rollyard_crds.security.job_token import job_token
-from rollyard_testing.api.plane import Worker, make_manifest
+from rollyard_testing.api.plane import Worker, make_manifest, serving
 
 SILENT = 60.0
 
@@ -150,6 +151,24 @@ async def test_silent_nodes_are_forgotten_at_last(served: Any, worker: Any) -> N
     assert await served.plane.database.write(op) == (["n", "waited for"], ["lately", "waited for"])
 
 
+async def test_a_start_forgets_them(settings: Settings) -> None:
+    """All other nodes count as heard now, which must not keep these."""
+
+    def long_ago(tx: Transaction) -> None:
+        tx.now -= 11 * SILENT
+        heartbeats.heard(tx, "old")
+        tx.now += 10 * SILENT
+        heartbeats.heard(tx, "lately")
+
+    async with serving(settings) as served:
+        await served.plane.database.write(long_ago)
+    async with serving(settings) as served:
+        names = await served.plane.database.read(
+            lambda conn: list(conn.scalars(sa.select(schema.nodes.c.name)))
+        )
+    assert names == ["lately"]
+
+
 # Tokens for one job.
 
 
@@ -198,6 +217,25 @@ async def test_a_node_is_heard_through_either_kind_of_worker(served: Any, bound:
 
     assert await served.plane.database.write(later) == 0
     assert await _silent(served, 3 * SILENT) == 1
+
+
+@pytest.mark.parametrize("leases", ["a worker of the job", "a worker of every job"])
+async def test_a_node_that_was_silent_is_heard_again_with_its_first_lease(
+    served: Any, bound: Any, leases: str
+) -> None:
+    """Its earlier workers were heard long ago, and the new one has sent no heartbeat since its lease."""
+
+    def long_ago(tx: Transaction) -> None:
+        tx.now -= 2 * SILENT
+        heartbeats.heard(tx, "n")
+
+    await served.plane.database.write(long_ago)
+    worker = bound if leases == "a worker of the job" else Worker(served.worker)
+    (mine,) = await worker.lease(init=1, job="job")
+    await worker.complete(worker.result(mine))
+    assert await _silent(served, 0.0) == 0
+    assert (await served.counts())["run"]["queued"] == 1
+    assert await _silent(served, SILENT + 10) == 1, "no other sign of it came"
 
 
 @pytest.fixture

@@ -418,8 +418,9 @@ def _background(plane: ControlPlane) -> list[tuple[float, float, str, Callable[[
 async def _resume(plane: ControlPlane) -> None:
     """Resume at a start what an earlier process left: leases get their full time, and parts are adopted."""
     try:
-        await plane.database.write(partial(heartbeats.grace, lease_seconds=plane.settings.lease_seconds))
         await plane.database.write(partial(heartbeats.forget, silent_seconds=NODE_SECONDS))
+        # This comes last, because every node counts as heard now after it.
+        await plane.database.write(partial(heartbeats.grace, lease_seconds=plane.settings.lease_seconds))
     except StorageFull as error:
         # A full disk must not prevent a start, because reading still works and space may become free.
         log.warning("start: %s", error.detail)

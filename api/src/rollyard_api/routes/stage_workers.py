@@ -109,6 +109,9 @@ def _grant(
     plane: ControlPlane, ask: LeaseRequest, job_id: int | None, tx: Transaction
 ) -> tuple[Granted, bool]:
     granted = leasing.grant(tx, ask, job_id, plane.settings.lease_seconds, plane.settings.page_bytes)
+    if granted.leases:
+        # Their sandboxes may wait for this node before the worker's next heartbeat.
+        heartbeats.heard(tx, ask.node, job_id)
     if granted.leases or ask.job is None:
         return granted, False
     job = job_rows.named(tx.conn, ask.namespace or "default", ask.job)

@@ -42,8 +42,12 @@ class StageProgress:
 
 
 def stage_progress(counts: RolloutCounts) -> tuple[StageProgress, ...]:
-    """Return the progress of each stage. A rollout that succeeded or failed is past every stage."""
-    done = counts.succeeded + counts.failed
+    """Return the progress of each stage.
+
+    A rollout that succeeded is past every stage. One that failed or was cancelled counts as past none,
+    because the counts do not say in which stage it ended.
+    """
+    done = counts.succeeded
     out = []
     for stage in reversed(STAGES):
         here = getattr(counts, stage)

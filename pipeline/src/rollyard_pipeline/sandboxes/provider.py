@@ -562,13 +562,13 @@ def open_provider(
     except ValueError as error:
         raise ValueError(f"--allow-image: {error}") from error
     starts = starts_at_once or max(2, os.cpu_count() or 2)
+    places = list(find_places())
     for kind in KINDS:
         if name == kind:
-            # The engine makes the control groups.
-            return NodeProvider(
-                folder, node, ContainerStarter(kind, folder, default_image), (), starts, images=allowed
-            )
-    places = list(find_places())
+            # On version 2, a group of ours replaces the engine's for all controllers.
+            own = places if cgroups.enforced(places) >= {"memory", "pids", "cpu"} else []
+            engine_starter = ContainerStarter(kind, folder, own, default_image)
+            return NodeProvider(folder, node, engine_starter, own, starts, images=allowed)
     missing = {"memory", "pids"} - cgroups.enforced(places)
     warnings = []
     if missing and os.geteuid() == 0:

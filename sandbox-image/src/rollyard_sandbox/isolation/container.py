@@ -17,6 +17,7 @@ import sys
 from rollyard_sandbox.isolation.protections import FAILED, NOT_CONFINED
 from rollyard_sandbox.isolation.system_calls import (
     BIND,
+    NEWCGROUP,
     NEWIPC,
     NEWNS,
     NEWPID,
@@ -139,6 +140,8 @@ def add_layer(size: int, stage: str, kept: Sequence[str], folders: Iterable[str]
         folders: The folders that are made where the image has none.
     """
     try:
+        # Where the worker has moved it to other control groups, their names are not seen from these.
+        call("unshare", NEWCGROUP)
         mount("", "/", flags=REC | PRIVATE)
         mount_memory(stage, size, 0o755)
         root, upper, work = (f"{stage}/{name}" for name in ("root", "upper", "work"))

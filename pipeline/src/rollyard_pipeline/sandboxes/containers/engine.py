@@ -68,23 +68,27 @@ class Engine:
         env = client_env(proxies=proxies)
         return await run_program([self.path, *arguments], seconds=seconds, env=env)
 
-    def run_blocking(self, *arguments: str, seconds: float) -> tuple[int, str]:
-        """Do the same in a thread. A client that does not end in time is killed, with exit status 124."""
-        try:
-            done = subprocess.run(
-                [self.path, *arguments],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                env=client_env(),
-                cwd="/",
-                timeout=max(0.1, seconds),
-            )
-        except subprocess.TimeoutExpired:
-            return 124, f"no end within {seconds:g} s"
-        except OSError as error:
-            return 127, str(error)
-        return done.returncode, done.stdout.decode(errors="replace")
+
+def call_engine(kind: Kind, *arguments: str, seconds: float) -> tuple[int, str]:
+    """Run a command of an engine that need not work, and return its exit status and output. This blocks.
+
+    A client that does not end in time is killed, with exit status 124. That of a missing program is 127.
+    """
+    try:
+        done = subprocess.run(
+            [shutil.which(kind) or kind, *arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            env=client_env(),
+            cwd="/",
+            timeout=max(0.1, seconds),
+        )
+    except subprocess.TimeoutExpired:
+        return 124, f"no end within {seconds:.1f} s"
+    except OSError as error:
+        return 127, str(error)
+    return done.returncode, done.stdout.decode(errors="replace")
 
 
 def client_env(*, proxies: bool = False) -> dict[str, str]:
@@ -109,8 +113,10 @@ async def find_engine(kind: Kind) -> Engine:
         [path, "info", "--format", "{{json .}}"], seconds=INFO_SECONDS, env=client_env()
     )
     info = _document(text)
-    problems = info.get("ServerErrors") or ([] if code == 0 and info else [text])
-    if problems:
+    problems = info.get("ServerErrors") or []
+    if not problems and (code != 0 or not info):
+        problems = [line for line in text.splitlines() if not line.startswith("{")]
+    if problems or code != 0:
         raise NodeUnusable(_unusable(kind, " ".join(map(str, problems))), "EngineUnusable")
     engine = podman_engine(path, info) if kind == "podman" else docker_engine(path, info)
     check_engine(engine)

@@ -29,14 +29,20 @@ from typing import Final
 from rollyard_sandbox.isolation.protections import NOT_CONFINED
 from rollyard_tasks.harbor.dockerfiles import DOCKERFILE_IMAGE
 
-from rollyard_pipeline.sandboxes.containers.engine import Engine, Kind, arguments_of, find_engine
+from rollyard_pipeline.sandboxes.containers.engine import (
+    Engine,
+    Kind,
+    arguments_of,
+    call_engine,
+    find_engine,
+)
 from rollyard_pipeline.sandboxes.errors import (
     DiskFull,
     ImageNotUsable,
     NodeUnusable,
     SandboxStartFailed,
 )
-from rollyard_pipeline.sandboxes.host.cgroups import CPU_PERIOD_US, groups_of
+from rollyard_pipeline.sandboxes.host.cgroups import CPU_PERIOD_US, CgroupPlace, groups_of
 from rollyard_pipeline.sandboxes.host.processes import ProcessRef, kill_and_wait, process_ref
 from rollyard_pipeline.sandboxes.host.records import SOCKET_NAME, SandboxFolder, SandboxRecord
 from rollyard_pipeline.sandboxes.host.threads import in_thread
@@ -126,13 +132,21 @@ class ContainerStarter(Starter):
     Args:
         kind: The engine.
         folder: The run folder's sandboxes.
+        places: The places of control groups. They limit everything, or there are none: then those that the
+            engine makes are used.
         default_image: The image for jobs that name none.
     """
 
     fetches = True
 
-    def __init__(self, kind: Kind, folder: SandboxFolder, default_image: str | None = None) -> None:
-        super().__init__(places=[])
+    def __init__(
+        self,
+        kind: Kind,
+        folder: SandboxFolder,
+        places: Sequence[CgroupPlace] = (),
+        default_image: str | None = None,
+    ) -> None:
+        super().__init__(places)
         self.name = kind  # type: ignore[misc]
         self._kind: Kind = kind
         self._folder = folder
@@ -175,7 +189,7 @@ class ContainerStarter(Starter):
             raise NodeUnusable(
                 f"run dir {self._folder.run_dir} cannot be used: {error}", "RunDirUnusable"
             ) from error
-        await in_thread(self._end_strays, engine)
+        await in_thread(self._end_strays)
         if self._default_image is not None:
             self._name_of(None)
 
@@ -191,11 +205,11 @@ class ContainerStarter(Starter):
             for path, _, _ in os.walk(top):
                 os.chmod(path, 0o755)
 
-    def _end_strays(self, engine: Engine) -> None:
+    def _end_strays(self) -> None:
         """Remove containers whose folders are gone, because no sweep of the node's records finds them."""
         known = set(self._folder.ids())
         arguments = ("ps", "--all", "--filter", f"label={self._label}", "--format", "{{.Names}}")
-        code, text = engine.run_blocking(*arguments, seconds=_ASK_SECONDS)
+        code, text = call_engine(self._kind, *arguments, seconds=_ASK_SECONDS)
         names = text.split() if code == 0 else []
         for name in names:
             if name.startswith(_PREFIX) and name.removeprefix(_PREFIX) not in known:
@@ -309,19 +323,24 @@ class ContainerStarter(Starter):
         await in_thread(_make_folder, start_folder)
         command = self._command(engine, key, image, name, start_folder)
         try:
-            root = await self._launch(engine, command, folder, secret)
+            root = await self._launch(engine, command, folder, cgroups, secret)
         except SandboxStartFailed as error:
             await in_thread(self._remove, name, _REMOVE_SECONDS)
             raise self._explained(error, key) from error
         except BaseException:
             await in_thread(self._remove, name, _REMOVE_SECONDS)
             raise
-        groups = await in_thread(groups_of, root.pid)
-        _limit_sockets(groups, key.memory_bytes)
-        return StartedSandbox(root, None, (), tuple(groups))
+        if cgroups:
+            return StartedSandbox(root, None)
+        return StartedSandbox(root, None, (), tuple(await in_thread(groups_of, root.pid)))
 
     async def _launch(
-        self, engine: Engine, command: Sequence[str], folder: Path, secret: bytes
+        self,
+        engine: Engine,
+        command: Sequence[str],
+        folder: Path,
+        cgroups: Sequence[Path],
+        secret: bytes,
     ) -> ProcessRef:
         """Run the engine, hand over the descriptors, and return process 1 when the server is ready."""
         with contextlib.ExitStack() as stack:
@@ -344,6 +363,8 @@ class ContainerStarter(Starter):
                     connection, _ = await waiting
                     with connection:
                         root = _peer(connection)
+                        if root is not None:
+                            _join(cgroups, root)
                         descriptors = [
                             control.fileno(),
                             ready_write.fileno(),
@@ -432,20 +453,20 @@ class ContainerStarter(Starter):
         ]
 
     def oom_killed(self, record: SandboxRecord) -> bool:
-        """Return whether memory ran out inside. The engine remembers it when the control group is gone."""
+        """Return whether memory ran out inside. The engine is asked when its control group is gone."""
         if super().oom_killed(record):
             return True
         if record.root is None or record.root.alive():
             return False
         form = "{{.State.OOMKilled}}"
         name = container_name(record.id)
-        _, text = self._started().run_blocking("inspect", "--format", form, name, seconds=_ASK_SECONDS)
+        _, text = call_engine(self._kind, "inspect", "--format", form, name, seconds=_ASK_SECONDS)
         return text.strip() == "true"
 
     def taken_away(self, record: SandboxRecord) -> bool:
         """Return whether the engine does not know the container any more."""
         name = container_name(record.id)
-        code, text = self._started().run_blocking("inspect", "--format", "x", name, seconds=_ASK_SECONDS)
+        code, text = call_engine(self._kind, "inspect", "--format", "x", name, seconds=_ASK_SECONDS)
         return code != 0 and _NO_CONTAINER.search(text) is not None
 
     def kill(self, record: SandboxRecord, seconds: float) -> bool:
@@ -460,12 +481,12 @@ class ContainerStarter(Starter):
 
     def _remove(self, name: str, seconds: float) -> bool:
         """Remove a container with its volumes, and return whether it is gone. This blocks."""
-        engine = self._started()
-        options = ("--time", "0") if engine.kind == "podman" else ()
+        options = ("--time", "0") if self._kind == "podman" else ()
         deadline = time.monotonic() + max(1.0, seconds)
         while True:
             left = max(1.0, deadline - time.monotonic())
-            code, text = engine.run_blocking("rm", "--force", "--volumes", *options, name, seconds=left)
+            arguments = ("rm", "--force", "--volumes", *options, name)
+            code, text = call_engine(self._kind, *arguments, seconds=left)
             if code == 0 or _NO_CONTAINER.search(text):
                 return True
             if time.monotonic() >= deadline:
@@ -535,11 +556,16 @@ def _engine_options(engine: Engine) -> list[str]:
     return options
 
 
-def _limit_sockets(groups: Sequence[Path], memory_bytes: int) -> None:
-    """Limit the buffers of sockets, which control groups of version 1 count apart and engines leave out."""
+def _join(groups: Sequence[Path], process: ProcessRef) -> None:
+    """Move a process into control groups, which last longer than the container's own.
+
+    What has happened for lack of memory is therefore known after the end of the container.
+    """
     for group in groups:
-        with contextlib.suppress(OSError):
-            (group / "memory.kmem.tcp.limit_in_bytes").write_text(str(memory_bytes // 8))
+        try:
+            (group / "cgroup.procs").write_text(str(process.pid))
+        except OSError as error:
+            raise SandboxStartFailed(f"the container cannot be moved to {group}: {error}") from error
 
 
 def _check_started(engine: Engine, code: int, text: str) -> None:

@@ -198,6 +198,12 @@ async def test_what_a_container_is_started_with(
         assert SandboxFolder(run_dir).ids() == []
 
 
+@pytest.mark.attack(
+    "a task's image is an option of the engine, such as `--privileged`, or a path of the machine",
+    boundary="sandbox",
+    surface="`sandbox.image` with Docker and Podman",
+    stopped_by="only a well-formed name reaches the engine, which starts images by their ids",
+)
 @pytest.mark.parametrize(
     ("image", "words"),
     [
@@ -308,7 +314,7 @@ async def test_a_worker_removes_containers_without_a_folder(
 @pytest.mark.nightly
 async def test_an_image_can_be_changed_within_its_size(kit: Any, podman: NodeProvider) -> None:
     async with await kit.acquire(podman) as sandbox:
-        script = "echo new >> /etc/image-name; rm -r /opt/* ; mkdir /opt/made; cat /etc/image-name; ls /opt"
+        script = "echo new >> /etc/image-name; rm -r /opt; mkdir -p /opt/made; cat /etc/image-name; ls /opt"
         assert (await kit.sh(sandbox, script))[1].split() == ["made-by-test", "new", "made"]
         code, text = await kit.sh(sandbox, "head -c 64M /dev/zero > /opt/large")
         assert code != 0

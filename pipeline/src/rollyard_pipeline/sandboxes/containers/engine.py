@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,6 +16,7 @@ from typing import Any, Final, Literal
 
 from rollyard_pipeline.sandboxes.errors import NodeUnusable
 from rollyard_pipeline.sandboxes.host.programs import run_program
+from rollyard_pipeline.sandboxes.starters.launch import log_file, log_text
 
 Kind = Literal["docker", "podman"]
 KINDS: Final[tuple[Kind, ...]] = ("docker", "podman")
@@ -67,6 +70,33 @@ class Engine:
         """
         env = client_env(proxies=proxies)
         return await run_program([self.path, *arguments], seconds=seconds, env=env)
+
+    async def detach(self, *arguments: str, seconds: float) -> tuple[int, str]:
+        """Run a command that leaves a process behind, and return its exit status and its output.
+
+        That process may hold the command's output open, so this waits for the command only.
+        """
+        with contextlib.ExitStack() as stack:
+            output = log_file(stack)
+            process = await asyncio.create_subprocess_exec(
+                self.path,
+                *arguments,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+                env=client_env(),
+                cwd="/",
+            )
+            try:
+                async with asyncio.timeout(seconds):
+                    return await process.wait(), log_text(output)
+            except TimeoutError:
+                return 124, f"{log_text(output)} no end within {seconds:g} s"
+            finally:
+                if process.returncode is None:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.killpg(process.pid, signal.SIGKILL)
 
 
 def call_engine(kind: Kind, *arguments: str, seconds: float) -> tuple[int, str]:

@@ -351,7 +351,7 @@ class ContainerStarter(Starter):
             entrance = listener(stack, path)
             entrance.setblocking(False)
             path.chmod(0o666)  # Another user of this machine connects; the sandbox's folder is private.
-            running = asyncio.ensure_future(engine.run(*command, seconds=_START_SECONDS))
+            running = asyncio.ensure_future(engine.detach(*command, seconds=_START_SECONDS))
             waiting = asyncio.ensure_future(asyncio.get_running_loop().sock_accept(entrance))
             failure = "ended before it was ready"
             ready = b""
@@ -377,6 +377,7 @@ class ContainerStarter(Starter):
                     ready = await read_some(ready_read, bool)
                     _check_started(engine, *await running)
             except TimeoutError:
+                ready = b""
                 failure = f"was not ready within {_START_SECONDS:g} s"
             finally:
                 for task in (running, waiting):

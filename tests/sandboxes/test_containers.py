@@ -312,16 +312,23 @@ async def test_a_worker_removes_containers_without_a_folder(
 
 @pytest.mark.podman
 @pytest.mark.nightly
-async def test_an_image_can_be_changed_within_its_size(kit: Any, podman: NodeProvider) -> None:
-    async with await kit.acquire(podman) as sandbox:
-        script = "echo new >> /etc/image-name; rm -r /opt; mkdir -p /opt/made; cat /etc/image-name; ls /opt"
-        assert (await kit.sh(sandbox, script))[1].split() == ["made-by-test", "new", "made"]
-        code, text = await kit.sh(sandbox, "head -c 64M /dev/zero > /opt/large")
-        assert code != 0
-        assert "No space left" in text
-        assert (await kit.sh(sandbox, "ls -A /sys; cat /etc/hosts"))[1].split() == [
-            "127.0.0.1", "localhost", "sandbox", "::1", "localhost",
-        ]  # fmt: skip
+async def test_an_image_can_be_changed_within_its_size(kit: Any, run_dir: Path, engine_image: str) -> None:
+    provider = open_provider("podman", run_dir=run_dir, node="n", default_image=engine_image, fakeroot=True)
+    await provider.start()
+    try:
+        async with await kit.acquire(provider) as sandbox:
+            script = (
+                "echo new >> /etc/image-name; rm -r /opt; mkdir /opt /opt/made; cat /etc/image-name; ls /opt"
+            )
+            assert (await kit.sh(sandbox, script))[1].split() == ["made-by-test", "new", "made"]
+            code, text = await kit.sh(sandbox, "head -c 64M /dev/zero > /opt/large")
+            assert code != 0
+            assert "No space left" in text
+            assert (await kit.sh(sandbox, "ls -A /sys; cat /etc/hosts"))[1].split() == [
+                "127.0.0.1", "localhost", "sandbox", "::1", "localhost",
+            ]  # fmt: skip
+    finally:
+        await kit.clean(provider)
 
 
 @pytest.mark.podman

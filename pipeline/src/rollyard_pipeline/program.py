@@ -124,6 +124,7 @@ def _provider_settings(options: argparse.Namespace) -> dict[str, Any]:
         "node": options.node,
         "apptainer": apptainer_options(options),
         "default_image": options.default_image,
+        "fakeroot": options.fakeroot,
         "templates": options.sandbox_templates,
         "images": images_of(options),
     }
@@ -499,7 +500,7 @@ def apptainer_options(options: argparse.Namespace) -> ApptainerOptions | None:
     apptainer_only = {
         "--image-cache": options.image_cache,
         "--apptainer": options.apptainer,
-        "--fakeroot": options.fakeroot,
+        "--fakeroot": options.fakeroot and options.sandbox not in KINDS,
         "--build-dockerfiles": options.build_dockerfiles,
     }
     if options.sandbox != "apptainer":
@@ -645,7 +646,8 @@ def argument_parser(*, ready: bool = False, exit_on_error: bool = True) -> argpa
     parser.add_argument(
         "--fakeroot",
         action="store_true",
-        help="apptainer: programs inside are root of their image and may change all of it",
+        help="apptainer: programs inside are root of their image and may change all of it; docker, podman: "
+        "they may change what belongs to the image's root",
     )
     parser.add_argument(
         "--build-dockerfiles",

@@ -100,7 +100,7 @@ async def engine_checks() -> list[Check]:
         meaning = f"version {engine.version}, {who}; memory, processes and CPU of each sandbox are limited"
         remedy = ""
         if not engine.own_users:
-            meaning += "; programs are this machine's user 0, without any capability"
+            meaning += "; with --fakeroot, programs are this machine's user 0, without any capability"
             remedy = "set the daemon's option userns-remap, or use rootless mode, to give them another user"
         checks.append(Check(kind, True, meaning, remedy))
     return checks

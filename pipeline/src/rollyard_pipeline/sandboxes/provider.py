@@ -522,6 +522,7 @@ def open_provider(
     claims: WorkerCalls | None = None,
     apptainer: ApptainerOptions | None = None,
     default_image: str | None = None,
+    fakeroot: bool = False,
     templates: bool = True,
     images: Sequence[str] = (ANY,),
 ) -> SandboxProvider:
@@ -537,6 +538,7 @@ def open_provider(
         claims: The control plane's claims, which `kubernetes` needs.
         apptainer: The options of `apptainer` sandboxes.
         default_image: The image of jobs that name none, for `docker` and `podman` sandboxes.
+        fakeroot: Whether programs in these may change the files of an image's root.
         templates: Whether `bubblewrap` sandboxes are forked from templates, which is much faster than
             starting bwrap and Python for each of them.
         images: The images that jobs may name on this node; see `AllowedImages`.
@@ -567,7 +569,7 @@ def open_provider(
         if name == kind:
             # On version 2, a group of ours replaces the engine's for all controllers.
             own = places if cgroups.enforced(places) >= {"memory", "pids", "cpu"} else []
-            engine_starter = ContainerStarter(kind, folder, own, default_image)
+            engine_starter = ContainerStarter(kind, folder, own, default_image, fakeroot=fakeroot)
             return NodeProvider(folder, node, engine_starter, own, starts, images=allowed)
     missing = {"memory", "pids"} - cgroups.enforced(places)
     warnings = []

@@ -28,6 +28,7 @@ from rollyard_sandbox.isolation.system_calls import (
     NOSUID,
     PRIVATE,
     REC,
+    SET_DUMPABLE,
     SET_NO_NEW_PRIVS,
     SET_PDEATHSIG,
     call,
@@ -126,7 +127,7 @@ def receive_descriptors(path: str, numbers: Sequence[int]) -> None:
         os.close(spare)
 
 
-def add_layer(size: int, stage: str, kept: Sequence[str], folders: Iterable[str]) -> None:
+def add_layer(size: int, stage: str, kept: Sequence[str], folders: Iterable[str], user: int | None) -> None:
     """Replace the root folder of a container by the same with a writable layer, whose files are memory.
 
     It needs Linux 5.11 and CAP_SYS_ADMIN in the container's own mount namespace: in one below, the kernel
@@ -138,6 +139,8 @@ def add_layer(size: int, stage: str, kept: Sequence[str], folders: Iterable[str]
         stage: An existing folder, over which the layer is mounted while it is made.
         kept: The paths at which mounts of the container stay visible, in addition to /dev. All others go.
         folders: The folders that are made where the image has none.
+        user: The user and group that the process becomes. With None it stays the image's root, whose files
+            programs can then change.
     """
     try:
         # Where the worker has moved it to other control groups, their names are not seen from these.
@@ -161,7 +164,14 @@ def add_layer(size: int, stage: str, kept: Sequence[str], folders: Iterable[str]
         os.chdir("/")
         for folder in folders:
             os.makedirs(folder, exist_ok=True)
-        limit_rights(frozenset({_SETFCAP}))
+        if user is None:
+            limit_rights(frozenset({_SETFCAP}))
+            return
+        os.setgroups([])
+        os.setresgid(user, user, user)
+        os.setresuid(user, user, user)  # All rights go with this.
+        # A process that has changed its user may otherwise not write to its own files in /proc.
+        call("prctl", SET_DUMPABLE, 1, 0, 0, 0)
     except OSError as error:
         print(f"{NOT_CONFINED}: {error}", file=sys.stderr, flush=True)
         os._exit(FAILED)
@@ -195,7 +205,11 @@ def _namespaces(uid: int | None) -> None:
 
 
 def _be_first() -> NoReturn:
-    """Be process 1 of a container that has no other: reap until nothing is left, which ends the container."""
+    """Be process 1 of a container that has no other: reap until nothing is left, which ends the container.
+
+    SIGTERM ends it at once. Without a handler, the kernel would keep that signal from a process 1.
+    """
+    signal.signal(signal.SIGTERM, lambda number, frame: os._exit(FAILED))
     _close_descriptors()
     limit_rights(frozenset())
     while True:

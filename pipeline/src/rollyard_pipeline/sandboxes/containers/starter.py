@@ -105,7 +105,9 @@ _START_FOLDER: Final = "start"
 _LAYER_BYTES: Final = 16 << 20
 # Process 1 makes the writable layer with these, and drops them before anything else runs. A process whose
 # user is 0 needs SETFCAP to make a user namespace (user_namespaces(7)).
-_RIGHTS: Final = ("SYS_ADMIN", "CHOWN", "DAC_OVERRIDE", "FOWNER", "SETFCAP")
+_RIGHTS: Final = ("SYS_ADMIN", "CHOWN", "DAC_OVERRIDE", "FOWNER", "SETFCAP", "SETGID", "SETUID")
+_CONTAINER_USER: Final = 65_530
+"""What user 1000 of a sandbox is in the container. No file of an image belongs to it."""
 _OPEN_FILES: Final = 4096
 _REFERENCE: Final = re.compile(
     r"[A-Za-z0-9][\w.-]*(:\d{1,5}(?=/))?(/[A-Za-z0-9][\w.-]*)*(:\w[\w.-]{0,127})?(@sha256:[0-9a-f]{64})?",
@@ -135,6 +137,7 @@ class ContainerStarter(Starter):
         places: The places of control groups. They limit everything, or there are none: then those that the
             engine makes are used.
         default_image: The image for jobs that name none.
+        fakeroot: Whether programs may change what belongs to the image's root.
     """
 
     fetches = True
@@ -145,7 +148,10 @@ class ContainerStarter(Starter):
         folder: SandboxFolder,
         places: Sequence[CgroupPlace] = (),
         default_image: str | None = None,
+        *,
+        fakeroot: bool = False,
     ) -> None:
+        self._fakeroot = fakeroot
         super().__init__(places)
         self.name = kind  # type: ignore[misc]
         self._kind: Kind = kind
@@ -176,7 +182,7 @@ class ContainerStarter(Starter):
                 f"--sandbox {self._kind} needs Linux 5.11 or newer",
                 "EngineUnusable",
             )
-        if not engine.own_users:
+        if self._fakeroot and not engine.own_users:
             log.warning(
                 "the root user of %s's containers is this machine's root: programs in sandboxes are this "
                 "user without any capability; the daemon's option userns-remap, or rootless mode, gives "
@@ -448,7 +454,7 @@ class ContainerStarter(Starter):
                 WORKDIR,
                 runtime.path,
                 first=_FIRST,
-                before=_confine(key),
+                before=_confine(key, None if self._fakeroot else _CONTAINER_USER),
                 inside=inside(key, SANDBOX_UID),
             ),
         ]
@@ -526,7 +532,7 @@ _FIRST: Final = (
 """The lines that bring the descriptors, which `ContainerStarter` sends."""
 
 
-def _confine(key: SandboxKey) -> list[str]:
+def _confine(key: SandboxKey, user: int | None) -> list[str]:
     """Return the lines of Python code that run inside, before the exec server."""
     fixed = {name: value for name, value in SANDBOX_ENV.items() if name != "PATH"}
     added = [*_ADDED, *_PROXY_VARIABLES, *(name.upper() for name in _PROXY_VARIABLES)]
@@ -534,7 +540,7 @@ def _confine(key: SandboxKey) -> list[str]:
     return [
         f"os.dup2({LOG_FD}, 1); os.dup2({LOG_FD}, 2); os.closerange({READY_FD + 1}, 65536)",
         "from rollyard_sandbox.isolation.container import Confinement, add_layer, clean_environment, confine",
-        f"add_layer({size}, {WORKDIR!r}, kept={(INSIDE, _HOSTS)!r}, folders={list(sizes)!r})",
+        f"add_layer({size}, {WORKDIR!r}, kept={(INSIDE, _HOSTS)!r}, folders={list(sizes)!r}, user={user})",
         f"confine(Confinement(uid={SANDBOX_UID}, sizes={sizes!r}, "
         "aliases={'/var/tmp': '/tmp'}, read_only=('/dev',), hostname='sandbox'))",
         needs_bash(),

@@ -142,6 +142,19 @@ def apptainer_works(missing: Missing) -> None:
         missing("/dev/fuse is closed to this user")
 
 
+@pytest.fixture(scope="session")
+def podman_works(missing: Missing) -> None:
+    """Require that this user may start Podman here, with limits."""
+    from rollyard_testing.pace import patience
+
+    program = shutil.which("podman")
+    if program is None or os.geteuid() != 0:
+        missing("Podman is not installed (Debian: apt install podman), or this is not root")
+    probe = subprocess.run([program, "info"], capture_output=True, text=True, timeout=patience(30))
+    if probe.returncode != 0:
+        missing(f"podman is not usable here: {probe.stderr.strip()}")
+
+
 _ATTACKS = re.compile(r"tests/(adversary/|kubernetes/release/test_(policy_attacks|hostile_tenants)\.py)")
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from rollyard_testing.adversary.attacklab import Lab, a_lab
 from rollyard_testing.adversary.defences import defences
-from rollyard_testing.sandboxes.rootfolder import make_image, make_sif
+from rollyard_testing.sandboxes.rootfolder import make_image, make_sif, podman_image
 
 _PROGRAMS = ("chmod", "cp", "date", "ln", "mkfifo", "mv")
 """The programs that the attacks call in addition to those of other tests."""
@@ -50,7 +50,20 @@ def apptainer_lab(apptainer_works: None, tmp_path_factory: pytest.TempPathFactor
         yield lab
 
 
-@pytest.fixture(params=["bubblewrap", pytest.param("apptainer", marks=pytest.mark.apptainer)])
+@pytest.fixture(scope="session")
+def podman_lab(podman_works: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
+    root = make_image(tmp_path_factory.mktemp("image") / "root", *_PROGRAMS)
+    with podman_image(root) as image, a_lab("--sandbox", "podman", "--default-image", image) as lab:
+        yield lab
+
+
+@pytest.fixture(
+    params=[
+        "bubblewrap",
+        pytest.param("apptainer", marks=pytest.mark.apptainer),
+        pytest.param("podman", marks=(pytest.mark.podman, pytest.mark.nightly)),
+    ]
+)
 def lab(request: pytest.FixtureRequest) -> Lab:
     """Return the product with each kind of sandboxes that isolates on one node."""
     found: Lab = request.getfixturevalue(f"{request.param}_lab")

@@ -23,7 +23,7 @@ from rollyard_sandbox.frames import encode
 from rollyard_testing.adversary.takeover import HEAD, LOOK_INTO, TAKEOVER
 from rollyard_testing.pace import patience
 from rollyard_testing.sandboxes.nodeprovider import node_provider
-from rollyard_testing.sandboxes.rootfolder import make_image, make_sif
+from rollyard_testing.sandboxes.rootfolder import make_image, make_sif, podman_image
 
 pytestmark = pytest.mark.attack(boundary="exec server", surface="server")
 
@@ -246,14 +246,28 @@ async def test_an_apptainer_instance_keeps_its_server(
     """The server stays safe also where commands are root of the image."""
     options = ApptainerOptions(default_image=str(make_sif(make_image(tmp_path / "root"))), fakeroot=fakeroot)
     async with node_provider("apptainer", apptainer=options) as provider:
-        request = SandboxRequest(memory_bytes=256 << 20, disk_bytes=16 << 20, processes=128)
-        async with await provider.acquire(request, LeaseRef(rollout="r-1", token=1)) as sandbox:
-            assert json.loads((await attack(sandbox, LOOK_INTO)).splitlines()[-1]) == []
-            await sandbox.client.write_file("/work/attack.py", TAKEOVER.encode())
-            running = await sandbox.client.start(f"exec {PYTHON} -I /work/attack.py", timeout=patience(60))
-            await running.wait_for_output(b"stolen 0")
-            await sandbox.client.write_file("/work/go", b"")
-            async with await armed(provider, sandbox) as other:
-                await other.client.begin_eval()
-                result = await other.client.run(["bash", "-c", "echo $UID; exit 1"])
-                assert (result.text(), result.exit_code) == ("0\n" if fakeroot else "1000\n", 1)
+        await keeps_its_server(provider, 0 if fakeroot else 1000)
+
+
+@FINDING_THE_SERVER
+@pytest.mark.podman
+@pytest.mark.nightly
+async def test_a_container_keeps_its_server(podman_works: None, tmp_path: Path) -> None:
+    """A container's process 1, which has received the secret, is as far away as the server."""
+    with podman_image(make_image(tmp_path / "root")) as image:
+        async with node_provider("podman", default_image=image) as provider:
+            await keeps_its_server(provider, 1000)
+
+
+async def keeps_its_server(provider: NodeProvider, user: int) -> None:
+    request = SandboxRequest(memory_bytes=256 << 20, disk_bytes=16 << 20, processes=128)
+    async with await provider.acquire(request, LeaseRef(rollout="r-1", token=1)) as sandbox:
+        assert json.loads((await attack(sandbox, LOOK_INTO)).splitlines()[-1]) == []
+        await sandbox.client.write_file("/work/attack.py", TAKEOVER.encode())
+        running = await sandbox.client.start(f"exec {PYTHON} -I /work/attack.py", timeout=patience(60))
+        await running.wait_for_output(b"stolen 0")
+        await sandbox.client.write_file("/work/go", b"")
+        async with await armed(provider, sandbox) as other:
+            await other.client.begin_eval()
+            result = await other.client.run(["bash", "-c", "echo $UID; exit 1"])
+            assert (result.text(), result.exit_code) == (f"{user}\n", 1)

@@ -47,6 +47,9 @@ FOREIGN = {
     "BadConstraints", "BeginTime", "ExitCode", "JobHeldAdmin", "JobHeldUser", "JobId", "JobState", "NodeDown",
     "PartitionConfig", "PartitionDown", "PartitionInactive", "PartitionNodeLimit",
     "PartitionTimeLimit", "Reason", "RunTime", "TimeLimit",
+    # Docker and Podman: fields of `docker info` and `podman info`.
+    "CPUCfsQuota", "CpuCfsQuota", "MemoryLimit", "OperatingSystem", "PidsLimit",
+    "SecurityOptions", "ServerErrors", "ServerVersion",
     # vLLM's kinds of errors, tokenizers, YAML and Python.
     "BadRequestError", "ByteFallback", "ByteLevel", "CSafeLoader", "InternalServerError", "NotFoundError",
     "OrderedDict", "ServiceUnavailableError",

@@ -22,7 +22,7 @@ from rollyard_pipeline.sandboxes.host.cgroups import memory_limit
         (["--concurrency", "walk=3"], "--concurrency: 'walk=3'"),
         (
             ["--default-image", "/x.sif"],
-            "--default-image goes with --sandbox apptainer (got --sandbox bubblewrap)",
+            "--default-image goes with --sandbox apptainer, docker or podman (got --sandbox bubblewrap)",
         ),
         (["--fakeroot"], "--fakeroot goes with --sandbox apptainer"),
         (["--build-dockerfiles"], "--build-dockerfiles goes with --sandbox apptainer"),

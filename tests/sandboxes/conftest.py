@@ -25,7 +25,7 @@ from rollyard_pipeline.sandboxes.interface import Sandbox, SandboxRequest
 from rollyard_pipeline.sandboxes.provider import NodeProvider
 from rollyard_sandbox.client import ExecClient
 from rollyard_testing.pace import patience
-from rollyard_testing.sandboxes.rootfolder import make_image, make_root, make_sif
+from rollyard_testing.sandboxes.rootfolder import make_image, make_root, make_sif, podman_image
 from rollyard_testing.waiting import eventually
 
 NODE = "node-a"
@@ -40,9 +40,11 @@ class Kit:
 
     @staticmethod
     def open(name: str, run_dir: Path, image: str | None = None, *, templates: bool = True) -> NodeProvider:
-        """Return a provider of this kind; Apptainer takes `image` where a request names none."""
+        """Return a provider of this kind; Apptainer and Podman take `image` where a request names none."""
         options = ApptainerOptions(default_image=image)
-        provider = open_provider(name, run_dir=run_dir, node=NODE, apptainer=options, templates=templates)
+        provider = open_provider(
+            name, run_dir=run_dir, node=NODE, apptainer=options, default_image=image, templates=templates
+        )
         assert isinstance(provider, NodeProvider)
         return provider
 
@@ -229,7 +231,15 @@ def sif(apptainer_works: None, root_folder: Path) -> Path:
     return make_sif(root_folder)
 
 
+@pytest.fixture(scope="session")
+def engine_image(podman_works: None, root_folder: Path) -> Iterator[str]:
+    """Yield the name of the same image in Podman."""
+    with podman_image(root_folder) as name:
+        yield name
+
+
 _APPTAINER = pytest.param("apptainer", marks=pytest.mark.apptainer)
+_PODMAN = pytest.param("podman", marks=(pytest.mark.podman, pytest.mark.nightly))
 
 
 @pytest.fixture
@@ -245,6 +255,12 @@ async def apptainer(sif: Path, run_dir: Path) -> AsyncIterator[NodeProvider]:
 
 
 @pytest.fixture
+async def podman(engine_image: str, run_dir: Path) -> AsyncIterator[NodeProvider]:
+    async with _started("podman", run_dir, engine_image) as provider:
+        yield provider
+
+
+@pytest.fixture
 def image_of(request: pytest.FixtureRequest) -> Callable[[str], str | None]:
     """Return the default image that a kind of sandboxes needs.
 
@@ -254,21 +270,22 @@ def image_of(request: pytest.FixtureRequest) -> Callable[[str], str | None]:
     def find(name: str) -> str | None:
         if name == "bubblewrap":
             request.getfixturevalue("bubblewrap_works")
-        return str(request.getfixturevalue("sif")) if name == "apptainer" else None
+        image = {"apptainer": "sif", "podman": "engine_image"}.get(name)
+        return str(request.getfixturevalue(image)) if image is not None else None
 
     return find
 
 
-@pytest.fixture(params=["bubblewrap", _APPTAINER])
+@pytest.fixture(params=["bubblewrap", _APPTAINER, _PODMAN])
 async def isolated(
     request: pytest.FixtureRequest, run_dir: Path, image_of: Callable[[str], str | None]
 ) -> AsyncIterator[NodeProvider]:
-    """Yield each kind that isolates: what isolation promises holds for both."""
+    """Yield each kind that isolates: what isolation promises holds for all of them."""
     async with _started(request.param, run_dir, image_of(request.param)) as provider:
         yield provider
 
 
-@pytest.fixture(params=["bubblewrap", "process", _APPTAINER])
+@pytest.fixture(params=["bubblewrap", "process", _APPTAINER, _PODMAN])
 async def provider(
     request: pytest.FixtureRequest, run_dir: Path, image_of: Callable[[str], str | None]
 ) -> AsyncIterator[NodeProvider]:
@@ -277,7 +294,7 @@ async def provider(
         yield provider
 
 
-@pytest.fixture(params=["bubblewrap", "process", _APPTAINER])
+@pytest.fixture(params=["bubblewrap", "process", _APPTAINER, _PODMAN])
 async def slow(
     request: pytest.FixtureRequest, run_dir: Path, image_of: Callable[[str], str | None]
 ) -> AsyncIterator[NodeProvider]:

@@ -73,4 +73,4 @@ def test_a_job_in_apptainer_sandboxes(kit: Any, sif: Path, run_dir: Path) -> Non
 def test_options_of_apptainer_alone(run_dir: Path) -> None:
     done = rollyard("up", "--home", str(run_dir / "home"), "--default-image", "/x.sif")
     assert done.returncode == 2
-    assert "--default-image goes with --sandbox apptainer" in done.stderr
+    assert "--default-image goes with --sandbox apptainer, docker or podman" in done.stderr

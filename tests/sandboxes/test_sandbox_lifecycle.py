@@ -33,7 +33,12 @@ from rollyard_pipeline.sandboxes.interface import SandboxRequest
 async def main():
     options = ApptainerOptions(default_image=sys.argv[3] or None)
     provider = open_provider(
-        sys.argv[1], run_dir=sys.argv[2], node="node-a", apptainer=options, templates=False
+        sys.argv[1],
+        run_dir=sys.argv[2],
+        node="node-a",
+        apptainer=options,
+        default_image=sys.argv[3] or None,
+        templates=False,
     )
     await provider.start()
     request = SandboxRequest(memory_bytes=192 << 20, files={"kept.txt": "kept"}, env={"KEPT": "too"})

@@ -129,6 +129,18 @@ def check_containers(on_slurm: bool) -> list[Finding]:
     return findings
 
 
+def check_engines() -> list[Finding]:
+    """Check the sandboxes of container engines, which are one choice among several."""
+    from rollyard_pipeline.sandboxes.doctor import engine_checks
+
+    return [
+        Finding(
+            check.name, "ok" if check.ok and not check.remedy else "optional", check.meaning, check.remedy
+        )
+        for check in asyncio.run(engine_checks())
+    ]
+
+
 def check_installation() -> Finding:
     """Check that the packages that `rollyard up` and the quickstart need are installed."""
     absent = missing("api", "worker", "sandbox")
@@ -561,6 +573,8 @@ def examine(run_dir: Path, profile: Path | None = None) -> Iterator[Finding]:
             finding = replace(finding, verdict="optional", advice="Apptainer serves instead")
         yield finding
     yield from rootless
+    if not on_slurm:
+        yield from check_engines()
     yield from slurm_checks()
     rest = check_slurmrestd(profile)
     if rest is not None:

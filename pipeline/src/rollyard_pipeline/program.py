@@ -37,6 +37,7 @@ from rollyard_pipeline.registry import Registry
 from rollyard_pipeline.sandboxes import PROVIDERS, open_provider
 from rollyard_pipeline.sandboxes.allowed_images import ANY
 from rollyard_pipeline.sandboxes.apptainer.starter import ApptainerOptions
+from rollyard_pipeline.sandboxes.containers.engine import KINDS
 from rollyard_pipeline.sandboxes.egress.egress import Egress
 from rollyard_pipeline.sandboxes.host.cgroups import memory_limit
 from rollyard_pipeline.sandboxes.interface import SandboxProvider
@@ -122,6 +123,8 @@ def _provider_settings(options: argparse.Namespace) -> dict[str, Any]:
         "run_dir": options.run_dir,
         "node": options.node,
         "apptainer": apptainer_options(options),
+        "default_image": options.default_image,
+        "fakeroot": options.fakeroot,
         "templates": options.sandbox_templates,
         "images": images_of(options),
     }
@@ -486,13 +489,18 @@ def apptainer_options(options: argparse.Namespace) -> ApptainerOptions | None:
     """Return the options for Apptainer, or None if the sandboxes are of another kind.
 
     Raises:
-        PipelineError: An option for Apptainer was given together with another kind of sandbox.
+        PipelineError: An option was given together with a kind of sandbox that it is not for.
     """
+    if options.default_image and options.sandbox not in ("apptainer", *KINDS):
+        raise PipelineError(
+            f"--default-image goes with --sandbox apptainer, {' or '.join(KINDS)} (got --sandbox "
+            f"{options.sandbox})",
+            "InvalidOption",
+        )
     apptainer_only = {
-        "--default-image": options.default_image,
         "--image-cache": options.image_cache,
         "--apptainer": options.apptainer,
-        "--fakeroot": options.fakeroot,
+        "--fakeroot": options.fakeroot and options.sandbox not in KINDS,
         "--build-dockerfiles": options.build_dockerfiles,
     }
     if options.sandbox != "apptainer":
@@ -607,7 +615,8 @@ def argument_parser(*, ready: bool = False, exit_on_error: bool = True) -> argpa
     parser.add_argument(
         "--default-image",
         metavar="IMAGE",
-        help="apptainer: the image of jobs that name none: a SIF file, a root folder, docker://NAME, …",
+        help="apptainer, docker, podman: the image of jobs that name none: docker://NAME; for apptainer also "
+        "a SIF file, a root folder, …",
     )
     parser.add_argument(
         "--allow-image",
@@ -637,7 +646,8 @@ def argument_parser(*, ready: bool = False, exit_on_error: bool = True) -> argpa
     parser.add_argument(
         "--fakeroot",
         action="store_true",
-        help="apptainer: programs inside are root of their image and may change all of it",
+        help="apptainer: programs inside are root of their image and may change all of it; docker, podman: "
+        "they may change what belongs to the image's root",
     )
     parser.add_argument(
         "--build-dockerfiles",

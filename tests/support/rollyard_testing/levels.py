@@ -30,6 +30,7 @@ PARTS: Final = {
     "kubernetes": "drives a real cluster",
     "slurm": "drives a real Slurm of four nodes, as an ordinary user",
     "apptainer": "starts real Apptainer sandboxes; runs as an ordinary user",
+    "podman": "starts real Podman sandboxes; runs as root",
     "vllm": "needs the two real vLLM servers, or one of its own",
     "trainers": "needs the environment of a trainer, such as TRL",
     "page": "drives the page in a real Chromium",

@@ -9,7 +9,7 @@ import click
 
 sandbox_option: Final = click.option(
     "--sandbox",
-    type=click.Choice(["bubblewrap", "apptainer"]),
+    type=click.Choice(["bubblewrap", "apptainer", "docker", "podman"]),
     default="bubblewrap",
     show_default=True,
     help="The kind of the sandboxes here, for handlers that need some.",

@@ -30,7 +30,7 @@ TINY_POLICY: Final = "the tiny policy"
 @click.option("--pool", metavar="NAME", help="Play in this pool of the running control plane instead.")
 @click.option(
     "--sandbox",
-    type=click.Choice(["bubblewrap", "apptainer", "process"]),
+    type=click.Choice(["bubblewrap", "apptainer", "docker", "podman", "process"]),
     help="The kind of the sandbox here [bubblewrap].",
 )
 @click.option(

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     "--sandbox",
     default="bubblewrap",
     show_default=True,
-    type=click.Choice(["bubblewrap", "apptainer", "process"]),
+    type=click.Choice(["bubblewrap", "apptainer", "docker", "podman", "process"]),
     help="For --oracle: the kind of the sandboxes.",
 )
 def validate(

@@ -103,9 +103,17 @@ def _checked(options: Options) -> Options:
     for name, needs, useless in (
         ("--vllm-python", "--engine vllm", engine != "vllm" and bool(options.vllm_python)),
         ("--gpus", "--engine vllm", engine != "vllm" and bool(options.gpus)),
-        ("--default-image", "--sandbox apptainer", not apptainer and bool(options.default_image)),
+        (
+            "--default-image",
+            "--sandbox apptainer, docker or podman",
+            options.sandbox in ("bubblewrap", "process") and bool(options.default_image),
+        ),
         ("--image-cache", "--sandbox apptainer", not apptainer and options.image_cache is not None),
-        ("--fakeroot", "--sandbox apptainer", not apptainer and options.fakeroot),
+        (
+            "--fakeroot",
+            "--sandbox apptainer, docker or podman",
+            options.sandbox in ("bubblewrap", "process") and options.fakeroot,
+        ),
         ("--build-dockerfiles", "--sandbox apptainer", not apptainer and options.build_dockerfiles),
         ("--prorl-config", "--prorl", not options.prorl and options.prorl_config is not None),
         (

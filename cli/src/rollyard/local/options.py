@@ -153,13 +153,13 @@ class Options(ListeningOptions):
     """The folder with tokenizer.json and the chat template, for an external server."""
 
     sandbox: Annotated[
-        Literal["bubblewrap", "apptainer", "process"],
+        Literal["bubblewrap", "apptainer", "docker", "podman", "process"],
         Option("What isolates rollouts; `process` isolates nothing", SANDBOXES),
     ] = "bubblewrap"
     default_image: Annotated[
         str,
         Option(
-            "Apptainer: the image of jobs that name none (a SIF file, docker://NAME, …)",
+            "Apptainer, Docker, Podman: the image of jobs that name none (docker://NAME, …)",
             SANDBOXES,
             metavar="IMAGE",
         ),

@@ -13,6 +13,7 @@ from typing import Final
 
 from rollyard_pipeline.sandboxes.apptainer.program import FUSE, find_program, fuse_problem, userns_problem
 from rollyard_pipeline.sandboxes.apptainer.starter import namespace_advice
+from rollyard_pipeline.sandboxes.containers.engine import KINDS, find_engine
 from rollyard_pipeline.sandboxes.errors import NodeUnusable
 from rollyard_pipeline.sandboxes.host.cgroups import CgroupPlace, enforced, find_places
 from rollyard_pipeline.sandboxes.host.records import SandboxFolder
@@ -84,6 +85,25 @@ async def apptainer_checks(
         meaning = f"sandboxes cannot be started: {problem}"
         checks.append(Check("user namespaces", False, meaning, "; ".join(namespace_advice())))
     return [*checks, _fuse(fuse), _subordinate_ids(etc)]
+
+
+async def engine_checks() -> list[Check]:
+    """Check for each container engine whether it can start sandboxes, and with which promises."""
+    checks = []
+    for kind in KINDS:
+        try:
+            engine = await find_engine(kind)
+        except NodeUnusable as error:
+            checks.append(Check(kind, False, f"no --sandbox {kind}", str(error)))
+            continue
+        who = "rootless" if engine.rootless else "as root"
+        meaning = f"version {engine.version}, {who}; memory, processes and CPU of each sandbox are limited"
+        remedy = ""
+        if not engine.own_users:
+            meaning += "; with --fakeroot, programs are this machine's user 0, without any capability"
+            remedy = "set the daemon's option userns-remap, or use rootless mode, to give them another user"
+        checks.append(Check(kind, True, meaning, remedy))
+    return checks
 
 
 def _fuse(device: Path) -> Check:

@@ -42,8 +42,9 @@ class NodeUnusable(SandboxProviderError):
     """This node cannot start sandboxes, and another node may.
 
     The reason is `UserNamespacesForbidden` (by the kernel or by the policy of a container),
-    `BubblewrapMissing` or `ApptainerMissing` (there is no usable program), or `RunDirUnusable` (the path is
-    too long for a socket, or the folder cannot be made private).
+    `BubblewrapMissing`, `ApptainerMissing` or `EngineMissing` (there is no usable program), `EngineUnusable`
+    (Docker or Podman does not answer, or cannot enforce limits), or `RunDirUnusable` (the path is too long
+    for a socket, or the folder cannot be made private).
     """
 
     reason = "NodeUnusable"
@@ -53,7 +54,14 @@ class NodeUnusable(SandboxProviderError):
     def __init__(
         self,
         message: str,
-        reason: Literal["UserNamespacesForbidden", "BubblewrapMissing", "ApptainerMissing", "RunDirUnusable"],
+        reason: Literal[
+            "UserNamespacesForbidden",
+            "BubblewrapMissing",
+            "ApptainerMissing",
+            "EngineMissing",
+            "EngineUnusable",
+            "RunDirUnusable",
+        ],
     ) -> None:
         super().__init__(message)
         self.reason = reason

@@ -30,6 +30,8 @@ from rollyard_pipeline.sandboxes.allowed_images import ANY, AllowedImages
 from rollyard_pipeline.sandboxes.apptainer.starter import ApptainerOptions, ApptainerStarter
 from rollyard_pipeline.sandboxes.claims import ClaimProvider
 from rollyard_pipeline.sandboxes.connection import apply, connect
+from rollyard_pipeline.sandboxes.containers.engine import KINDS
+from rollyard_pipeline.sandboxes.containers.starter import ContainerStarter
 from rollyard_pipeline.sandboxes.errors import (
     DiskFull,
     ImageNotUsable,
@@ -68,7 +70,7 @@ _NO_GROUPS: Final = (
     "no writable control groups for %s: as root the limit on processes does not bind, and memory is limited "
     "per process only; give this container its own writable cgroups, or run as another user"
 )
-PROVIDERS: Final = ("bubblewrap", "apptainer", "process", PROVIDER)
+PROVIDERS: Final = ("bubblewrap", "apptainer", *KINDS, "process", PROVIDER)
 
 
 class NodeProvider(SandboxProvider):
@@ -183,7 +185,7 @@ class NodeProvider(SandboxProvider):
         """
         # What a Dockerfile is built from is known when it has been translated, and checked there.
         if request.build is None:
-            self._images.check(request.image)
+            self._images.check(self._starter.listed_name(request.image))
         self._starter.check(request.key)
 
     async def attach(self, handle: SandboxHandle) -> Sandbox:
@@ -274,7 +276,7 @@ class NodeProvider(SandboxProvider):
         record = self._folder.load(sandbox_id)
         if record is None:
             return await in_thread(self._folder.died_of, sandbox_id, "oom")
-        return await in_thread(cgroups.oom_kills, [Path(path) for path in record.cgroups]) > 0
+        return await in_thread(self._starter.oom_killed, record)
 
     async def own_end(self, handle: SandboxHandle | str) -> str:
         """Return why a lost sandbox has ended by itself; see `interface.SandboxProvider.own_end`.
@@ -298,7 +300,7 @@ class NodeProvider(SandboxProvider):
             return False
         if not ends(record.root, seconds) or not record.worker.alive():
             return False
-        if self._draining or not self._is_leased(record.id):
+        if self._draining or not self._is_leased(record.id) or self._starter.taken_away(record):
             return False
         log.error(
             "the exec server of sandbox %s has ended by itself: this is a bug, please report it", record.id
@@ -366,6 +368,7 @@ class NodeProvider(SandboxProvider):
                     root=started.root,
                     monitor=started.monitor,
                     helpers=started.helpers,
+                    cgroups=(*record.cgroups, *map(str, started.cgroups)),
                 )
                 if claimed is not None:
                     record = claimed(record)
@@ -460,8 +463,7 @@ class NodeProvider(SandboxProvider):
                         continue
                     if record.alive() and (record.state == "claimed" or record.worker.alive()):
                         continue
-                    groups = [Path(path) for path in record.cgroups]
-                    if record.state == "claimed" and cgroups.oom_kills(groups) > 0:
+                    if record.state == "claimed" and self._starter.oom_killed(record):
                         death = "oom"
                     elif record.state == "claimed" and self._crashed(record, 0.0):
                         death = "crash"
@@ -519,6 +521,8 @@ def open_provider(
     find_places: Callable[[], Sequence[cgroups.CgroupPlace]] = cgroups.find_places,
     claims: WorkerCalls | None = None,
     apptainer: ApptainerOptions | None = None,
+    default_image: str | None = None,
+    fakeroot: bool = False,
     templates: bool = True,
     images: Sequence[str] = (ANY,),
 ) -> SandboxProvider:
@@ -533,6 +537,8 @@ def open_provider(
         find_places: Returns the places where control groups can be made.
         claims: The control plane's claims, which `kubernetes` needs.
         apptainer: The options of `apptainer` sandboxes.
+        default_image: The image of jobs that name none, for `docker` and `podman` sandboxes.
+        fakeroot: Whether programs in these may change the files of an image's root.
         templates: Whether `bubblewrap` sandboxes are forked from templates, which is much faster than
             starting bwrap and Python for each of them.
         images: The images that jobs may name on this node; see `AllowedImages`.
@@ -557,12 +563,18 @@ def open_provider(
         allowed = AllowedImages(images)
     except ValueError as error:
         raise ValueError(f"--allow-image: {error}") from error
+    starts = starts_at_once or max(2, os.cpu_count() or 2)
     places = list(find_places())
+    for kind in KINDS:
+        if name == kind:
+            # On version 2, a group of ours replaces the engine's for all controllers.
+            own = places if cgroups.enforced(places) >= {"memory", "pids", "cpu"} else []
+            engine_starter = ContainerStarter(kind, folder, own, default_image, fakeroot=fakeroot)
+            return NodeProvider(folder, node, engine_starter, own, starts, images=allowed)
     missing = {"memory", "pids"} - cgroups.enforced(places)
     warnings = []
     if missing and os.geteuid() == 0:
         warnings.append(_NO_GROUPS % " and ".join(sorted(missing)))
-    starts = starts_at_once or max(2, os.cpu_count() or 2)
     if name == "process":
         warnings.append(WARNING % os.geteuid())
         return NodeProvider(folder, node, ProcessStarter(places), places, starts, warnings, allowed)

@@ -8,13 +8,16 @@ rights in these namespaces; `command_namespaces` puts further ones between the s
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
+import socket
 import sys
 
 from rollyard_sandbox.isolation.protections import FAILED, NOT_CONFINED
 from rollyard_sandbox.isolation.system_calls import (
     BIND,
+    NEWCGROUP,
     NEWIPC,
     NEWNS,
     NEWPID,
@@ -25,19 +28,25 @@ from rollyard_sandbox.isolation.system_calls import (
     NOSUID,
     PRIVATE,
     REC,
+    SET_DUMPABLE,
     SET_NO_NEW_PRIVS,
     SET_PDEATHSIG,
     call,
+    limit_rights,
     map_users,
     mount,
     mount_memory,
     mount_read_only,
+    unmount,
 )
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-    from typing import NoReturn
+    from collections.abc import Iterable, Mapping, Sequence
+    from typing import Final, NoReturn
+
+_SETFCAP: Final = 31  # CAP_SETFCAP, without which user 0 makes no user namespace.
+_SPARE: Final = 64  # A number above those that are handed over.
 
 
 class Confinement:
@@ -75,6 +84,8 @@ def confine(confinement: Confinement) -> None:
     kernel refuses a part of it, this exits with FAILED and reports the part on standard error.
     """
     if os.fork():
+        if os.getpid() == 1:
+            _be_first()
         # The container's process 1 passes signals to the group of the program that it started, and ends at
         # the first signal for which it finds no group. The group is left, so one signal is now enough.
         os._exit(0)
@@ -92,6 +103,78 @@ def confine(confinement: Confinement) -> None:
     except OSError as error:
         print(f"{NOT_CONFINED}: {error}", file=sys.stderr, flush=True)
         _end_container()
+
+
+def receive_descriptors(path: str, numbers: Sequence[int]) -> None:
+    """Receive open descriptors from the program that listens at `path`, and give them these numbers.
+
+    This is for containers whose engine passes no descriptors. The numbers must be below 64.
+
+    Raises:
+        OSError: Nothing listens there, or it has sent another number of descriptors.
+    """
+    with socket.socket(socket.AF_UNIX) as sender:
+        sender.connect(path)
+        received = socket.recv_fds(sender, 1, len(numbers))[1]
+    if len(received) != len(numbers):
+        raise OSError(f"{path} has sent {len(received)} descriptors instead of {len(numbers)}")
+    # Each is first moved to a high number, because an earlier one must not be overwritten.
+    spares = [fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, _SPARE) for descriptor in received]
+    for descriptor in received:
+        os.close(descriptor)
+    for spare, number in zip(spares, numbers, strict=True):
+        os.dup2(spare, number)
+        os.close(spare)
+
+
+def add_layer(size: int, stage: str, kept: Sequence[str], folders: Iterable[str], user: int | None) -> None:
+    """Replace the root folder of a container by the same with a writable layer, whose files are memory.
+
+    It needs Linux 5.11 and CAP_SYS_ADMIN in the container's own mount namespace: in one below, the kernel
+    does not let the root folder be a lower layer. The calling process is process 1, and loses all rights but
+    that to make a user namespace. If the kernel refuses a part of it, this exits with FAILED.
+
+    Args:
+        size: The size of the layer in bytes.
+        stage: An existing folder, over which the layer is mounted while it is made.
+        kept: The paths at which mounts of the container stay visible, in addition to /dev. All others go.
+        folders: The folders that are made where the image has none.
+        user: The user and group that the process becomes. With None it stays the image's root, whose files
+            programs can then change.
+    """
+    try:
+        # Where the worker has moved it to other control groups, their names are not seen from these.
+        call("unshare", NEWCGROUP)
+        mount("", "/", flags=REC | PRIVATE)
+        mount_memory(stage, size, 0o755)
+        root, upper, work = (f"{stage}/{name}" for name in ("root", "upper", "work"))
+        for folder in (root, upper, work):
+            os.mkdir(folder, 0o755)
+        options = f"lowerdir=/,upperdir={upper},workdir={work},userxattr"
+        mount("overlay", root, "overlay", NOSUID | NODEV, options)
+        # A new /proc can be mounted only where another one is visible that hides nothing.
+        mount("proc", f"{root}/proc", "proc", NOSUID | NODEV | NOEXEC)
+        for path in ("/dev", *kept):
+            if os.path.ismount(path):
+                mount(path, f"{root}{path}", flags=BIND | REC)
+        os.chdir(root)
+        call("pivot_root", b".", b".")
+        # The old root now lies over the new one, and its other mounts go with it.
+        unmount(".")
+        os.chdir("/")
+        for folder in folders:
+            os.makedirs(folder, exist_ok=True)
+        if user is None:
+            limit_rights(frozenset({_SETFCAP}))
+            return
+        os.setgroups([])
+        os.setresgid(user, user, user)
+        os.setresuid(user, user, user)  # All rights go with this.
+        # A process that has changed its user may otherwise not write to its own files in /proc.
+        call("prctl", SET_DUMPABLE, 1, 0, 0, 0)
+    except OSError as error:
+        print(f"{NOT_CONFINED}: {error}", file=sys.stderr, flush=True)
+        os._exit(FAILED)
 
 
 def clean_environment(fixed: Mapping[str, str], prefixes: Sequence[str], libraries: str) -> None:
@@ -121,14 +204,33 @@ def _namespaces(uid: int | None) -> None:
     map_users("self", user, group, uid)
 
 
+def _be_first() -> NoReturn:
+    """Be process 1 of a container that has no other: reap until nothing is left, which ends the container.
+
+    SIGTERM ends it at once. Without a handler, the kernel would keep that signal from a process 1.
+    """
+    signal.signal(signal.SIGTERM, lambda number, frame: os._exit(FAILED))
+    _close_descriptors()
+    limit_rights(frozenset())
+    while True:
+        try:
+            os.wait()
+        except ChildProcessError:
+            os._exit(FAILED)
+
+
 def _keep(child: int) -> NoReturn:
     """Wait for the end of the sandbox, then end the container."""
+    _close_descriptors()
+    os.waitpid(child, 0)
+    _end_container()
+
+
+def _close_descriptors() -> None:
     null = os.open(os.devnull, os.O_RDWR)
     for descriptor in range(3):
         os.dup2(null, descriptor)
     os.closerange(3, 1 << 16)
-    os.waitpid(child, 0)
-    _end_container()
 
 
 def _end_container() -> NoReturn:

@@ -137,5 +137,5 @@ def _name(item: pytest.Item) -> str:
     if callspec is None or not any(mark.name == "attack" for mark in callspec.marks):
         return f"{path}::{name}"
     # A fixture's parameter, the kind of sandbox, stands before that of the test.
-    attack = re.sub(r"^(bubblewrap|apptainer)-", "", parameters.removesuffix("]"))
+    attack = re.sub(r"^(bubblewrap|apptainer|podman)-", "", parameters.removesuffix("]"))
     return f"{path}::{name}[{attack}]"

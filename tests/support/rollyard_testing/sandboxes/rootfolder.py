@@ -1,10 +1,13 @@
-"""Images made of this machine's own programs, without a registry: root folders and SIF files."""
+"""Images made of this machine's own programs, without a registry: root folders, SIF files, Podman's."""
 
 from __future__ import annotations
 
 import os
+import secrets
 import shutil
 import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from rollyard_testing.pace import patience
@@ -63,3 +66,23 @@ def make_sif(root: Path) -> Path:
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return target
+
+
+@contextmanager
+def podman_image(root: Path) -> Iterator[str]:
+    """Yield the name of the same as an image of Podman, which is removed at the end."""
+    name = f"localhost/rollyard-test-{secrets.token_hex(4)}"
+    packed = subprocess.run(
+        ["tar", "-C", str(root), "-cf", str(root.parent / "image.tar"), "."],
+        capture_output=True, text=True, timeout=patience(60),
+    )  # fmt: skip
+    assert packed.returncode == 0, packed.stderr
+    done = subprocess.run(
+        ["podman", "import", str(root.parent / "image.tar"), name],
+        capture_output=True, text=True, timeout=patience(120),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    try:
+        yield name
+    finally:
+        subprocess.run(["podman", "rmi", "--force", name], capture_output=True, timeout=patience(60))

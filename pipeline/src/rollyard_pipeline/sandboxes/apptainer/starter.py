@@ -14,8 +14,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import csv
-import io
 import json
 import logging
 import os
@@ -59,21 +57,25 @@ from rollyard_pipeline.sandboxes.host.records import SOCKET_NAME, SandboxFolder,
 from rollyard_pipeline.sandboxes.host.threads import in_thread
 from rollyard_pipeline.sandboxes.interface import BuildFolder, SandboxKey
 from rollyard_pipeline.sandboxes.starters.base import (
+    BASHES,
+    NO_BASH,
     SANDBOX_ENV,
     START_SECONDS,
     StartedSandbox,
     Starter,
+    bind_mount,
     inside,
+    needs_bash,
     server_code,
 )
 from rollyard_pipeline.sandboxes.starters.bubblewrap import userns_advice
 from rollyard_pipeline.sandboxes.starters.launch import LOG_FD, READY_FD, SandboxLaunch, start
 from rollyard_pipeline.sandboxes.starters.root_folders import WORKDIR, disk_size, memory_folders
 from rollyard_pipeline.sandboxes.starters.runtime import (
-    EVAL_FOLDER,
     INSIDE,
     SANDBOX_UID,
     Runtime,
+    make_mount_points,
     make_runtime,
 )
 
@@ -83,12 +85,10 @@ _KEEPER_SECONDS: Final = 5.0
 
 log = logging.getLogger(__name__)
 
-NO_BASH: Final = "NoBash"
 _START_SECONDS: Final = 2 * START_SECONDS
 """The time for a start in seconds. A cold image on a busy file server takes long to read."""
 _USERS_OVERLAY_SINCE: Final = (5, 11)
 _LAYER_MB: Final = 16
-_BASHES: Final = ("/bin/bash", "/usr/bin/bash", "/usr/local/bin/bash")
 # Programs of Apptainer add these variables to the environment of the programs that they start.
 _ADDED: Final = ("APPTAINER_", "SINGULARITY_", "PS1", "PROMPT_COMMAND")
 _LIBRARIES: Final = "/.singularity.d/libs"
@@ -199,15 +199,7 @@ class ApptainerStarter(Starter):
         self._cache.prepare()
         self._runtime = make_runtime(self._folder.run_dir)
         self._write("start", '#!/bin/sh\nexec "$@"\n', 0o755)
-        (self._own / "runtime" / Path(EVAL_FOLDER).relative_to(INSIDE)).mkdir(parents=True, exist_ok=True)
-        # These are the runtime's mount points, so none of them must be made in an image.
-        for source, target in self._runtime.binds:
-            point = self._own / "runtime" / Path(target).relative_to(INSIDE)
-            if Path(source).is_dir():
-                point.mkdir(parents=True, exist_ok=True)
-            else:
-                point.parent.mkdir(parents=True, exist_ok=True)
-                point.touch()
+        make_mount_points(self._runtime, self._own / "runtime")
 
     def _end_strays(self) -> None:
         """End instances whose folders are gone, because no sweep of the node's records finds them."""
@@ -326,13 +318,13 @@ class ApptainerStarter(Starter):
             "none",
             *(part for folder in (WORKDIR, *key.folders) for part in ("--scratch", folder)),
             *(["--writable-tmpfs"] if self._layered else []),
-            *(part for source, target in binds for part in ("--mount", _mount(source, target))),
+            *(part for source, target in binds for part in ("--mount", bind_mount(source, target))),
             str(image),
             name,
             *runtime.argv,
             *server_code(
                 key,
-                self.places,
+                self.bound,
                 WORKDIR,
                 runtime.path,
                 before=self._confine(key),
@@ -373,8 +365,7 @@ class ApptainerStarter(Starter):
             "from rollyard_sandbox.isolation.container import Confinement, clean_environment, confine",
             f"confine(Confinement(uid={uid!r}, sizes={memory_folders(key)!r}, "
             "aliases={'/var/tmp': '/tmp'}, read_only=('/dev', '/sys'), hostname='sandbox'))",
-            f"if not any(os.access(path, os.X_OK) for path in {_BASHES!r}): "
-            f"sys.exit('{NO_BASH}: looked for ' + ', '.join({_BASHES!r}))",
+            needs_bash(),
             f"clean_environment({fixed!r}, {_ADDED!r}, {_LIBRARIES!r})",
         ]
 
@@ -403,7 +394,7 @@ class ApptainerStarter(Starter):
             return DiskFull(f"no room left for a sandbox in {self._folder.run_dir}: {text}")
         image = key.image if key.image is not None else self._options.default_image
         if NO_BASH in text:
-            return ImageNotUsable(f"sandbox.image {image!r}: has no bash (looked for {', '.join(_BASHES)})")
+            return ImageNotUsable(f"sandbox.image {image!r}: has no bash (looked for {', '.join(BASHES)})")
         if _OF_THE_IMAGE.search(text):
             return ImageNotUsable(f"sandbox.image {image!r}: {text}")
         return error
@@ -427,14 +418,6 @@ def namespace_advice() -> list[str]:
 
 def _kernel(release: str) -> tuple[int, ...]:
     return tuple(int(part) for part in re.findall(r"\d+", release)[:2])
-
-
-def _mount(source: str, target: str) -> str:
-    """Return a read-only bind for --mount, which is parsed as a line of CSV."""
-    line = io.StringIO()
-    fields = ["type=bind", f"source={source}", f"destination={target}", "ro"]
-    csv.writer(line, lineterminator="").writerow(fields)
-    return line.getvalue()
 
 
 @dataclass(frozen=True, slots=True)

@@ -109,7 +109,7 @@ class Egress:
         if kind in _UNISOLATED:
             raise SandboxImpossible(
                 f"network: allowlist: sandboxes of kind '{kind}' have the network of their machine, "
-                "so allowedHosts could not be enforced; use bubblewrap, apptainer or kubernetes",
+                "so allowedHosts could not be enforced; use another kind, such as bubblewrap",
                 "NetworkImpossible",
             )
         first = await sandbox.client.tunnel()

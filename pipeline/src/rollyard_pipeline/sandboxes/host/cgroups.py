@@ -76,6 +76,15 @@ def memory_limit(proc: Path = Path("/proc/self")) -> int:
     return min(limits)
 
 
+def groups_of(pid: int) -> list[Path]:
+    """Return the groups of another process of this machine that limit memory, processes or CPU."""
+    try:
+        groups = [group.path for group in _groups(Path("/proc/self"), Path(f"/proc/{pid}"))]
+    except OSError:
+        return []
+    return [path for path in groups if path.is_dir()]
+
+
 @dataclass(frozen=True, slots=True)
 class _OwnGroup:
     """The group of a process in one hierarchy."""
@@ -86,11 +95,14 @@ class _OwnGroup:
     path: Path
 
 
-def _groups(proc: Path) -> Iterator[_OwnGroup]:
-    """Yield the groups of a process in the mounted hierarchies of the wanted controllers."""
+def _groups(proc: Path, process: Path | None = None) -> Iterator[_OwnGroup]:
+    """Yield the groups of a process in the hierarchies of the wanted controllers that `proc` has mounted.
+
+    The process is `process`, or that of `proc`.
+    """
     try:
         mounts = (proc / "mountinfo").read_text().splitlines()
-        own = dict(_own_groups((proc / "cgroup").read_text()))
+        own = dict(_own_groups(((process or proc) / "cgroup").read_text()))
     except OSError:
         return
     for line in mounts:

@@ -60,7 +60,7 @@ class ProcessStarter(Starter):
         # Parts of this worker's path may come from PYTHONPATH and .pth files, which -I and -S ignore.
         path = [entry for entry in sys.path if entry]
         launch = SandboxLaunch(
-            argv=[sys.executable, *server_code(key, self.places, str(work), path, inside=None)],
+            argv=[sys.executable, *server_code(key, self.bound, str(work), path, inside=None)],
             env=env,
             socket_path=folder / SOCKET_NAME,
             secret=secret,

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import csv
+import io
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Final
 
-from rollyard_pipeline.sandboxes.host.cgroups import CgroupLimits, CgroupPlace, enforced
+from rollyard_pipeline.sandboxes.host.cgroups import CgroupLimits, CgroupPlace, enforced, oom_kills
 from rollyard_pipeline.sandboxes.host.processes import ProcessRef, Reaper
 from rollyard_pipeline.sandboxes.host.records import SandboxRecord
 from rollyard_pipeline.sandboxes.interface import SandboxKey
@@ -30,6 +32,10 @@ SANDBOX_ENV: Final = {
 LEASE_SECONDS: Final = 60.0
 """The life of a sandbox that is not renewed, in seconds."""
 START_SECONDS: Final = 30.0
+BASHES: Final = ("/bin/bash", "/usr/bin/bash", "/usr/local/bin/bash")
+"""Where an image must have bash."""
+NO_BASH: Final = "NoBash"
+"""The first word of the message on standard error if it has none; see `needs_bash`."""
 EVAL_BYTES: Final = 64 << 20
 
 
@@ -41,6 +47,8 @@ class StartedSandbox:
     monitor: ProcessRef | None
     helpers: tuple[ProcessRef, ...] = ()
     """Outer processes that serve it, such as those of its file systems. They end after `monitor`."""
+    cgroups: tuple[Path, ...] = ()
+    """The control groups that a container engine has made for it."""
 
 
 class Starter(ABC):
@@ -54,6 +62,8 @@ class Starter(ABC):
 
     def __init__(self, places: Sequence[CgroupPlace]) -> None:
         self.places = places
+        self.bound = enforced(places)
+        """Which of memory, pids and cpu control groups limit."""
         self.reaper = Reaper()
         """Reaps the processes that are started here."""
 
@@ -104,6 +114,18 @@ class Starter(ABC):
         Its server proves to clients that it knows `secret`, which is visible to nothing else inside.
         """
 
+    def listed_name(self, image: str | None) -> str | None:
+        """Return an image as the installer's list of images names it; see `AllowedImages`."""
+        return image
+
+    def oom_killed(self, record: SandboxRecord) -> bool:
+        """Return whether the kernel killed a process inside for lack of memory. This blocks."""
+        return oom_kills([Path(path) for path in record.cgroups]) > 0
+
+    def taken_away(self, record: SandboxRecord) -> bool:
+        """Return whether somebody other than a worker has removed a sandbox that has ended. This blocks."""
+        return False
+
     @abstractmethod
     def kill(self, record: SandboxRecord, seconds: float) -> bool:
         """Kill all processes of a sandbox and return whether they are gone. This blocks."""
@@ -127,9 +149,7 @@ def inside(key: SandboxKey, uid: int | None) -> str:
     return f"NamespaceOptions(**{command_namespaces(key, uid)!r})"
 
 
-def resource_limits(
-    key: SandboxKey, places: Sequence[CgroupPlace], *, shared: bool = False
-) -> dict[str, int]:
+def resource_limits(key: SandboxKey, bound: Collection[str], *, shared: bool = False) -> dict[str, int]:
     """Return the limits of getrlimit(2), by their names, where control groups do not bind.
 
     RLIMIT_NPROC is counted per user namespace since Linux 5.14, so it must be set inside. RLIMIT_DATA is per
@@ -137,10 +157,9 @@ def resource_limits(
 
     Args:
         key: The properties of the sandbox.
-        places: The places of control groups, which determine the limits that are still needed.
+        bound: Which of memory, pids and cpu control groups limit.
         shared: Whether the server is one of this machine's ordinary processes.
     """
-    bound = enforced(places)
     limits = {"RLIMIT_CORE": 0}
     if "pids" not in bound and not shared:
         # Without its own user namespace, the limit would count the processes of the whole account.
@@ -152,9 +171,25 @@ def resource_limits(
     return limits
 
 
-def yielding(places: Sequence[CgroupPlace]) -> bool:
+def yielding(bound: Collection[str]) -> bool:
     """Return whether commands can run at the lowest priority: they compete with their own server only."""
-    return "cpu" in enforced(places)
+    return "cpu" in bound
+
+
+def needs_bash() -> str:
+    """Return the line of Python code that ends a start in an image without bash."""
+    return (
+        f"if not any(os.access(path, os.X_OK) for path in {BASHES!r}): "
+        f"sys.exit('{NO_BASH}: looked for ' + ', '.join({BASHES!r}))"
+    )
+
+
+def bind_mount(source: str, target: str) -> str:
+    """Return a read-only bind for an option --mount, which is parsed as a line of CSV."""
+    line = io.StringIO()
+    fields = ["type=bind", f"source={source}", f"destination={target}", "ro"]
+    csv.writer(line, lineterminator="").writerow(fields)
+    return line.getvalue()
 
 
 def limits_of(key: SandboxKey) -> CgroupLimits:
@@ -164,34 +199,37 @@ def limits_of(key: SandboxKey) -> CgroupLimits:
 
 def server_code(
     key: SandboxKey,
-    places: Sequence[CgroupPlace],
+    bound: Collection[str],
     workdir: str,
     path: Sequence[str],
     *,
     inside: str | None,
+    first: Sequence[str] = (),
     before: Sequence[str] = (),
 ) -> list[str]:
     """Return Python's arguments that run the exec server under resource limits, without `site` and argparse.
 
     Args:
         key: The properties of the sandbox.
-        places: The places of control groups, which determine the limits that are still needed.
+        bound: Which of memory, pids and cpu control groups limit.
         workdir: The work folder.
         path: The folders to append to sys.path.
         inside: The namespaces of commands (see `inside`). None means that the server is one of this machine's
             ordinary processes.
-        before: Lines of code that run first.
+        first: Lines of code that bring the descriptors, where the program does not inherit them.
+        before: Lines of code that run before the server, after it has read the secret.
     """
     shared = inside is None
     lines = [
         "import resource as r, sys",
         f"sys.path += {list(path)!r}",
+        *first,
         # The secret is read first, while nothing but these lines runs.
         "from rollyard_sandbox.proof import read_secret",
         f"secret = read_secret({SECRET_FD})",
         *before,
     ]
-    for name, limit in resource_limits(key, places, shared=shared).items():
+    for name, limit in resource_limits(key, bound, shared=shared).items():
         lines.append(f"r.setrlimit(r.{name}, ({limit}, {limit}))")
     lines += [
         "from rollyard_sandbox.isolation.command_namespaces import NamespaceOptions",
@@ -199,6 +237,6 @@ def server_code(
         "from rollyard_sandbox.server.options import ServerOptions",
         f"sys.exit(serve(ServerOptions(listen=['fd:{LISTEN_FD}'], ready_fd={READY_FD}, workdir={workdir!r}, "
         f"lease={LEASE_SECONDS!r}, own_pid_namespace={not shared}, filter_calls={not shared}, "
-        f"secret=secret, namespaces={inside}, yielding={yielding(places) and not shared})))",
+        f"secret=secret, namespaces={inside}, yielding={yielding(bound) and not shared})))",
     ]
     return ["-I", "-S", "-c", "\n".join(lines)]

@@ -261,11 +261,11 @@ class BubblewrapStarter(Starter):
         """Fork a sandbox of a template, or return None if the template has ended."""
         options = {
             "sizes": memory_folders(key),
-            "limits": numbered(resource_limits(key, self.places)),
+            "limits": numbered(resource_limits(key, self.bound)),
             "workdir": WORKDIR,
             "lease": LEASE_SECONDS,
             "namespaces": command_namespaces(key, SANDBOX_UID),
-            "yielding": yielding(self.places),
+            "yielding": yielding(self.bound),
         }
         template = await templates.get(key.image, self._stamp(key.image))
         root = await template.fork(Fork(folder / SOCKET_NAME, secret, cgroups, options), START_SECONDS)
@@ -303,7 +303,7 @@ class BubblewrapStarter(Starter):
                 *runtime.argv,
                 *server_code(
                     key,
-                    self.places,
+                    self.bound,
                     WORKDIR,
                     runtime.path,
                     inside=inside(key, SANDBOX_UID),

@@ -113,6 +113,18 @@ def make_runtime(cache: Path) -> Runtime:
     return Runtime(tuple(binds), etc, tuple(command), (f"{INSIDE}/lib", *inside_site))
 
 
+def make_mount_points(runtime: Runtime, folder: Path) -> None:
+    """Make a folder for INSIDE with the runtime's mount points, so that none must be made in an image."""
+    (folder / Path(EVAL_FOLDER).relative_to(INSIDE)).mkdir(parents=True, exist_ok=True)
+    for source, target in runtime.binds:
+        point = folder / Path(target).relative_to(INSIDE)
+        if Path(source).is_dir():
+            point.mkdir(parents=True, exist_ok=True)
+        else:
+            point.parent.mkdir(parents=True, exist_ok=True)
+            point.touch()
+
+
 def venv_files(python: str, command: Sequence[str], path: Sequence[str]) -> dict[str, str]:
     """Return the virtual environment of the injected Python, as texts by their paths below INSIDE.
 

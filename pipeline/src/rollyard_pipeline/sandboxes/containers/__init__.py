@@ -1,0 +1,1 @@
+"""Sandboxes that a container engine of this machine starts: Podman or Docker."""

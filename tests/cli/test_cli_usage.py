@@ -88,7 +88,10 @@ def test_a_command_of_another_tool_is_named_by_what_does_it_here(
 @pytest.mark.parametrize(
     ("words", "answer"),
     [
-        ("submit job.yaml", "Missing option '-f' / '--file'. A file follows -f: `rollyard submit -f job.yaml`"),
+        (
+            "submit job.yaml",
+            "Missing option '-f' / '--file'. A file follows -f: `rollyard submit -f job.yaml`",
+        ),
         ("validate tasks.jsonl", "A file follows -f: `rollyard validate -f tasks.jsonl`"),
         ("apply job.yaml", "unexpected extra argument (job.yaml): `rollyard apply -f job.yaml`"),
         ("apply --file a.yaml b.yaml", "unexpected extra argument (b.yaml)\n"),

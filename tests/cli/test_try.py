@@ -261,9 +261,7 @@ def test_ctrl_c_leaves_nothing(folder: Path, temporary: Path) -> None:
     waiting = {"id": "w", "prompt": "x", "test_script": "true", "sandbox": {"setup": "sleep 600"}}
     (folder / "tasks.jsonl").write_text(json.dumps(waiting))
     command = [sys.executable, "-m", "rollyard", "try", "job.json"]
-    with subprocess.Popen(
-        command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    ) as process:
+    with subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdout is not None
         assert process.stderr is not None
         first = process.stdout.readline()

@@ -162,16 +162,9 @@ Handlers read different fields: each field says which. [Graders](../graders.md) 
 
 def reasons_page() -> str:
     """Return the page of reasons."""
-    places = {
-        place: [
-            name for name, several in all_reasons().items() if any(place in one.places for one in several)
-        ]
-        for place in PLACES
-    }
-    rows = "".join(
-        f"| {cell(text)} | {', '.join(f'[{name}](#{anchor(name)})' for name in places[place])} |\n"
-        for place, text in PLACES.items()
-    )
+    names = list(all_reasons())
+    initials = {name[0].upper(): name for name in reversed(names)}
+    index = " · ".join(f"[{initial}](#{anchor(initials[initial])})" for initial in sorted(initials))
     entries = "\n".join(
         f"## {name}\n\n" + "\n".join(_meaning(name, one) for one in several)
         for name, several in all_reasons().items()
@@ -180,18 +173,16 @@ def reasons_page() -> str:
 
 {_MADE}
 Whatever goes wrong, or merely happens, has a reason: one stable CamelCase word for programs, beside a message
-for people. This page says of each reason what has happened, whose fault it is, and what to do. The `type` of
-a problem document leads here, and `rollyard explain` shows an entry in a terminal.
+for people. This page says of each of the {len(names)} reasons what it means, whose fault it is, what to do, and
+where it stands. `rollyard explain REASON` shows an entry in a terminal, and the `type` of a problem document
+leads here.
 
 An infrastructure failure is never a reward: a rollout that fails has `reward: null`. What a policy does to
 itself is scored instead, with the reason in `reward_reason`. Words that Kubernetes or Slurm give are in
 messages, and are explained in their documentation.
 
-## Where reasons stand
+{index}
 
-| place | reasons |
-|---|---|
-{rows}
 {entries}"""
 
 

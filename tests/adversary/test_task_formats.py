@@ -66,7 +66,7 @@ async def refusal(data: bytes, name: str) -> str:
 async def test_a_parquet_file_takes_no_memory_of_the_control_plane() -> None:
     bombs = {
         "rows": (table("a" * (1 << 20), 80), "more than 67108864 bytes of text"),
-        "one-row": (table("a" * (16 << 20), 1), "prompt: String should have at most 1048576 characters"),
+        "one-row": (table("a" * (16 << 20), 1), "prompt: must have at most 1048576 characters"),
         "memory": (one_list("a" * (48 << 20), 64), "needs more than 2 GiB of memory"),
     }
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -181,9 +181,9 @@ MANY = ["1"] * 200_000
         (
             "math",
             {"question": "?", "answer": "#### " + "7" * (4 << 20)},
-            "answer: String should have at most 65536",
+            "answer: must have at most 65536",
         ),
-        ("math", {"question": "?", "answer": DEEP}, "answer: String should have at most 65536"),
+        ("math", {"question": "?", "answer": DEEP}, "answer: must have at most 65536"),
         ("apps", {"question": "?", "input_output": DEEP}, "input_output: is a text that is not JSON"),
         (
             "apps",

@@ -52,7 +52,7 @@ async def test_same_name_in_another_namespace(served: Any) -> None:
     ("change", "field", "right"),
     [
         ({"colour": "red"}, "spec.colour", "unknown field"),
-        ({"samplesPerTask": "many"}, "spec.samplesPerTask", "integer"),
+        ({"samplesPerTask": "many"}, "spec.samplesPerTask", "whole number"),
         ({"handler": "nobody"}, "spec.handler", "offered: code, harbor, math, mixed, shell, stem"),
         (
             {"agent": {"type": "oracle", "tools": ["bash", "hammer"]}},
@@ -135,7 +135,7 @@ async def test_broken_line_refuses_the_whole_list(settings: Any, tmp_path_factor
         answer = await _post(served, make_manifest(tasks={"url": f"file://{file}"}))
         assert answer.status_code == 422
         assert answer.json()["errors"] == [
-            f"spec.tasks.url: file://{file}: line 7312: prompt: Input should be a valid string"
+            f"spec.tasks.url: file://{file}: line 7312: prompt: must be a string"
         ]
         assert "line 7312" in answer.json()["detail"]
         assert (await served.admin.get("/v1/rolloutjobs")).json()["items"] == []

@@ -175,7 +175,7 @@ def test_arrays_that_are_refused(change: dict[str, Any], problem: str) -> None:
     assert problem in refused.value.errors[0]
     missing = {name: value for name, value in segment.items() if name not in change}
     if len(missing) < len(segment):
-        with pytest.raises(Invalid, match=f"{next(iter(change))}: Field required"):
+        with pytest.raises(Invalid, match=f"{next(iter(change))}: is missing"):
             reports.check_results(_ran(_trajectory(), segments=[missing]))
 
 
@@ -269,11 +269,11 @@ async def test_one_wrong_report_refuses_all_of_its_request(served: Any) -> None:
     good, name = worker.result(first), "results[1]"
     record = _ran(_trajectory())["results"][0]["trajectory"]
     for wrong, problem in (
-        ({"rollout": 7}, f"{name}.rollout: Input should be a valid string (got 7)"),
-        ({"token": True}, f"{name}.token: Input should be a valid integer (got True)"),
-        ({"token": "1"}, f"{name}.token: Input should be a valid integer (got '1')"),
-        ({"stage": "end"}, f"{name}.stage: Input should be 'init', 'run' or 'eval' (got 'end')"),
-        ({"carry": [1]}, f"{name}.carry: Input should be a valid dictionary"),
+        ({"rollout": 7}, f"{name}.rollout: must be a string (got 7)"),
+        ({"token": True}, f"{name}.token: must be a whole number (got True)"),
+        ({"token": "1"}, f"{name}.token: must be a whole number (got '1')"),
+        ({"stage": "end"}, f"{name}.stage: must be 'init', 'run' or 'eval' (got 'end')"),
+        ({"carry": [1]}, f"{name}.carry: must be an object"),
         ({"carry": {"k": "x" * reports.MAX_CARRY_BYTES}}, f"{name}.carry: is longer than"),
         (
             {"trajectory": record},

@@ -178,7 +178,7 @@ async def test_lines_of_an_upload_are_quoted_to_its_owner(served: Any) -> None:
     await upload(served, data)
     answer = await submit(served, make_manifest(tasks={"url": f"blob:sha256:{digest_of(data)}"}))
     (line,) = answer.json()["errors"]
-    assert line.endswith("line 1: prompt: Input should be a valid string (got 5)")
+    assert line.endswith("line 1: prompt: must be a string (got 5)")
 
 
 @pytest.mark.parametrize("url", ["blob:sha256:" + "A" * 64, "blob:md5:x", "blob:"])

@@ -122,10 +122,10 @@ def started(desk: Any) -> Any:
         (
             {"samplesPerTask": "eight"},
             "InvalidManifest",
-            ["spec.samplesPerTask: Input should be a valid integer", "(got 'eight')"],
+            ["spec.samplesPerTask: must be a whole number", "(got 'eight')"],
         ),
         ({"tasks": [TASK]}, "InvalidManifest", ["spec.tasks: "]),
-        ({"samplesPerTask": 0}, "InvalidManifest", ["spec.samplesPerTask: ", "greater than or equal to 1"]),
+        ({"samplesPerTask": 0}, "InvalidManifest", ["spec.samplesPerTask: ", "must be at least 1"]),
         ({"tasks": {"inline": []}}, "InvalidManifest", ["spec.tasks: 'inline' must hold at least one task"]),
         (
             {"handler": "shel"},

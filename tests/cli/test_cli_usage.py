@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from rollyard.doctor import check_cluster
@@ -82,6 +83,33 @@ def test_a_command_of_another_tool_is_named_by_what_does_it_here(
     assert f"No such command {word!r}: {ELSEWHERE[word]}." in shown
     named = re.findall(r"`rollyard ([a-z-]+)", ELSEWHERE[word])
     assert all(name in COMMANDS or name.startswith("--") for name in named)
+
+
+@pytest.mark.parametrize(
+    ("words", "answer"),
+    [
+        (
+            "submit job.yaml",
+            "Missing option '-f' / '--file'. A file follows -f: `rollyard submit -f job.yaml`",
+        ),
+        ("validate tasks.jsonl", "A file follows -f: `rollyard validate -f tasks.jsonl`"),
+        ("apply job.yaml", "unexpected extra argument (job.yaml): `rollyard apply -f job.yaml`"),
+        ("apply --file a.yaml b.yaml", "unexpected extra argument (b.yaml)\n"),
+        ("submit", "Missing option '-f' / '--file'.\n"),
+        ("submit -w -f job.yaml", "No such option '-w': `--wait` shows"),
+        ("apply -f job.yaml --dry-run=client", "'--dry-run': `rollyard validate -f FILE` checks"),
+        ("delete --all", "No such option '--all': `rollyard get -o name | xargs rollyard delete`"),
+        ("get --sort-by=.a", "`rollyard get -o json` prints JSON, which `jq` sorts"),
+        ("get rj a -o jsonpath={.a}", "'name'. `rollyard get -o json` prints the fields"),
+        ("get rj a -o xml", "'wide', 'name'.\n"),
+        ("wait rj/a --for=jsonpath={.a}=b", "`rollyard get NAME -o json` prints the fields"),
+    ],
+)
+def test_an_option_of_another_tool_is_answered_with_what_does_it_here(
+    words: str, answer: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(words.split()) == 2
+    assert answer in capsys.readouterr().err
 
 
 def test_the_version_is_an_option_too(capsys: pytest.CaptureFixture[str]) -> None:
@@ -248,6 +276,34 @@ def test_files_that_are_no_manifests(
     error = capsys.readouterr().err
     assert told in error
     assert str(path) in error
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("tasks.jsonl", f"{json.dumps(TASK)}\n{json.dumps(TASK)}\n".encode()),
+        ("tasks.json", json.dumps(TASK).encode()),
+        ("tasks.jsonl.gz", b"\x1f\x8b\x08\x00"),
+        ("tasks.parquet", b"PAR1"),
+    ],
+)
+def test_a_list_of_tasks_is_no_manifest(
+    name: str, content: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / name).write_bytes(content)
+    assert main(["submit", "-f", str(tmp_path / name)]) == 1
+    assert f"{name}: a list of tasks, and not a manifest; give the manifest" in capsys.readouterr().err
+    (tmp_path / "manifest.json").write_text('{"kind": "RolloutJob"}')
+    assert main(["submit", "-f", str(tmp_path / "manifest.json")]) == 1
+    assert "apiVersion: must be" in capsys.readouterr().err
+
+
+def test_ctrl_c_says_that_nothing_is_left(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rollyard.jobs.manifests.check_file", Mock(side_effect=KeyboardInterrupt))
+    assert main(["validate", "-f", str(write(tmp_path, JOB)), "--oracle"]) == 130
+    assert capsys.readouterr().err == "Interrupted; everything that it started is removed\n\n"
 
 
 def test_empty_task_list_and_missing_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

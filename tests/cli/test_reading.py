@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from rich.console import Console
 from rollyard.errors import CliError, InvalidInput, LookupFailed, UsageProblem
 from rollyard.main import main
@@ -163,6 +164,21 @@ def test_a_job_is_described_with_what_it_was_warned_of() -> None:
     assert (
         "Warning:      spec.tasks.inline: tasks whose swe.verdict is 'log': 1. It believes what tests" in text
     )
+
+
+def test_the_description_of_a_spec_leaves_out_what_equals_the_default() -> None:
+    tasks = [{"id": "a", "prompt": "?", "answer": "1"}]
+    template = {"volumes": [{"name": "scratch", "emptyDir": {}}]}
+    spec = {
+        "handler": "math",
+        "agent": {"type": "oracle", "maxTurns": 8},
+        "tasks": {"inline": tasks},
+        "stages": {"run": {"template": template}},
+    }
+    job = RolloutJob.model_validate({"metadata": {"name": "job"}, "spec": spec})
+    _, _, text = printed(lambda out: describe_job(out, job, Counter(), Counter())).partition("defaults:\n")
+    shown = {**spec, "tasks": {"inline": "1 task"}}
+    assert yaml.safe_load(text) == shown
 
 
 def test_a_job_is_described_with_the_rows_that_were_skipped() -> None:

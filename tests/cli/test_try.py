@@ -261,12 +261,15 @@ def test_ctrl_c_leaves_nothing(folder: Path, temporary: Path) -> None:
     waiting = {"id": "w", "prompt": "x", "test_script": "true", "sandbox": {"setup": "sleep 600"}}
     (folder / "tasks.jsonl").write_text(json.dumps(waiting))
     command = [sys.executable, "-m", "rollyard", "try", "job.json"]
-    with subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE) as process:
+    with subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdout is not None
+        assert process.stderr is not None
         first = process.stdout.readline()
         process.send_signal(signal.SIGINT)
         assert process.wait(patience(60)) == 130
+        said = process.stderr.read()
     assert first == b"Task w against the tiny policy\n"
+    assert said.endswith(b"Interrupted; everything that it started is removed\n\n")
     assert left(temporary) == []
     commands = [path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline") if readable(path)]
     assert [command for command in commands if str(temporary).encode() in command] == []

@@ -37,7 +37,7 @@ from rollyard_client import (
 from rollyard_client._async.transport import AsyncTransport
 from rollyard_client._sync.transport import SyncTransport
 from rollyard_client.call import Call, as_json, check
-from rollyard_client.context import Context, context_path, read_token, resolve
+from rollyard_client.context import DEFAULT_URL, Context, context_path, read_token, resolve
 from rollyard_client.errors import JobReplaced
 from rollyard_client.paging import Files
 from rollyard_client.sse import Parser
@@ -390,8 +390,10 @@ def test_context(tmp_path: Path) -> None:
         "http://b", "u"
     )
     env = {"ROLLYARD_HOME": str(tmp_path)}
-    with pytest.raises(ContextError, match="ROLLYARD_TOKEN"):
+    with pytest.raises(ContextError, match=f"no server at {DEFAULT_URL} is known here; start one"):
         resolve(None, None, env)
+    with pytest.raises(ContextError, match="no token for http://b: set ROLLYARD_TOKEN"):
+        resolve("http://b", None, env)
     (tmp_path / "tokens.json").write_text('{"admin": "secret", "worker": "w"}')
     file = tmp_path / "context.json"
     file.write_text(json.dumps({"url": "http://c", "token_file": str(tmp_path / "tokens.json")}))

@@ -8,6 +8,7 @@ from __future__ import annotations
 import io
 import os
 import pkgutil
+import re
 import sys
 from collections.abc import Sequence
 from typing import Any, Final
@@ -89,6 +90,7 @@ Each has its place (below `rollyard.commands`, or with its full name) and its on
 COMMANDS: Final = {name: command for section in SECTIONS.values() for name, command in section.items()}
 _LISTS: Final = "`rollyard get` lists jobs, `rollyard get bp` pools, and `rollyard logs` processes"
 _CHANGES: Final = "`rollyard apply -f FILE` changes a job or pool by its manifest"
+_CHECKS: Final = "`rollyard validate -f FILE` checks manifests and their tasks, without a server"
 ELSEWHERE: Final = {
     **dict.fromkeys(("create", "sbatch", "run", "srun"), "`rollyard submit -f FILE` submits a job"),
     **dict.fromkeys(("ps", "ls", "list", "status", "squeue", "sacct"), _LISTS),
@@ -116,9 +118,40 @@ ELSEWHERE: Final = {
         "ROLLYARD_URL and ROLLYARD_TOKEN name a server; without them it is that of `rollyard up`, or that "
         "of your kubeconfig",
     ),
+    "diff": f"{_CHECKS}, and `rollyard get NAME -o yaml` shows what there is",
     "help": "`rollyard --help` lists the commands",
 }
 """What users of kubectl, docker or Slurm may type, and what does it here."""
+OPTIONS_ELSEWHERE: Final = {
+    "--dry-run": _CHECKS,
+    "--sort-by": "`rollyard get -o json` prints JSON, which `jq` sorts",
+    "--field-selector": "`rollyard get -l LABELS` selects by labels, and `jq` in `rollyard get -o json` by fields",
+    "--all": "`rollyard get -o name | xargs rollyard delete` deletes all jobs",
+    "submit -w": "`--wait` shows progress until the job has ended",
+}
+"""The same for options, those of one command with its name."""
+
+
+_TEMPLATES: Final = re.compile("'(jsonpath|go-template|custom-columns)")
+"""The values of `kubectl get -o` that print chosen fields."""
+
+
+def _explain(error: click.UsageError, words: Sequence[str]) -> None:
+    """Add to an error of wrong usage which command or option does what was meant, where that is known."""
+    command = "" if error.ctx is None else error.ctx.info_name
+    if isinstance(error, click.NoSuchOption):
+        name = error.option_name
+        elsewhere = OPTIONS_ELSEWHERE.get(f"{command} {name}") or OPTIONS_ELSEWHERE.get(name)
+        if elsewhere is not None:
+            error.message = f"No such option {name!r}: {elsewhere}."
+            error.possibilities = None
+        return
+    file = next((word for word in words if word.endswith((".yaml", ".yml", ".json", ".jsonl"))), None)
+    is_marked = any(word.startswith(("-f", "--file")) for word in words)
+    if command in ("apply", "submit", "validate") and file is not None and not is_marked:
+        error.message = f"{error.message or 'A file follows -f'}: `rollyard {command} -f {file}`."
+    elif isinstance(error, click.BadParameter) and _TEMPLATES.match(error.message):
+        error.message += " `rollyard get -o json` prints the fields, which `jq` selects."
 
 
 def _bare_kubernetes(words: list[str]) -> list[str]:
@@ -212,6 +245,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except click.exceptions.Exit as stop:
         return stop.exit_code
     except click.ClickException as error:
+        if isinstance(error, click.UsageError):
+            _explain(error, sys.argv[1:] if argv is None else argv)
         text = io.StringIO()
         error.show(text)
         terminal.echo(text.getvalue().rstrip("\n"), err=True)

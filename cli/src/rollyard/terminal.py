@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -24,6 +25,16 @@ def echo_line(text: str, *, err: bool = False) -> None:
     from rollyard_process.log_text import one_line
 
     click.echo(one_line(text), err=err)
+
+
+@contextmanager
+def cleaned_up() -> Iterator[None]:
+    """Print a line if Ctrl-C ends the block, which removes what it starts however it ends."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        click.echo("Interrupted; everything that it started is removed", err=True)
+        raise
 
 
 def console(**options: Any) -> Console:

@@ -94,11 +94,17 @@ def resolve(
         pass
     except (OSError, ValueError) as error:
         raise ContextError(f"{path}: cannot be read: {error}; remove it") from error
+    is_named = bool(url or document.get("url"))
     url = (url or document.get("url") or DEFAULT_URL).rstrip("/")
     if not token and document.get("url", "").rstrip("/") == url:
         token = document.get("token")
         if not token and document.get("token_file"):
             token = read_token(Path(document["token_file"]))
+    if not token and not is_named:
+        raise ContextError(
+            f"no server at {url} is known here; start one with `rollyard up`, or name one with ROLLYARD_URL and "
+            "ROLLYARD_TOKEN (see tokens.json in its state folder)"
+        )
     if not token:
         raise ContextError(
             f"no token for {url}: set ROLLYARD_TOKEN (see tokens.json in the server's state folder), "

@@ -74,6 +74,8 @@ def _goal(text: str) -> tuple[str, str] | None:
     if word == "condition" and name:
         return name, status or "True"
     likely = f"; did you mean condition={text}?" if text.isalpha() else ""
+    if word == "jsonpath":
+        likely = "; `rollyard get NAME -o json` prints the fields"
     raise UsageProblem(
         f"--for must be condition=NAME, condition=NAME=STATUS or delete (got {text!r}{likely})"
     )

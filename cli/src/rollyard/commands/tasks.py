@@ -57,7 +57,8 @@ def validate(
         further = partial(play, sandbox=sandbox, plugins=plugins)
     faults: list[str] = []
     for file in files:
-        report = check_file(file, handler, task_format, further, plugins)
+        with terminal.cleaned_up():
+            report = check_file(file, handler, task_format, further, plugins)
         faults += [f"{file}: {problem}" for problem in report.problems]
         for line in report.good:
             click.echo(f"{file}: {line}")

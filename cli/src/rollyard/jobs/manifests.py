@@ -52,6 +52,10 @@ _YAML: Final = re.compile(rb"""#|---|%YAML|["']?[A-Za-z]+["']?[ \t]*:""")
 _API_VERSION: Final = re.compile(rb"""(?:^|[{,])[ \t]*["']?apiVersion["']?[ \t]*:""", re.MULTILINE)
 
 
+_TASK_LIST: Final = re.compile(r"\.(jsonl|csv|parquet)(\.\w+)?$")
+"""The end of the names of task lists, compressed or not."""
+
+
 @dataclass(frozen=True, slots=True)
 class CheckReport:
     """The findings of a check: lines about valid objects, and lines about problems."""
@@ -81,6 +85,10 @@ def read_manifests(path: Path) -> list[Manifest]:
             data = file.read(MAX_MANIFEST_BYTES + 1)
         if len(data) > MAX_MANIFEST_BYTES:
             raise InvalidInput(f"{name}: larger than {MAX_MANIFEST_BYTES >> 20} MiB; is it a manifest?")
+        if _is_task_list(path, data):
+            raise InvalidInput(
+                f"{name}: a list of tasks, and not a manifest; give the manifest whose spec.tasks.url names it"
+            )
         text = data.decode()
     except UnicodeDecodeError as error:
         raise InvalidInput(f"{name}: not UTF-8 text ({error})") from error
@@ -91,6 +99,17 @@ def read_manifests(path: Path) -> list[Manifest]:
     except ManifestError as error:
         raise InvalidInput(f"{name}: {error}") from error
     return [_absolute(manifest, path.parent.resolve()) for manifest in manifests]
+
+
+def _is_task_list(path: Path, data: bytes) -> bool:
+    """Return whether a file that is given as a manifest has the name or the first row of a task list."""
+    if _TASK_LIST.search(path.name):
+        return True
+    line, _, _ = data.lstrip().partition(b"\n")
+    with suppress(ValueError):
+        row = from_json(line)
+        return isinstance(row, dict) and not row.keys() & {"apiVersion", "kind", "metadata", "spec"}
+    return False
 
 
 def _absolute(manifest: Manifest, folder: Path) -> Manifest:

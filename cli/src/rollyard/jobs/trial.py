@@ -180,6 +180,7 @@ def _in_pool(job: RolloutJob, pool: str) -> RolloutJob:
     return job.model_copy(update={"spec": job.spec.model_copy(update={"backend_ref": BackendRef(name=pool)})})
 
 
+@terminal.cleaned_up()
 @interruptible()
 def play_here(trial: RolloutJob, arguments: Sequence[str], policy: str, console: Console) -> None:
     """Play the task in a `rollyard up` of its own, whose home is removed afterwards, and show it.
@@ -217,6 +218,7 @@ def play_here(trial: RolloutJob, arguments: Sequence[str], policy: str, console:
                 raise
 
 
+@terminal.cleaned_up()
 @interruptible()
 def play_in_pool(trial: RolloutJob, pool: str, server: Server, console: Console) -> None:
     """Play the task as a job of one rollout in a pool of a running control plane, show it, and delete it.

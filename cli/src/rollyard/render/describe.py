@@ -10,6 +10,7 @@ import yaml
 from rich.console import Console
 from rich.text import Text
 from rollyard_crds import BackendPool, BackendStatus, Condition, RolloutJob
+from rollyard_crds.base import Model
 from rollyard_crds.fields.dynamic_sampling import DynamicSamplingStatus
 from rollyard_crds.fields.reward import rounded
 from rollyard_crds.fields.signals import warnings_of
@@ -47,9 +48,14 @@ def _conditions(console: Console, conditions: Iterable[Condition]) -> None:
     print_table(console, table)
 
 
-def _spec(console: Console, spec: object) -> None:
-    console.print("\nSpec:")
-    text = yaml.safe_dump(spec, sort_keys=False, allow_unicode=True)
+def _spec(console: Console, spec: Model) -> None:
+    """Print what a spec says beside the defaults; `rollyard get -o yaml` prints all of it."""
+    shown = spec.model_dump(mode="json", by_alias=True, exclude_none=True, exclude_defaults=True)
+    inline = shown.get("tasks", {}).get("inline")
+    if inline:
+        shown["tasks"]["inline"] = f"{len(inline)} task{'s' * (len(inline) > 1)}"
+    console.print("\nSpec, without defaults:")
+    text = yaml.safe_dump(shown, sort_keys=False, allow_unicode=True)
     console.print(Text("".join(f"  {line}" for line in text.splitlines(keepends=True))), soft_wrap=True)
 
 
@@ -111,11 +117,7 @@ def describe_job(
             note = "" if counted else ", not counted"
             console.print(Text(f"  {count} × {reason} in {stage}{note}"), soft_wrap=True)
     _conditions(console, status.conditions)
-    spec = job.spec.to_json()
-    inline = spec["tasks"].get("inline")
-    if inline:
-        spec["tasks"]["inline"] = f"{len(inline)} tasks"
-    _spec(console, spec)
+    _spec(console, job.spec)
 
 
 def _limits(console: Console, job: RolloutJob, backends: Sequence[BackendStatus]) -> None:
@@ -209,4 +211,4 @@ def describe_pool(console: Console, pool: BackendPool) -> None:
     console.print("\nBackends:")
     _backends(console, pool.status.backends)
     _conditions(console, pool.status.conditions)
-    _spec(console, pool.spec.to_json())
+    _spec(console, pool.spec)

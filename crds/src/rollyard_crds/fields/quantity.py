@@ -7,7 +7,8 @@ from typing import Annotated, Final
 
 from pydantic import Field
 
-Quantity = Annotated[str, Field(pattern=r"^[0-9]+(\.[0-9]+)?(m|k|M|G|T|Ki|Mi|Gi|Ti)?$", max_length=32)]
+QUANTITY_PATTERN: Final = r"^[0-9]+(\.[0-9]+)?(m|k|M|G|T|Ki|Mi|Gi|Ti)?$"
+Quantity = Annotated[str, Field(pattern=QUANTITY_PATTERN, max_length=32)]
 """A Kubernetes resource quantity, such as `500m`, `2` or `2Gi`."""
 
 _UNITS: Final = {

@@ -7,10 +7,13 @@ from collections.abc import Sequence
 from typing import Any, Final, get_args
 
 from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
 
 from rollyard_crds.backendpool import BackendPool
-from rollyard_crds.base import API_VERSION
+from rollyard_crds.base import API_VERSION, NAME_PATTERN
 from rollyard_crds.errors import CrdsError
+from rollyard_crds.fields.quantity import QUANTITY_PATTERN
+from rollyard_crds.names import EXTENSION_NAME
 from rollyard_crds.reading.yaml_text import YamlError, load_all
 from rollyard_crds.rolloutjob import RolloutJob
 
@@ -19,6 +22,43 @@ _KINDS: Final[dict[str, type[RolloutJob] | type[BackendPool]]] = {
     "RolloutJob": RolloutJob,
     "BackendPool": BackendPool,
 }
+
+
+_WORDS: Final = {
+    "missing": "is missing",
+    "int_type": "must be a whole number",
+    "int_parsing": "must be a whole number",
+    "int_from_float": "must be a whole number",
+    "float_type": "must be a number",
+    "float_parsing": "must be a number",
+    "finite_number": "must be a finite number",
+    "bool_type": "must be true or false",
+    "bool_parsing": "must be true or false",
+    "string_type": "must be a string",
+    "list_type": "must be a list",
+    "tuple_type": "must be a list",
+    "dict_type": "must be an object",
+    "model_type": "must be an object",
+    "model_attributes_type": "must be an object",
+    "literal_error": "must be {expected}",
+    "enum": "must be {expected}",
+    "greater_than": "must be more than {gt}",
+    "greater_than_equal": "must be at least {ge}",
+    "less_than": "must be less than {lt}",
+    "less_than_equal": "must be at most {le}",
+    "string_too_short": "must have {min_length} or more characters",
+    "string_too_long": "must have at most {max_length} characters",
+    "too_short": "must have {min_length} or more items",
+    "too_long": "must have at most {max_length} items",
+    "string_pattern_mismatch": "must match the pattern {pattern}",
+}
+"""What a manifest's author reads for each general type of Pydantic's errors."""
+_PATTERNS: Final = {
+    NAME_PATTERN: "must be small letters, digits and '-', and must begin and end with a letter or digit",
+    EXTENSION_NAME: "must begin with a small letter, and have small letters, digits, '.', '_' and '-'",
+    QUANTITY_PATTERN: "must be a number, or one with a unit, such as 500m or 2Gi",
+}
+"""The same for texts that must match a pattern."""
 
 
 class ManifestError(CrdsError, ValueError):
@@ -64,6 +104,13 @@ def _near(name: str, known: Sequence[str]) -> list[str]:
     return swapped[:1] or difflib.get_close_matches(name, known, n=1, cutoff=0.75)
 
 
+def _message(item: ErrorDetails) -> str:
+    """Return what would be right in place of a refused value."""
+    context = item.get("ctx", {})
+    words = _PATTERNS.get(context.get("pattern", "")) or _WORDS.get(item["type"])
+    return item["msg"].removeprefix("Value error, ") if words is None else words.format_map(context)
+
+
 def describe(
     error: ValidationError,
     prefix: str = "",
@@ -72,7 +119,7 @@ def describe(
     quote: bool = True,
     whole: str = "manifest",
 ) -> list[str]:
-    """Return Pydantic's errors as lines `field: message`, with the field as a path (`spec.tasks.url`).
+    """Return Pydantic's errors in our words, as lines `field: message`, with the field as a path (`spec.tasks.url`).
 
     Args:
         error: what pydantic raised.
@@ -89,7 +136,7 @@ def describe(
             if not quote and isinstance(part, str) and part not in _fields_at(model, item["loc"][:index]):
                 part = "(not shown)"
             path += f"[{part}]" if isinstance(part, int) else (f".{part}" if path else str(part))
-        message = item["msg"].removeprefix("Value error, ")
+        message = _message(item)
         if not quote:
             # A validator's own words may hold the value; those about the whole task never do.
             if item["type"] == "extra_forbidden":

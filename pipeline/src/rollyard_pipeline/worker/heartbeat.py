@@ -148,7 +148,8 @@ class Heartbeat:
                 except SandboxProviderError as error:
                     log.warning("orphaned sandbox %s: %s", name, error)
                 else:
-                    log.info("removed the orphaned sandbox %s", name)
+                    # A rollout that ends leaves its sandbox in this way, so this is no sign of a problem.
+                    log.debug("removed the orphaned sandbox %s", name)
 
         if self._provider is not None:
             orphans = set(self._orphans)

@@ -48,7 +48,7 @@ class Length(RewardFunction):
 
 class Raising(RewardFunction):
     def score(self, episode):
-        raise KeyError("no such\\nthing")
+        raise KeyError("no such\\nthing" + episode["final_text"])
 
 class Hanging(RewardFunction):
     def score(self, episode):
@@ -360,8 +360,22 @@ async def test_a_function_that_fails_gives_no_reward(
         assert name not in ("hanging", "dying", "absent") or not children._idle
 
 
+async def test_an_exception_names_the_line_of_the_function(functions: Rewards) -> None:
+    """A long text of the policy, which the message repeats, hides neither the place nor the traceback."""
+    line = FUNCTIONS[: FUNCTIONS.index("raise KeyError")].count("\n") + 1
+    given = context(function("raising"), "x" * 50_000)
+    with pytest.raises(PipelineError) as caught:
+        await shaped(functions, given, Evaluation(1.0))
+    assert str(caught.value).endswith(f" (reward_functions_of_a_test.py, line {line}, in score)")
+    assert len(str(caught.value)) < 500
+    (trace,) = caught.value.__notes__
+    assert trace.startswith("Traceback")
+    assert f"line {line}, in score" in trace
+    assert len(trace) <= 16_384
+
+
 async def test_an_unknown_function_is_named(rewards: Rewards) -> None:
-    words = "no reward function 'mine' is installed on this worker"
+    words = "no reward function 'mine' is installed on this machine"
     with pytest.raises(PermanentFailure, match=words) as caught:
         await rewards.check(MathHandler(), spec(function("mine")))
     assert caught.value.reason == "UnknownRewardFunction"

@@ -36,8 +36,18 @@ async def test_a_job_keeps_the_text_that_its_plugin_had(settings: Any, tmp_path:
         await plane.submit("plain")
         await plane.submit("first", handler="closeness")
         file.write_text(SECOND)
-        again = await plane.admin.post("/v1/rolloutjobs", json=make_manifest("first", handler="closeness"))
+        manifest = make_manifest("first", handler="closeness")
+        again = await plane.admin.post("/v1/rolloutjobs", json=manifest)
         assert again.status_code == 200, "the same job, with its own text"
+        kept = {"file": "my_rewards.py", "sha256": sha256(FIRST)}
+        assert again.json()["status"]["plugins"] == [{**kept, "edited": True}]
+        file.write_text("class (\n")
+        again = await plane.admin.post("/v1/rolloutjobs", json=manifest)
+        assert again.json()["status"]["plugins"] == [{**kept, "edited": True}], "it cannot be used now"
+        file.write_text(FIRST)
+        again = await plane.admin.post("/v1/rolloutjobs", json=manifest)
+        assert again.json()["status"]["plugins"] == [kept]
+        file.write_text(SECOND)
         await plane.submit("second", handler="closeness")
 
         async def known(name: str) -> Any:
@@ -81,14 +91,23 @@ async def test_what_nobody_offers_is_refused_with_the_ways_to_offer_it(settings:
             "spec.handler: no handler 'closenes' is offered; offered: closeness, code, "
         )
         assert problem["errors"][1].startswith("spec.agent.tools[0]: no tool 'hammer' is offered; offered: ")
-        assert problem["detail"].endswith(f"{WAYS}.")
+        assert problem["errors"][2:] == [WAYS], "clients print the errors in the place of the detail"
+
+        # What is wrong with a manifest comes before a name that is taken.
+        await plane.submit("taken")
+        wrong = await plane.admin.post("/v1/rolloutjobs", json=make_manifest("taken", handler="closenes"))
+        assert (wrong.status_code, wrong.json()["reason"]) == (422, "NotInstalled")
+        other = await plane.admin.post("/v1/rolloutjobs", json=make_manifest("taken", handler="closeness"))
+        assert (other.status_code, other.json()["reason"]) == (409, "AlreadyExists")
 
         # A file that was edited to nonsense offers nothing, and the answer to jobs that need it says why.
         (tmp_path / "mine.py").write_text("class (\n")
         await plane.submit("plain")
         refused = await plane.admin.post("/v1/rolloutjobs", json=make_manifest(handler="closeness"))
         assert refused.status_code == 422
-        assert "Not usable now: mine.py: line 1, column 7: invalid syntax." in refused.json()["detail"]
+        reason = "a plugin cannot be used now: mine.py: line 1, column 7: invalid syntax"
+        assert refused.json()["errors"][1:] == [reason]
+        assert reason in refused.json()["detail"]
 
         # A name of Rollyard's own is not taken over.
         (tmp_path / "mine.py").write_text(FIRST.replace("ClosenessHandler", "ShellHandler"))

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
+from rollyard_api.core.entrypoints import WAYS
 from rollyard_api.core.errors import OptionInvalid
 from rollyard_api.core.problems import LimitReached
 from rollyard_api.jobs import reward_services as module
@@ -199,5 +200,6 @@ async def test_a_function_must_be_installed(served: Any) -> None:
     refused = await served.admin.post("/v1/rolloutjobs", json=manifest)
     assert (refused.status_code, refused.json()["reason"]) == (422, "NotInstalled")
     assert refused.json()["errors"] == [
-        "spec.reward.function.name: no reward function 'nobodys' is offered; offered: none"
+        "spec.reward.function.name: no reward function 'nobodys' is offered; offered: none",
+        WAYS,
     ]

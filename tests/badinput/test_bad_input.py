@@ -195,7 +195,8 @@ def test_two_jobs_of_one_name(desk: Any) -> None:
     other = manifest("twin", suspend=True, samplesPerTask=2)
     said = desk.cli("submit", "-f", desk.write(other))
     assert said.status == 1
-    assert "RolloutJob 'twin' exists in namespace 'default' with another spec; delete it first" in said.err
+    words = "RolloutJob 'twin' exists in namespace 'default' with another spec; delete it first or choose "
+    assert f"{words}another name (--name NEW)" in said.err
     with desk.yard.http() as http:
         answer = http.post("/v1/rolloutjobs", json=other)
         assert (answer.status_code, answer.headers["Content-Type"]) == (409, "application/problem+json")

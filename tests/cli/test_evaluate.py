@@ -70,6 +70,8 @@ def test_answers_are_evaluated_by_name_class_and_function(tmp_path: Path) -> Non
     assert (judged.reason, judged.output) == ("Because", "what it saw")
     assert failed.reward is None
     assert failed.error.startswith("ZeroDivisionError: ")
+    assert "(test_evaluate.py, line " in failed.error
+    assert failed.error.endswith(", in eval)")
 
     file = tmp_path / "tasks.jsonl"
     file.write_text(json.dumps({"id": "a", "prompt": "?", "metadata": {"most": 3}}))
@@ -80,6 +82,13 @@ def test_answers_are_evaluated_by_name_class_and_function(tmp_path: Path) -> Non
     assert [one.reward for one in rollyard.evaluate(short, file, ["abcd"])] == [0.0]
     (scored,) = rollyard.evaluate(Length, [{}], ["abc"])
     assert (scored.reward, scored.components) == (3.0, {"characters": 3.0})
+
+    def careless(episode: Mapping[str, Any]) -> float:
+        return float(episode["task"]["truth"])
+
+    (raised,) = rollyard.evaluate(careless, [{}], ["abc"])
+    assert raised.error.startswith("KeyError: 'truth' (test_evaluate.py, line ")
+    assert raised.error.endswith(", in careless)")
     (nothing,) = rollyard.evaluate(lambda episode: None, [{}], ["abc"])
     assert (nothing.reward, "reward is None, expected a finite number" in nothing.error) == (None, True)
 
@@ -134,6 +143,10 @@ def test_commands_take_plugins(
     assert "reward 0.5" in capsys.readouterr().out
     assert main(["grade", "--handler", "close", "--key", "5", "5 it is"]) == 1
     assert "no handler 'close' is installed" in capsys.readouterr().err
+    assert main(["grade", "--handler", "brevity", "--key", "5", "5 it is", *with_it]) == 1
+    said = capsys.readouterr().err
+    assert "'brevity' is a reward function, which a job names in spec.reward.function" in said
+    assert "worker" not in said
 
     Path("tasks.jsonl").write_text('{"id": "a", "prompt": "?"}\n')
     assert main(["validate", "-f", "tasks.jsonl", "--handler", "close", *with_it]) == 1
@@ -152,7 +165,9 @@ def test_commands_take_plugins(
     Path("job.json").write_text(json.dumps(job))
     assert main(["validate", "-f", "job.json", *with_it]) == 0
     assert main(["validate", "-f", "job.json"]) == 1
-    assert "spec.handler: no handler 'close' is installed" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "spec.handler: no handler 'close' is installed" in said
+    assert "no reward-function 'brevity' is installed; installed: none; what a file of yours" in said
 
     Path("mine.py").write_text(PLUGIN.replace("CloseHandler", "MathHandler"))
     assert main(["validate", "-f", "job.json", *with_it]) == 1

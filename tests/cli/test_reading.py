@@ -151,7 +151,7 @@ def test_a_job_is_described_with_the_attempts_of_its_rollouts() -> None:
     attempts = Counter({("run", "BackendUnavailable", False): 105, ("init", "ImageBroken", True): 2})
     text = printed(lambda out: describe_job(out, job, Counter({("Broken", "two\nlines"): 1}), attempts))
     assert "  105 × BackendUnavailable in run, not counted\n  2 × ImageBroken in init\n" in text
-    assert "  1 × Broken: two\\nlines\n" in text
+    assert "  1 × Broken: two lines\n" in text
     assert "did not end well" not in printed(lambda out: describe_job(out, job, Counter(), Counter()))
 
 
@@ -622,7 +622,7 @@ def test_an_age_is_told_in_the_largest_unit_of_which_there_are_two() -> None:
 def test_why_names_each_reason_that_there_is() -> None:
     assert why(record(status="cancelled", reward=None, reason="JobCancelled")) == "cancelled, JobCancelled"
     assert why(record(status="failed", reward=1.0)) == "failed, no reason given"
-    assert why(failed(0, message="two\nlines")) == "failed, SandboxLost: two\\nlines"
+    assert why(failed(0, message="two\nlines")) == "failed, SandboxLost: two lines"
     assert why(record(reward=None)) == ""
     assert why(record(reward=0.5, truncated=True, truncated_reason="MaxTurns")) == ""
     calls = [{"name": "bash", "error": text} for text in ("first", "second")]

@@ -67,7 +67,7 @@ async def test_each_job_has_the_text_of_its_own(tmp_path: Path) -> None:
     loaded = [plugins.of(spec(digest)).load(HANDLERS, "verdict") for digest in (first, second)]
     assert [handler.version for handler in loaded] == [1, 2]
     assert sys.modules["json"] is json, "a file of this name hides no module"
-    with pytest.raises(PermanentFailure, match="no handler 'verdict' is installed on this worker"):
+    with pytest.raises(PermanentFailure, match="no handler 'verdict' is installed on this machine"):
         plugins.of(spec()).load(HANDLERS, "verdict")
     # Rollyard's own name is that of its own class.
     assert plugins.of(spec(first)).load(HANDLERS, "math").__module__ == "rollyard_pipeline.handlers.math"

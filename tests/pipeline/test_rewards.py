@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import select
 import sys
@@ -33,6 +34,7 @@ from rollyard_pipeline.rewards.shaping import (
     service_score,
 )
 from rollyard_pipeline.worker.worker import stage_failure
+from rollyard_process.log_text import LogFormatter
 from rollyard_testing.pace import patience
 
 FUNCTIONS = """
@@ -49,6 +51,10 @@ class Length(RewardFunction):
 class Raising(RewardFunction):
     def score(self, episode):
         raise KeyError("no such\\nthing")
+
+class Repeating(RewardFunction):
+    def score(self, episode):
+        raise ValueError(episode["final_text"])
 
 class Hanging(RewardFunction):
     def score(self, episode):
@@ -360,8 +366,35 @@ async def test_a_function_that_fails_gives_no_reward(
         assert name not in ("hanging", "dying", "absent") or not children._idle
 
 
+@pytest.mark.attack(
+    "a text that a reward function repeats in an exception hides where that was raised, or forges "
+    "lines of the worker's log",
+    boundary="evaluation",
+    surface="reward functions, services",
+    stopped_by="the text is cut before the place; each line of a traceback is marked, and escaped in the log",
+)
+async def test_an_exception_names_the_line_of_the_function(functions: Rewards) -> None:
+    line = FUNCTIONS[: FUNCTIONS.index("raise ValueError")].count("\n") + 1
+    given = context(function("repeating"), "4\n2026-01-01 INFO forged\x1b[2J" + "x" * 50_000)
+    with pytest.raises(PipelineError) as caught:
+        await shaped(functions, given, Evaluation(1.0))
+    message = str(caught.value)
+    assert message.startswith("the reward function 'repeating' raised ValueError: 4 2026-01-01 INFO forged")
+    assert message.endswith(f" (reward_functions_of_a_test.py, line {line}, in score)")
+    assert len(message) < 500
+    (trace,) = caught.value.__notes__
+    assert trace.startswith("Traceback")
+    assert f"line {line}, in score" in trace
+    assert len(trace) <= 16_384
+    raised = (PipelineError, caught.value, None)
+    record = logging.LogRecord("worker", logging.WARNING, "", 0, "failed", (), raised)
+    _, *rest = LogFormatter().format(record).split("\n")
+    assert any("INFO forged" in text for text in rest)
+    assert all(text.startswith("  | ") and "\x1b" not in text for text in rest)
+
+
 async def test_an_unknown_function_is_named(rewards: Rewards) -> None:
-    words = "no reward function 'mine' is installed on this worker"
+    words = "no reward function 'mine' is installed on this machine"
     with pytest.raises(PermanentFailure, match=words) as caught:
         await rewards.check(MathHandler(), spec(function("mine")))
     assert caught.value.reason == "UnknownRewardFunction"

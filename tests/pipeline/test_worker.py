@@ -15,7 +15,7 @@ from rollyard_pipeline import registry
 from rollyard_pipeline.backends import BackendClient
 from rollyard_pipeline.control_plane.calls import ControlPlaneUnavailable, JobSpecs
 from rollyard_pipeline.control_plane.leases import HeldLease
-from rollyard_pipeline.errors import ControlPlaneRefused, PermanentFailure
+from rollyard_pipeline.errors import ChildFailed, ControlPlaneRefused, PermanentFailure
 from rollyard_pipeline.handlers.shell import ShellHandler
 from rollyard_pipeline.sandboxes.errors import NodeDiskFull, SandboxLost
 from rollyard_pipeline.sandboxes.interface import SandboxRequest
@@ -576,6 +576,19 @@ async def test_a_broken_stage_is_an_infrastructure_failure(
     assert isinstance(failure, StageFailure)
     assert (failure.reason, failure.retryable) == (reason, True)
     assert re.fullmatch(message, failure.message), failure.message
+
+
+async def test_the_traceback_of_a_users_code_is_logged(
+    handler: type[Steered], caplog: pytest.LogCaptureFixture
+) -> None:
+    plane = Plane(spec())
+    handler.error = ChildFailed("the reward function 'near' raised KeyError", "RewardFunctionFailed")
+    handler.error.add_note("line 12, in near")
+    handler.gate.set()
+    async with working(plane, handler):
+        plane.offer(lease(1, "eval"))
+        await plane.wait_for(1)
+    assert "line 12, in near" in caplog.text
 
 
 @pytest.mark.parametrize("reward", [float("nan"), float("inf"), "1.0", True])

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from rollyard_process.log_text import LogFormatter, lines, one_line
+from rollyard_process.log_text import LogFormatter, lines, one_line, sentence
 
 FORGED = (
     "x\n2030-01-01 00:00:00,000 INFO rollyard.api: all is well\r\x1b[2K\x1b]0;title\x07\x9b31m\u2028\u202ey"
@@ -55,6 +55,12 @@ def test_any_text_is_one_line(text: str) -> None:
     assert len(found.splitlines()) <= 1
     assert all(char.isprintable() or char == " " for char in found if ord(char) < 0xA0)
     assert one_line(found) == found
+
+
+def test_lines_become_a_sentence() -> None:
+    assert sentence("cd: /nowhere: No such file\r\n\tfetching  stock\x1b[2J\n") == (
+        "cd: /nowhere: No such file fetching stock\\x1b[2J"
+    )
 
 
 @given(st.text())

@@ -156,6 +156,11 @@ class Registry:
         """Return a registry of the same overrides and of these plugins."""
         return Registry(self._overrides, plugins)
 
+    @property
+    def has_plugins(self) -> bool:
+        """Whether it finds what plugins offer."""
+        return bool(self._plugins)
+
     def names(self, group: str) -> list[str]:
         """Return the names that installed packages and plugins offer in `group`, sorted."""
         return sorted({*installed(group), *(name for kind, name in self._plugins if kind == group)})
@@ -230,4 +235,9 @@ class Registry:
             return entry
         noun, reason = _WORDS[group]
         names = ", ".join(self.names(group)) or "none"
-        raise PermanentFailure(f"no {noun} '{name}' is installed on this worker; installed: {names}", reason)
+        also = ""
+        if group == HANDLERS and name in self.names(REWARD_FUNCTIONS):
+            also = f"; '{name}' is a reward function, which a job names in spec.reward.function"
+        raise PermanentFailure(
+            f"no {noun} '{name}' is installed on this machine; installed: {names}{also}", reason
+        )

@@ -36,6 +36,11 @@ def one_line(text: str) -> str:
     return _UNSEEN.sub(_escape, text)
 
 
+def sentence(text: str) -> str:
+    """Return the text as one line for people: each run of spaces, tabs and newlines is one space."""
+    return one_line(" ".join(text.split()))
+
+
 def lines(text: str) -> str:
     """Do the same for text of several lines, in which tabs and newlines stay as they are."""
     return _UNSEEN_IN_LINES.sub(_escape, text)

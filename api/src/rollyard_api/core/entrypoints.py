@@ -37,8 +37,8 @@ RELOOK_SECONDS: Final = 1.0
 READ_SECONDS: Final = 30.0
 """How long a job waits for the plugins to be read, in seconds."""
 WAYS: Final = (
-    "An extension comes in an installed package, on a cluster in the worker's image, or in a plugin that the "
-    "installer gives the control plane (--plugin; chart value plugins.configMap)"
+    "an extension comes in an installed package, on a cluster in the worker's image, or in a plugin that the "
+    "installer gives the control plane (`rollyard up --plugin FILE`; chart value plugins.configMap)"
 )
 
 Names = Mapping[str, frozenset[str]]
@@ -141,7 +141,8 @@ class Extensions:
         """Return the plugins that a new job uses, as they are now.
 
         Raises:
-            Invalid: Nothing offers a name of the spec, or two offer it; `errors` names each field.
+            Invalid: Nothing offers a name of the spec, or two offer it; `errors` names each field, and why a
+                plugin is of no use now.
             ApiError: The plugins cannot be read in time.
         """
         if problems(spec, self._installed):
@@ -156,8 +157,9 @@ class Extensions:
                     raise
         missing = problems(spec, listing.with_names(self._installed))
         if missing:
-            broken = "".join(f" Not usable now: {trouble}." for trouble in listing.troubles)
-            raise Invalid(f"{'; '.join(missing)}. {WAYS}.{broken}", errors=missing, reason="NotInstalled")
+            broken = [f"a plugin cannot be used now: {trouble}" for trouble in listing.troubles]
+            lines = [*missing, *(broken or [WAYS])]
+            raise Invalid("; ".join(lines), errors=lines, reason="NotInstalled")
         wanted = {(kind, name) for _, kind, name in named(spec)}
         used = tuple(
             plugin

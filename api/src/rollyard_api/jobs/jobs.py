@@ -48,15 +48,9 @@ _INSERT_BYTES: Final = 8 << 20
 
 
 def same(conn: Connection, new: NewJob) -> bool:
-    """Return whether this job exists already with the same spec.
-
-    Raises:
-        Conflict: The job exists with another spec.
-    """
+    """Return whether this job exists already with the same spec."""
     job = job_rows.named(conn, new.namespace, new.name)
-    if job is not None and job.digest != new.digest:
-        raise differs("RolloutJob", new.namespace, new.name)
-    return job is not None
+    return job is not None and job.digest == new.digest
 
 
 def create(tx: Transaction, new: NewJob, quota: Quota) -> bool:
@@ -67,7 +61,10 @@ def create(tx: Transaction, new: NewJob, quota: Quota) -> bool:
         LimitReached: There is no room for so many rollouts.
         Invalid: The upload that the job names is gone.
     """
-    if same(tx.conn, new):
+    known = job_rows.named(tx.conn, new.namespace, new.name)
+    if known is not None and known.digest != new.digest:
+        raise differs("RolloutJob", new.namespace, new.name)
+    if known is not None:
         return False
     spec = new.spec
     digest = blob_of(spec.tasks.url or "")

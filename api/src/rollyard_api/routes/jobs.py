@@ -24,7 +24,7 @@ from sqlalchemy.engine import Connection
 from starlette.responses import Response
 
 from rollyard_api.core.codec import malformed_body, validated
-from rollyard_api.core.problems import Invalid, NotFound, TooLarge
+from rollyard_api.core.problems import ApiError, Invalid, NotFound, TooLarge
 from rollyard_api.core.wakeups import UNFINISHED
 from rollyard_api.jobs import blobs, job_views, jobs, manifests, registration, tasks
 from rollyard_api.jobs.manifests import NewJob
@@ -187,7 +187,8 @@ async def submit(call: Call, namespace: DefaultNamespace = None) -> Response:
     job: RolloutJob = await manifest_of(call, "RolloutJob", namespace)
     # A repeat is answered before its tasks are read, because their file may have been removed since.
     bare = manifests.prepare(job)
-    if await plane.database.read(partial(jobs.same, new=bare)):
+    repeated = await plane.database.read(partial(jobs.same, new=bare))
+    if repeated:
         created = False
     else:
         new = await _complete(plane, job, bare, SkippedRows())
@@ -195,7 +196,26 @@ async def submit(call: Call, namespace: DefaultNamespace = None) -> Response:
             partial(jobs.create, new=new, quota=plane.settings.rollout_quota)
         )
     read = partial(_read, namespace=bare.namespace, name=bare.name)
-    return answer(await plane.database.read(read), 201 if created else 200)
+    document = await plane.database.read(read)
+    if repeated:
+        await _mark_edited(plane, job, document)
+    return answer(document, 201 if created else 200)
+
+
+async def _mark_edited(plane: ControlPlane, job: RolloutJob, document: dict[str, Any]) -> None:
+    """Mark each plugin of a job whose text the job would not get if it were submitted now."""
+    kept = document["status"].get("plugins")
+    if not kept:
+        return
+    try:
+        current = {plugin.sha256 for plugin in await plane.extensions.used_by(job.spec)}
+    except Invalid:
+        current = set()  # What the plugin offered is gone, or the plugin is broken.
+    except ApiError:
+        return  # The files cannot be read now.
+    for plugin in kept:
+        if plugin["sha256"] not in current:
+            plugin["edited"] = True
 
 
 class Registration(Model):

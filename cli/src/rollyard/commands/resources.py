@@ -44,6 +44,7 @@ def submit(path: Path, name: str | None, wait: bool, server: Server) -> None:
 
     `rollyard apply` also changes what exists.
     """
+    from rollyard_client.errors import Conflict
     from rollyard_crds import BackendPool, RolloutJob
 
     from rollyard.jobs.manifests import read_manifests
@@ -62,12 +63,22 @@ def submit(path: Path, name: str | None, wait: bool, server: Server) -> None:
                 click.echo(f"backendpool/{manifest.metadata.name} submitted")
             else:
                 before = phase_of(client, manifest)
-                job = submit_job(client, manifest)
+                try:
+                    job = submit_job(client, manifest)
+                except Conflict as error:
+                    raise InvalidInput(f"{one_line_of(error)} (--name NEW)") from error
                 rollouts = f"{job.status.counts.total} rollouts"
                 if before is None:
                     click.echo(f"rolloutjob/{job.metadata.name} submitted ({rollouts})")
                 else:
                     click.echo(f"rolloutjob/{job.metadata.name} unchanged ({before}, {rollouts})")
+                for plugin in job.status.plugins:
+                    if plugin.edited:
+                        click.echo(
+                            f"rollyard: {plugin.file} has changed since; this job keeps the text that it was "
+                            "submitted with: submit another job with --name NEW",
+                            err=True,
+                        )
                 if job.status.skipped_rows is not None:
                     for line in job.status.skipped_rows.lines():
                         click.echo(f"rollyard: {line}", err=True)

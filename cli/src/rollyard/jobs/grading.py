@@ -23,7 +23,7 @@ from rollyard_crds.reading.manifest import describe
 from rollyard_crds.rolloutjob import TaskSource
 from rollyard_crds.task import Choice, Message, NumericAnswer, Task
 from rollyard_crds.trajectory import Trajectory
-from rollyard_process.log_text import one_line
+from rollyard_process.log_text import one_line, sentence
 from rollyard_tasks.formats.ids import task_id
 from rollyard_tasks.task_list import TaskListError
 
@@ -451,5 +451,5 @@ def _as_line(pair: Pair | RefusedLine, record: Trajectory, differs: bool) -> Non
 
 def _verdict(record: Trajectory) -> str:
     if record.reward is None:
-        return f"not graded: {one_line(record.message)}"
+        return f"not graded: {sentence(record.message)}"
     return f"reward {record.reward:g}" + (f" ({record.reward_reason})" if record.reward_reason else "")

@@ -45,6 +45,7 @@ MAX_PROBLEMS: Final = 20
 SHOWN_TASKS: Final = 2
 """The largest number of mapped tasks that `rollyard validate` shows."""
 SHOWN_CHARACTERS: Final = 600
+NEEDS_PLUGIN: Final = "what a file of yours offers needs --plugin FILE"
 _RECOGNISED_BYTES: Final = 64 << 10
 """The size of the part of a file by which manifests are distinguished from tasks."""
 _YAML: Final = re.compile(rb"""#|---|%YAML|["']?[A-Za-z]+["']?[ \t]*:""")
@@ -285,7 +286,9 @@ def extension_problems(job: RolloutJob, extensions: Registry) -> list[str]:
         installed = extensions.names(f"rollyard.{group}")
         if name not in installed:
             kind = group.removesuffix("s").replace("_", "-")
-            problems.append(f"{field}: no {kind} {name!r} is installed; installed: {', '.join(installed)}")
+            names = ", ".join(installed) or "none"
+            of_file = "" if extensions.has_plugins else f"; {NEEDS_PLUGIN}"
+            problems.append(f"{field}: no {kind} {name!r} is installed; installed: {names}{of_file}")
     return problems
 
 
@@ -323,7 +326,8 @@ def handler_problems(
     """
     names = extensions.names("rollyard.handlers")
     if handler not in names:
-        return [f"no handler {handler!r} is installed; installed: {', '.join(names)}"]
+        of_file = "" if extensions.has_plugins else f"; {NEEDS_PLUGIN}"
+        return [f"no handler {handler!r} is installed; installed: {', '.join(names)}{of_file}"]
     loaded = _loaded(extensions, "handlers", handler)
     instance = loaded() if isinstance(loaded, type) else loaded
     check = getattr(instance, "check", None)

@@ -92,8 +92,6 @@ def trial_of(
     if not (in_pool and unknown):
         where = f"RolloutJob {job.metadata.name!r}: "
         problems = [problem.removeprefix(where) for problem in check_job(trial, extensions).problems]
-        if unknown and not plugins:
-            problems[-1] += "; what a file of yours offers needs --plugin FILE"
         _refuse(path, problems)
     return trial
 

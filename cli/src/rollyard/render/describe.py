@@ -14,7 +14,7 @@ from rollyard_crds.base import Model
 from rollyard_crds.fields.dynamic_sampling import DynamicSamplingStatus
 from rollyard_crds.fields.reward import rounded
 from rollyard_crds.fields.signals import warnings_of
-from rollyard_process.log_text import one_line
+from rollyard_process.log_text import one_line, sentence
 
 from rollyard.render.progress import stage_progress
 from rollyard.render.tables import (
@@ -110,7 +110,7 @@ def describe_job(
     if failures:
         console.print("\nFailures:")
         for (reason, message), count in failures.most_common(10):
-            console.print(Text(f"  {count} × {one_line(f'{reason}: {message}')}"), soft_wrap=True)
+            console.print(Text(f"  {count} × {sentence(f'{reason}: {message}')}"), soft_wrap=True)
     if attempts:
         console.print("\nAttempts that did not end well:")
         for (stage, reason, counted), count in attempts.most_common(10):

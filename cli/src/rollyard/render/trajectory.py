@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.text import Text
 from rollyard_crds.task import Message
 from rollyard_crds.trajectory import Attempt, Segment, Trajectory, Turn
-from rollyard_process.log_text import one_line
+from rollyard_process.log_text import one_line, sentence
 from rollyard_process.telemetry.identity import trace_id
 
 Decode = Callable[[Sequence[int]], str]
@@ -76,7 +76,7 @@ def tokenizer_decode(folder: Path) -> Decode:
 def why(trajectory: Trajectory) -> str:
     """Return one line that says why a rollout has no reward or a reward of zero, or an empty text."""
     if trajectory.status != "succeeded":
-        detail = f": {one_line(trajectory.message)}" if trajectory.message else ""
+        detail = f": {sentence(trajectory.message)}" if trajectory.message else ""
         return f"{trajectory.status}, {trajectory.reason or 'no reason given'}{detail}"
     if trajectory.reward is None or trajectory.reward > 0:
         return ""
@@ -103,7 +103,7 @@ def attempts(listed: Sequence[Attempt], dropped: int) -> Iterator[Text]:
             else f"in the queue of {attempt.stage}"
         )
         note = "" if attempt.counted else ", not counted"
-        detail = f": {one_line(attempt.message)}" if attempt.message else ""
+        detail = f": {sentence(attempt.message)}" if attempt.message else ""
         yield Text(f"{title}, {attempt.seconds:.3f} s{where}{note}: {attempt.reason}{detail}", style="yellow")
     if dropped:
         yield Text(f"{dropped} more attempts are not listed", style="yellow")

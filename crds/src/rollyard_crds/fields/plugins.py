@@ -19,6 +19,8 @@ class UsedPlugin(Model):
     """The name of the file, without its folder."""
     sha256: Sha256
     """The SHA-256 of its text when the job was submitted. The job uses this text until it ends."""
+    edited: bool = False
+    """Whether the plugin is another text now. Only the answer to a repeated submission says so."""
 
 
 class OfferingPlugin(UsedPlugin):

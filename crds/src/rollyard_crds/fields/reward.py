@@ -160,10 +160,11 @@ class FormatCheck(Model):
 
 
 class RewardFunctionSpec(Model):
-    """A reward function of an installed package."""
+    """A reward function of a plugin (`--plugin FILE`) or of an installed package."""
 
     name: EntryPointName
-    """An entry point of the group `rollyard.reward_functions`."""
+    """Its name: that of the function in a plugin, or of an entry point of the group
+    `rollyard.reward_functions`."""
     timeout_seconds: Annotated[float, Field(gt=0.0, le=3600.0)] = 30.0
     """The limit of one call. A call that takes longer is a failure of the infrastructure."""
 
@@ -233,7 +234,7 @@ class RewardSpec(Model):
     )
     """Checks of form. They count as `weights` says."""
     function: RewardFunctionSpec | None = None
-    """A reward function of an installed package."""
+    """A reward function of a plugin (`--plugin FILE`) or of an installed package."""
     service: RewardServiceSpec | None = None
     """A reward service."""
     trainer: TrainerRewardSpec | None = None

@@ -1,7 +1,7 @@
 """The process that runs a reward function, which is its argument, as `registry.imported` takes it.
 
-It reads an episode a line and writes `{"reward": …, "components": {…}}` or `{"error": …}` for each. What the
-function prints is discarded.
+It reads an episode a line, and for each it writes `{"reward": …, "components": {…}}` or
+`{"error": …, "trace": …}`. What the function prints is discarded.
 """
 
 from __future__ import annotations
@@ -9,15 +9,21 @@ from __future__ import annotations
 import json
 import os
 import sys
+import traceback
 from collections.abc import Mapping
 from typing import Any, Final, TextIO
 
 from rollyard_pipeline.child_processes import begin_child
 from rollyard_pipeline.handlers.base import Evaluation
+from rollyard_pipeline.handlers.isolated.places import message_of
 from rollyard_pipeline.registry import imported
 from rollyard_pipeline.rewards import made_function
 
-_ERROR_CHARACTERS: Final = 1000
+# The worker shows at most 500 characters of an exception that ends this process at its start.
+_ERROR_CHARACTERS: Final = 300
+_TRACE_CHARACTERS: Final = 16_384
+_PIECE_CHARACTERS: Final = 1000
+"""The most characters of one frame or message of a traceback. The policy may have written the message."""
 
 
 def main(target: str) -> None:
@@ -42,14 +48,16 @@ def _score(function: Any, episode: Mapping[str, Any]) -> dict[str, Any]:
     try:
         scored = function.score(episode)
     except Exception as error:
-        return {"error": _described(error)}
+        pieces = [piece[:_PIECE_CHARACTERS] for piece in traceback.format_exception(error)]
+        trace = "".join(pieces)[-_TRACE_CHARACTERS:]
+        return {"error": _described(error), "trace": trace}
     if isinstance(scored, Evaluation):
         return {"reward": scored.reward, "components": dict(scored.components)}
     return {"reward": scored, "components": {}}
 
 
 def _described(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"[:_ERROR_CHARACTERS].replace("\n", " ")
+    return message_of(error, _ERROR_CHARACTERS).replace("\n", " ")
 
 
 def _write(answers: TextIO, line: str) -> None:

@@ -39,6 +39,7 @@ from rollyard_pipeline.registry import REWARD_FUNCTIONS, Registry
 from rollyard_pipeline.rewards.components import component_problems
 from rollyard_pipeline.rewards.format_checks import FormatChecks, own_texts
 from rollyard_pipeline.sabotage import FORMAT_TIMEOUT
+from rollyard_pipeline.trajectories.sanitize import clean_text
 
 _PAUSES: Final = Backoff(first=0.2, longest=5.0, jitter=0.5)
 """The pauses between requests to a service that gave no score."""
@@ -330,7 +331,9 @@ class Rewards:
             episode_document(context, evaluation), function.timeout_seconds
         )
         if "error" in answer:
-            raise ChildFailed(f"{source} raised {answer['error']}", "RewardFunctionFailed")
+            failed = ChildFailed(f"{source} raised {answer['error']}", "RewardFunctionFailed")
+            failed.add_note(clean_text(str(answer.get("trace", ""))))
+            raise failed
         return checked_score(
             answer,
             name=FUNCTION,

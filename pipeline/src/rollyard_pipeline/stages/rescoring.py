@@ -36,7 +36,7 @@ from rollyard_pipeline.errors import (
 )
 from rollyard_pipeline.handlers.base import ANSWER, Evaluation, Handler, StageContext
 from rollyard_pipeline.handlers.isolated.handler import loaded_handler
-from rollyard_pipeline.handlers.isolated.places import blocked
+from rollyard_pipeline.handlers.isolated.places import blocked, message_of
 from rollyard_pipeline.registry import Registry
 from rollyard_pipeline.rewards import PlainFunction, RewardFunction
 from rollyard_pipeline.rewards.shaping import Rewards, episode_document
@@ -209,10 +209,10 @@ class Rescorer:
             evaluation, shown = await self._evaluated(trajectory, task)
         except Exception as error:
             # Whatever a handler raises is a failure, and never a reward.
-            reason, name = "InternalError", type(error).__name__
+            reason, message = "InternalError", message_of(error)
             if isinstance(error, PipelineError):
-                reason = name = error.reason
-            changes |= {"status": "failed", "reason": reason, "message": f"{name}: {error}"}
+                reason, message = error.reason, f"{error.reason}: {error}"
+            changes |= {"status": "failed", "reason": reason, "message": message}
         else:
             changes |= {
                 "reward": float(evaluation.reward),

@@ -389,7 +389,8 @@ class Worker:
         await self._table.remove(holding)
 
     def _failed(self, holding: HeldLease, failure: StageFailure, error: Exception) -> None:
-        expected = failure.reason != "InternalError"
+        # The traceback of a user's code is a note of the exception.
+        expected = failure.reason != "InternalError" and not hasattr(error, "__notes__")
         log.warning(
             "%s of %s failed: %s: %s",
             failure.stage,

@@ -13,19 +13,26 @@ _FRAME: Final = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
 """A frame in what the standard library's `faulthandler` writes."""
 _LIBRARY: Final = sysconfig.get_paths()["stdlib"] + "/"
 _ASYNCIO: Final = _LIBRARY + "asyncio/"
+_THREADS: Final = _LIBRARY + "concurrent/"
 _IMPORT: Final = (_LIBRARY + "importlib/", "<frozen importlib")
 _PACKAGES: Final = (sysconfig.get_paths()["purelib"] + "/", sysconfig.get_paths()["platlib"] + "/")
 _OURS: Final = os.path.dirname(os.path.dirname(os.path.dirname(__file__))) + "/"
 
 
-def message_of(error: BaseException) -> str:
-    """Return an exception as `TYPE: MESSAGE (FILE, line N, in FUNCTION)`."""
+def message_of(error: BaseException, limit: int | None = None) -> str:
+    """Return an exception as `TYPE: MESSAGE (FILE, line N, in FUNCTION)`.
+
+    Args:
+        error: The exception.
+        limit: The most characters of the part before the place. The default is no limit.
+    """
     frames = [
         (frame.filename, frame.lineno or 0, frame.name) for frame in traceback.extract_tb(error.__traceback__)
     ]
-    outside = [frame for frame in frames if not frame[0].startswith((_OURS, _ASYNCIO, *_IMPORT))]
+    ours = (_OURS, _ASYNCIO, _THREADS, *_IMPORT)
+    outside = [frame for frame in frames if not frame[0].startswith(ours)]
     location = _last_place(outside or frames[-1:])
-    return f"{type(error).__name__}: {error}{f' ({location})' if location else ''}"
+    return f"{type(error).__name__}: {error}"[:limit] + (f" ({location})" if location else "")
 
 
 def blocked_at(dump: str) -> str:

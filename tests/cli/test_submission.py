@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 from pathlib import Path
 from typing import Any, ClassVar, cast
 
 import pytest
+from rollyard.commands import resources
 from rollyard.errors import InvalidInput
 from rollyard.jobs.running import submit_job
+from rollyard.main import main
 from rollyard_client import Client, Conflict, Invalid
 from rollyard_crds import RolloutJob
+from rollyard_crds.fields.plugins import UsedPlugin
 from rollyard_crds.rolloutjob import MAX_INLINE_TASKS
 
 
@@ -100,3 +104,32 @@ def test_uploads_are_of_the_jobs_namespace_and_of_both_files(tmp_path: Path) -> 
     specs.unlink()
     with pytest.raises(InvalidInput, match=r"spec\.tasks\.specs: .*specs\.json: "):
         submit_job(cast(Client, Named()), RolloutJob.model_validate(given))
+
+
+def test_a_job_that_is_submitted_again_says_what_it_does_not_take_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Known(Elsewhere):
+        namespace = "default"
+
+        def job(self, name: str, namespace: str) -> RolloutJob:
+            job = job_of(path)
+            job.status.plugins = [UsedPlugin(file="mine.py", sha256="0" * 64, edited=True)]
+            return job
+
+        def submit(self, job: RolloutJob) -> RolloutJob:
+            if job.spec.handler != "math":
+                text = "RolloutJob 'job' exists with another spec; delete it first or choose another name"
+                raise Conflict(text, reason="AlreadyExists", status=409)
+            return self.job("job", "default")
+
+    path = task_file(tmp_path, 1)
+    monkeypatch.setattr(resources, "connect", lambda *_: contextlib.nullcontext(Known()))
+    for handler, status, words in (
+        ("math", 0, "mine.py has changed since; this job keeps the text that it was submitted with"),
+        ("stem", 1, "choose another name (--name NEW)"),
+    ):
+        manifest = job_of(path, handler).model_dump(mode="json", by_alias=True, exclude_none=True)
+        (tmp_path / "job.json").write_text(json.dumps(manifest))
+        assert main(["submit", "-f", str(tmp_path / "job.json")]) == status
+        assert words in capsys.readouterr().err

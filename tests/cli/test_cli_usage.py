@@ -292,7 +292,7 @@ def test_a_list_of_tasks_is_no_manifest(
 ) -> None:
     (tmp_path / name).write_bytes(content)
     assert main(["submit", "-f", str(tmp_path / name)]) == 1
-    assert f"{name}: a list of tasks, and not a manifest; give the manifest" in capsys.readouterr().err
+    assert f"{name}: a list of tasks, and not a manifest; give a manifest" in capsys.readouterr().err
     (tmp_path / "manifest.json").write_text('{"kind": "RolloutJob"}')
     assert main(["submit", "-f", str(tmp_path / "manifest.json")]) == 1
     assert "apiVersion: must be" in capsys.readouterr().err

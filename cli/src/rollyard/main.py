@@ -125,7 +125,7 @@ ELSEWHERE: Final = {
 OPTIONS_ELSEWHERE: Final = {
     "--dry-run": _CHECKS,
     "--sort-by": "`rollyard get -o json` prints JSON, which `jq` sorts",
-    "--field-selector": "`rollyard get -l LABELS` selects by labels, and `jq` in `rollyard get -o json` by fields",
+    "--field-selector": "`rollyard get -l LABELS` selects by labels",
     "--all": "`rollyard get -o name | xargs rollyard delete` deletes all jobs",
     "submit -w": "`--wait` shows progress until the job has ended",
 }

@@ -173,9 +173,9 @@ def reasons_page() -> str:
 
 {_MADE}
 Whatever goes wrong, or merely happens, has a reason: one stable CamelCase word for programs, beside a message
-for people. This page says of each of the {len(names)} reasons what it means, whose fault it is, what to do, and
-where it stands. `rollyard explain REASON` shows an entry in a terminal, and the `type` of a problem document
-leads here.
+for people. This page says of each of the {len(names)} reasons what it means, whose fault it is, what to do,
+and where it stands. `rollyard explain REASON` shows an entry in a terminal, and the `type` of a problem
+document leads here.
 
 An infrastructure failure is never a reward: a rollout that fails has `reward: null`. What a policy does to
 itself is scored instead, with the reason in `reward_reason`. Words that Kubernetes or Slurm give are in

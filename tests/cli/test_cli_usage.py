@@ -90,9 +90,9 @@ def test_a_command_of_another_tool_is_named_by_what_does_it_here(
     [
         (
             "submit job.yaml",
-            "Missing option '-f' / '--file'. A file follows -f: `rollyard submit -f job.yaml`",
+            "Missing option '-f' / '--file': `rollyard submit -f job.yaml`",
         ),
-        ("validate tasks.jsonl", "A file follows -f: `rollyard validate -f tasks.jsonl`"),
+        ("validate tasks.jsonl", "'--file': `rollyard validate -f tasks.jsonl`"),
         ("apply job.yaml", "unexpected extra argument (job.yaml): `rollyard apply -f job.yaml`"),
         ("apply --file a.yaml b.yaml", "unexpected extra argument (b.yaml)\n"),
         ("submit", "Missing option '-f' / '--file'.\n"),
@@ -100,7 +100,7 @@ def test_a_command_of_another_tool_is_named_by_what_does_it_here(
         ("apply -f job.yaml --dry-run=client", "'--dry-run': `rollyard validate -f FILE` checks"),
         ("delete --all", "No such option '--all': `rollyard get -o name | xargs rollyard delete`"),
         ("get --sort-by=.a", "`rollyard get -o json` prints JSON, which `jq` sorts"),
-        ("get rj a -o jsonpath={.a}", "'name'. `rollyard get -o json` prints the fields"),
+        ("get rj a -o jsonpath={.a}", "'name'; `rollyard get -o json` prints the fields"),
         ("get rj a -o xml", "'wide', 'name'.\n"),
         ("wait rj/a --for=jsonpath={.a}=b", "`rollyard get NAME -o json` prints the fields"),
     ],
@@ -292,7 +292,7 @@ def test_a_list_of_tasks_is_no_manifest(
 ) -> None:
     (tmp_path / name).write_bytes(content)
     assert main(["submit", "-f", str(tmp_path / name)]) == 1
-    assert f"{name}: a list of tasks, and not a manifest; give the manifest" in capsys.readouterr().err
+    assert f"{name}: a list of tasks, and not a manifest; give a manifest" in capsys.readouterr().err
     (tmp_path / "manifest.json").write_text('{"kind": "RolloutJob"}')
     assert main(["submit", "-f", str(tmp_path / "manifest.json")]) == 1
     assert "apiVersion: must be" in capsys.readouterr().err

@@ -337,6 +337,34 @@ def test_a_wait_does_not_end_with_another_object(monkeypatch: pytest.MonkeyPatch
         jobs._await(client, target, ("Finished", "True"), 1.0)
 
 
+@pytest.mark.parametrize(
+    ("suspended", "lines"),
+    [
+        (("False", 0), ["0 created", "0 Admitted True (Said)"]),
+        (("False", 9), ["0 created", "0 Admitted True (Said)", "9 resumed"]),
+        (("True", 5), ["0 created", "0 Admitted True (Said)", "5 suspended"]),
+    ],
+)
+def test_events_say_when_a_job_was_suspended_and_resumed(
+    suspended: tuple[str, int], lines: list[str]
+) -> None:
+    states = {"Admitted": ("True", 0), "Degraded": ("False", 0), "Suspended": suspended}
+    conditions = [
+        {
+            "type": kind,
+            "status": status,
+            "reason": "Said",
+            "lastTransitionTime": f"2026-01-02T03:04:0{second}Z",
+        }
+        for kind, (status, second) in states.items()
+    ]
+    document = job("j")
+    document["metadata"]["creationTimestamp"] = "2026-01-02T03:04:00Z"
+    document["status"] = {"conditions": conditions}
+    shown = list(jobs._history(RolloutJob.model_validate(document)))
+    assert shown == [f"2026-01-02T03:04:0{line[0]}Z {line[1:]}" for line in lines]
+
+
 def test_events_show_what_was_and_follow_to_the_end(
     run: Run, client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:

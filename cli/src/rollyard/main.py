@@ -125,7 +125,7 @@ ELSEWHERE: Final = {
 OPTIONS_ELSEWHERE: Final = {
     "--dry-run": _CHECKS,
     "--sort-by": "`rollyard get -o json` prints JSON, which `jq` sorts",
-    "--field-selector": "`rollyard get -l LABELS` selects by labels, and `jq` in `rollyard get -o json` by fields",
+    "--field-selector": "`rollyard get -l LABELS` selects by labels",
     "--all": "`rollyard get -o name | xargs rollyard delete` deletes all jobs",
     "submit -w": "`--wait` shows progress until the job has ended",
 }
@@ -136,22 +136,26 @@ _TEMPLATES: Final = re.compile("'(jsonpath|go-template|custom-columns)")
 """The values of `kubectl get -o` that print chosen fields."""
 
 
-def _explain(error: click.UsageError, words: Sequence[str]) -> None:
-    """Add to an error of wrong usage which command or option does what was meant, where that is known."""
-    command = "" if error.ctx is None else error.ctx.info_name
+def _explained(error: click.UsageError, words: Sequence[str]) -> click.UsageError:
+    """Return an error of wrong usage with what does what was meant, where that is known."""
+    command = None if error.ctx is None else error.ctx.info_name
     if isinstance(error, click.NoSuchOption):
         name = error.option_name
         elsewhere = OPTIONS_ELSEWHERE.get(f"{command} {name}") or OPTIONS_ELSEWHERE.get(name)
-        if elsewhere is not None:
-            error.message = f"No such option {name!r}: {elsewhere}."
-            error.possibilities = None
-        return
+        return (
+            error
+            if elsewhere is None
+            else click.UsageError(f"No such option {name!r}: {elsewhere}.", error.ctx)
+        )
+    message = error.format_message().rstrip(".")
     file = next((word for word in words if word.endswith((".yaml", ".yml", ".json", ".jsonl"))), None)
     is_marked = any(word.startswith(("-f", "--file")) for word in words)
     if command in ("apply", "submit", "validate") and file is not None and not is_marked:
-        error.message = f"{error.message or 'A file follows -f'}: `rollyard {command} -f {file}`."
-    elif isinstance(error, click.BadParameter) and _TEMPLATES.match(error.message):
-        error.message += " `rollyard get -o json` prints the fields, which `jq` selects."
+        return click.UsageError(f"{message}: `rollyard {command} -f {file}`.", error.ctx)
+    if isinstance(error, click.BadParameter) and _TEMPLATES.match(error.message):
+        hint = "`rollyard get -o json` prints the fields, which `jq` selects"
+        return click.UsageError(f"{message}; {hint}.", error.ctx)
+    return error
 
 
 def _bare_kubernetes(words: list[str]) -> list[str]:
@@ -246,7 +250,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return stop.exit_code
     except click.ClickException as error:
         if isinstance(error, click.UsageError):
-            _explain(error, sys.argv[1:] if argv is None else argv)
+            error = _explained(error, sys.argv[1:] if argv is None else argv)
         text = io.StringIO()
         error.show(text)
         terminal.echo(text.getvalue().rstrip("\n"), err=True)

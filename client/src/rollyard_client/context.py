@@ -102,8 +102,8 @@ def resolve(
             token = read_token(Path(document["token_file"]))
     if not token and not is_named:
         raise ContextError(
-            f"no server at {url} is known here; start one with `rollyard up`, or name one with ROLLYARD_URL and "
-            "ROLLYARD_TOKEN (see tokens.json in its state folder)"
+            f"no server at {url} is known here; start one with `rollyard up`, or name one with ROLLYARD_URL "
+            "and ROLLYARD_TOKEN (see tokens.json in its state folder)"
         )
     if not token:
         raise ContextError(

@@ -171,10 +171,17 @@ def _history(job: RolloutJob) -> Iterator[str]:
     meta, status = job.metadata, job.status
     if meta.creation_timestamp is not None:
         yield f"{_clock(meta.creation_timestamp)}  created"
+    first = min((condition.last_transition_time for condition in status.conditions), default=None)
     for condition in sorted(status.conditions, key=lambda each: each.last_transition_time):
+        moment, is_true = condition.last_transition_time, condition.status == "True"
+        if condition.type in ("Suspended", "Degraded") and not is_true and moment == first:
+            continue  # It has been so from the beginning.
         message = f": {condition.message}" if condition.message else ""
         text = f"{condition.type} {condition.status} ({condition.reason}){message}"
-        yield f"{_clock(condition.last_transition_time)}  {text}"
+        if condition.type == "Suspended":
+            # Its reason is that of the latest status, which may have nothing to do with this change.
+            text = "suspended" if is_true else "resumed"
+        yield f"{_clock(moment)}  {text}"
 
 
 def _clock(moment: datetime) -> str:

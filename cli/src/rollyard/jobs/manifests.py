@@ -88,7 +88,7 @@ def read_manifests(path: Path) -> list[Manifest]:
             raise InvalidInput(f"{name}: larger than {MAX_MANIFEST_BYTES >> 20} MiB; is it a manifest?")
         if _is_task_list(path, data):
             raise InvalidInput(
-                f"{name}: a list of tasks, and not a manifest; give the manifest whose spec.tasks.url names it"
+                f"{name}: a list of tasks, and not a manifest; give a manifest whose spec.tasks.url names it"
             )
         text = data.decode()
     except UnicodeDecodeError as error:

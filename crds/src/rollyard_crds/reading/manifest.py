@@ -119,7 +119,9 @@ def describe(
     quote: bool = True,
     whole: str = "manifest",
 ) -> list[str]:
-    """Return Pydantic's errors in our words, as lines `field: message`, with the field as a path (`spec.tasks.url`).
+    """Return Pydantic's errors in our words, as lines `field: message`, with the field as a path.
+
+    A path is such as `spec.tasks[0].id`.
 
     Args:
         error: what pydantic raised.

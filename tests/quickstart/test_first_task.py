@@ -27,9 +27,10 @@ def script() -> str:
             parts.append(f"cat >> {file} <<'END'\n\n\n{text}END")
         elif not language:
             # A port of the kernel's choice, because others may run beside this.
-            parts.append(
-                text.replace("rollyard up ", "rollyard up --port 0 ").replace("--steps 8", "--steps 2")
-            )
+            text = text.replace("rollyard up ", "rollyard up --port 0 ").replace("--steps 8", "--steps 2")
+            # A second run after a change of the job has nothing of the first one.
+            again = "python train.py\nsed -i 's/maxTurns: 8/maxTurns: 7/' job.yaml\npython train.py"
+            parts.append(text.replace("python train.py", again))
     return "\n".join(parts)
 
 
@@ -51,7 +52,7 @@ def test_the_commands_of_the_page_work(tmp_path: Path) -> None:
         "my-tasks-2",
         "after",
     ]
-    assert re.findall(r"^step (\d): 16 rollouts, mean reward", done.stdout, re.MULTILINE) == ["0", "1"]
+    assert re.findall(r"^step (\d): 16 rollouts, mean reward", done.stdout, re.MULTILINE) == ["0", "1"] * 2
     # The trainer with an optimizer took its steps on the page's tasks.
     assert re.findall(r"^step   (\d)  success", done.stdout, re.MULTILINE) == ["1", "2"]
     # The handler that the page appends to the file grades the two answers.

@@ -69,9 +69,10 @@ class OwnJob:
                 tasks = [json.loads(line) for line in lines if line.strip()]
             named = [task for task in tasks if task["id"]]
         except (OSError, ValueError, TypeError, KeyError, yaml.YAMLError) as error:
+            problem = f"{type(error).__name__}: {error}"
             raise TrainingError(
                 f"{manifest}: must be the manifest of a job whose spec.tasks has `inline`, or a `url` "
-                f"that is a file of JSON lines, and whose tasks have an `id` ({type(error).__name__}: {error})"
+                f"that is a file of JSON lines, and whose tasks have an `id` ({problem})"
             ) from error
         if not named:
             raise TrainingError(f"{manifest}: spec.tasks has no task to train on")

@@ -3,7 +3,8 @@
     rollyard up --home HOME &
     ROLLYARD_HOME=HOME python examples/grpo/train.py --out runs/train/seed-0
 
-It needs torch, transformers, onnx and the light client (`scripts/train-env` makes such an environment).
+It needs torch, transformers and onnx (`scripts/train-env` makes such an environment). The light client comes
+from this checkout, unless the environment has one. With `--job FILE` it trains on the tasks of your own job.
 `make demo-train` starts everything. It may be killed at any time: a further start with the same options
 continues from the newest checkpoint, and uses no rollout twice.
 """
@@ -25,6 +26,7 @@ from typing import Final
 HERE: Final = Path(__file__).resolve().parent
 ROOT: Final = HERE.parent.parent
 sys.path[:0] = [str(HERE), str(HERE.parent / "tiny-policy")]
+sys.path += [str(ROOT / part / "src") for part in ("cli", "client", "crds", "drivers", "process")]
 # The rollouts want the same cores. A thread that waits by spinning would take one from them.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
@@ -35,6 +37,7 @@ from rollyard.errors import RollyardError, ServerUnavailable  # noqa: E402
 from tinygrpo.errors import PoolNotReady, RunTaken, TrainingError  # noqa: E402
 from tinygrpo.rollouts import StreamSettings  # noqa: E402
 from tinygrpo.run_lock import run_lock  # noqa: E402
+from tinygrpo.tasks import OwnJob  # noqa: E402
 from tinygrpo.trainer import Trainer, TrainSettings  # noqa: E402
 from tinygrpo.update import UpdateSettings  # noqa: E402
 
@@ -76,6 +79,9 @@ def arguments() -> argparse.Namespace:
         "--out", type=Path, required=True, help="folder of the run: metrics, checkpoints, result.json"
     )
     parser.add_argument("--run", default="", help="name of its jobs and policy versions [grpo-SEED]")
+    parser.add_argument(
+        "--job", type=Path, help="train on the tasks of this manifest, with its handler, reward and agent"
+    )
     parser.add_argument("--seed", type=at_least(0), default=0)
     parser.add_argument("--steps", type=at_least(1), default=14, help="most steps")
     parser.add_argument(
@@ -91,7 +97,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--learning-rate", type=float, default=3e-4)
     parser.add_argument("--minibatches", type=at_least(1), default=4, help="optimiser steps of a step")
     parser.add_argument(
-        "--held-out", type=at_least(0), default=64, help="tasks of an evaluation; 0: no evaluations"
+        "--held-out", type=at_least(0), help="tasks of an evaluation; 0: no evaluations [64; with --job: 0]"
     )
     parser.add_argument("--held-out-samples", type=at_least(1), default=8, help="rollouts of each")
     parser.add_argument(
@@ -107,7 +113,14 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--namespace", default="default", help="namespace of the pool and of the jobs")
     parser.add_argument("--base", type=Path, default=BASE, help="Hugging Face folder of the first weights")
     parser.add_argument("--onnx", type=Path, default=ONNX, help="ONNX folder of the same model")
-    return parser.parse_args()
+    options = parser.parse_args()
+    if options.held_out is None:
+        options.held_out = 0 if options.job else 64
+    if options.job and options.held_out > 0:
+        parser.error("--held-out: its tasks are those of the tiny policy; leave it out with --job")
+    if options.goal is not None and options.held_out == 0:
+        parser.error("--goal: there is no success on held-out tasks without --held-out")
+    return options
 
 
 def main() -> int:
@@ -115,6 +128,11 @@ def main() -> int:
     options = arguments()
     started = time.monotonic()
     out = options.out.resolve()
+    try:
+        own = OwnJob.read(options.job) if options.job else None
+    except TrainingError as error:
+        print(f"train: {error.reason}: {error}", file=sys.stderr)
+        return 1
     settings = TrainSettings(
         run=options.run or f"grpo-{options.seed}",
         seed=options.seed,
@@ -132,6 +150,7 @@ def main() -> int:
             options.warm,
         ),
         update=UpdateSettings(options.learning_rate, options.minibatches),
+        own=own,
     )
     # The rollouts want the other cores.
     torch.set_num_threads(options.threads)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from rollyard_crds import RolloutJobSpec, Task, Trajectory
 from rollyard_pipeline.sandboxes import open_provider
-from rollyard_pipeline.stages.rescoring import Rescorer, submitted
+from rollyard_pipeline.stages.rescoring import Rescorer
 
 pytestmark = pytest.mark.attack(boundary="control plane", surface="`rollyard rescore`")
 
@@ -74,7 +74,7 @@ def test_the_last_answer_that_was_taken_is_the_one_that_was_submitted(
         {"segment": 0, "start": 0, "end": 0, "finish_reason": "stop", "tool_calls": calls} for calls in turns
     ]
     record = kept("x", "no program").model_dump()
-    assert submitted(Trajectory.model_validate({**record, "turns": made})) == answer
+    assert Trajectory.model_validate({**record, "turns": made}).answer == answer
 
 
 @pytest.fixture

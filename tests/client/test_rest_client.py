@@ -200,6 +200,9 @@ async def test_rewards_from_the_trainer(server: StartedControlPlane) -> None:
         for number in (math.nan, math.inf):
             with pytest.raises(Invalid, match=f"the 'style' of rollout '{one.id}' must be a finite number"):
                 await client.rewards("own", {one.id: Reward(1.0, {"style": number})})
+        for wrong in ("good", None, 10**400):
+            with pytest.raises(Invalid, match=f"the 'reward' of rollout '{one.id}' must be a finite number"):
+                await client.rewards("own", {one.id: wrong})  # type: ignore[dict-item]
         with pytest.raises(NotFound, match=r"rewards\.nobody: "):
             await client.rewards("own", {"nobody": 1.0})
         await client.cancel("own", rollout=others[1].id)

@@ -159,6 +159,8 @@ async def test_what_is_the_thought_and_what_the_answer(
     assert (context.thought, context.final_text) == (thought, answer)
     document = episode_document(context, Evaluation(0.0))
     assert (document["thought"], document["final_text"]) == (thought, answer)
+    # A trainer that scores by itself has the same text.
+    assert (trajectory.answer, trajectory.final_text) == (None, answer)
     whole = judged(trajectory, agent={"type": "oracle", "thoughts": "answer"})
     assert (whole.thought, whole.final_text) == ("", text.removesuffix("…").replace("·", ""))
 
@@ -316,6 +318,7 @@ async def test_calls_in_a_thought_do_not_count() -> None:
     )
     episode = await played(chat_of("gpt_oss"), call_of_channels, end="<|call|>", tools=True)
     assert (episode.answer, judged(kept(episode)).thought, judged(kept(episode)).final_text) == ("7", "a", "")
+    assert (kept(episode).answer, kept(episode).final_text) == ("7", "7")
     # The content of a message that makes a call is without it, and the places are those in the content.
     episode = await played(chat_of("qwen3"), f"  <think>a</think>\n\nb {call}", tools=True)
     assert episode.messages[1].content == "<think>a</think>\n\nb"
@@ -344,6 +347,7 @@ def test_messages_of_the_task_are_no_answer() -> None:
     task = Task(id="t", messages=opening, answer="7")
     silent = said_by_hand("").model_copy(update={"messages": opening})
     assert (judged(silent, task).final_text, judged(silent, task).thought) == ("", "")
+    assert (silent.answer, silent.final_text) == (None, "")
     assert own_texts(task, silent) == []
     assert (judged(None).final_text, judged(None).thought) == ("", "")
 

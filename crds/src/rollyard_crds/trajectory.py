@@ -153,6 +153,23 @@ def turns_said(roles: Sequence[str], turns: int) -> dict[int, int]:
     return dict(zip(indices[len(indices) - count :], range(turns - count, turns), strict=True))
 
 
+def final_text_of(answer: str | None, content: str, thought: Thought | None) -> str:
+    """Return the submitted answer, or if there is none, the part of the policy's last message that answers.
+
+    Args:
+        answer: What `submit` received. It is an answer whatever it spells.
+        content: The content of the policy's last message.
+        thought: The part of it that is a thought. One that is not closed leaves no answer.
+    """
+    if answer is not None:
+        return answer
+    return content if thought is None else content[thought.answer :]
+
+
+_SUBMIT: Final = "submit"
+"""The tool that hands in an answer."""
+
+
 class StageTiming(Record):
     """How long a rollout waited for one stage and was in it, in seconds, over all attempts."""
 
@@ -259,6 +276,29 @@ class RunRecord(Record):
     def given(self) -> list[Message]:
         """The messages before the first turn. Some may be an assistant's, which the task holds."""
         return self.messages[: min(self.said, default=len(self.messages))]
+
+    @property
+    def answer(self) -> str | None:
+        """What the tool `submit` received, or None if it received nothing."""
+        for turn in reversed(self.turns):
+            for call in reversed(turn.tool_calls):
+                answer = call.arguments.get("answer")
+                if call.name == _SUBMIT and call.error is None and isinstance(answer, str):
+                    return answer
+        return None
+
+    @property
+    def final_text(self) -> str:
+        """The submitted answer, else the policy's last message without its thought, else "".
+
+        It is what graders judge, except in jobs whose `agent.thoughts` is `answer`, where they judge all of
+        the message: `messages[-1].content`.
+        """
+        said = self.said
+        if not said:
+            return self.answer or ""
+        last = max(said)
+        return final_text_of(self.answer, self.messages[last].content, self.turns[said[last]].thought)
 
     def transcript_with(self, sizes: list[SegmentSizes]) -> Transcript:
         """Return what was recorded with the numbers of tokens of the segments."""

@@ -12,6 +12,7 @@ from rollyard.errors import Conflict, JobFailed, NotFound
 
 from tinygrpo.errors import CheckpointLost, RolloutsEnded, RunTaken
 from tinygrpo.rollouts import CONSUMER, RolloutStream, StreamPlace, StreamSettings
+from tinygrpo.tasks import OwnJob
 from tinygrpo.versions import PolicyVersions
 
 MakeGroup = Callable[..., Group]
@@ -203,3 +204,23 @@ def test_tasks_are_pushed_ahead_and_never_twice(group: MakeGroup) -> None:
     stream.collect(1, 0)
     assert len(client.tasks) >= stream.place.groups + 4 + 2 * 40
     assert len(set(client.tasks)) == len(client.tasks)
+
+
+def test_a_job_of_ones_own_says_how_a_rollout_is_played_and_scored(group: MakeGroup) -> None:
+    client = FakeClient([group("a")])
+    agent = {"type": "tools", "tools": ["bash"]}
+    spec = {
+        "tasks": {"url": "tasks.jsonl"}, "handler": "math", "agent": agent, "samplesPerTask": 16,
+        "reward": {"function": {"name": "near"}}, "sampling": {"temperature": 0.5, "maxTokens": 9},
+    }  # fmt: skip
+    stream = RolloutStream(
+        cast(Client, client), "run", "default", 7, StreamSettings(groups=1, samples=2),
+        PolicyVersions("run"), OwnJob(spec, [{"id": "one"}]),
+    )  # fmt: skip
+    stream.submit()
+    made = client.manifest["spec"]
+    assert (made["handler"], made["agent"], made["reward"]) == ("math", agent, spec["reward"])
+    # What the trainer decides stays its own.
+    assert (made["tasks"], made["samplesPerTask"]) == ({"stream": True}, 2)
+    assert made["sampling"] == {"temperature": 1.0, "topP": 1.0, "maxTokens": 9, "seed": 7}
+    assert client.tasks[:2] == ["000000-one", "000001-one"]

@@ -12,7 +12,7 @@ from rollyard.errors import Conflict, JobFailed, NotFound
 
 from tinygrpo.errors import CheckpointLost, RolloutsEnded, RunTaken
 from tinygrpo.ledger import Use, UsedGroup
-from tinygrpo.tasks import TaskRecord, training_tasks
+from tinygrpo.tasks import OwnJob, TaskRecord, training_tasks
 from tinygrpo.versions import PolicyVersions
 
 _PUSH: Final = 32
@@ -69,9 +69,9 @@ def target_of(step: int) -> str:
     return f"step-{step}"
 
 
-def sampling(seed: int) -> dict[str, Any]:
+def sampling(seed: int, most_tokens: int = 64) -> dict[str, Any]:
     """Return parameters of sampling under which the recorded log-probabilities are the policy's own."""
-    return {"temperature": 1.0, "topP": 1.0, "maxTokens": 64, "seed": seed}
+    return {"temperature": 1.0, "topP": 1.0, "maxTokens": most_tokens, "seed": seed}
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +115,7 @@ class RolloutStream:
         seed: The seed of tasks and of sampling.
         settings: The size of a step.
         versions: The labels of the run.
+        own: The job whose tasks are trained on, or None for tasks from the templates of the tiny policy.
     """
 
     def __init__(
@@ -125,6 +126,7 @@ class RolloutStream:
         seed: int,
         settings: StreamSettings,
         versions: PolicyVersions,
+        own: OwnJob | None = None,
     ) -> None:
         self._client = client
         self._job = job
@@ -132,8 +134,9 @@ class RolloutStream:
         self._seed = seed
         self._settings = settings
         self._versions = versions
+        self._own = own
         self._place = StreamPlace()
-        self._tasks: Iterator[TaskRecord] = training_tasks(seed)
+        self._tasks: Iterator[TaskRecord] = iter(())
         self._groups: ResultIterator[Group] | None = None
         self._acknowledged = ""
 
@@ -155,7 +158,10 @@ class RolloutStream:
         self._client.submit(self._manifest())
         self._resume(place.cursor)
         self._place = place
-        self._tasks = training_tasks(self._seed, place.tasks)
+        if self._own is None:
+            self._tasks = training_tasks(self._seed, place.tasks)
+        else:
+            self._tasks = self._own.supply(place.tasks)
         self._push()
         self._groups = self._client.groups(self._job, follow=True, dropped=True, cursor=place.cursor)
 
@@ -275,15 +281,18 @@ class RolloutStream:
 
     def _manifest(self) -> dict[str, Any]:
         settings = self._settings
+        own = {} if self._own is None else self._own.spec
+        most_tokens = own.get("sampling", {}).get("maxTokens", 64)
         return {
             "apiVersion": "rollyard.dev/v1alpha1",
             "kind": "RolloutJob",
             "metadata": {"name": self._job, "namespace": self._client.namespace},
             "spec": {
                 **episode(settings),
+                **own,
                 "tasks": {"stream": True},
                 "samplesPerTask": settings.samples,
-                "sampling": sampling(self._seed),
+                "sampling": sampling(self._seed, most_tokens),
                 "backendRef": {"name": self._pool},
                 "dynamicSampling": {"targetGroups": settings.groups, "maxInFlightGroups": settings.in_flight},
                 "maxPolicyLag": settings.max_lag,

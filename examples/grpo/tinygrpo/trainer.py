@@ -19,7 +19,7 @@ from tinygrpo.metrics import Metrics
 from tinygrpo.onnx_folder import OnnxTemplate
 from tinygrpo.policy import load_policy
 from tinygrpo.rollouts import RolloutStream, StreamSettings, target_of
-from tinygrpo.tasks import held_out_tasks
+from tinygrpo.tasks import OwnJob, held_out_tasks
 from tinygrpo.update import UpdateSettings, make_optimizer, update_policy
 from tinygrpo.versions import PolicyVersions
 from tinygrpo.weights import WeightPusher
@@ -48,6 +48,8 @@ class TrainSettings:
     """The rollouts of each held-out task."""
     stream: StreamSettings = field(default_factory=StreamSettings)
     update: UpdateSettings = field(default_factory=UpdateSettings)
+    own: OwnJob | None = None
+    """The job whose tasks are trained on. None: tasks from the templates of the tiny policy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +133,13 @@ class Trainer:
             self._record(resumed, {}, paused)
         before = self.evaluate(0) if resumed == 0 else None
         stream = RolloutStream(
-            self._client, settings.run, settings.pool, settings.seed, settings.stream, self._versions
+            self._client,
+            settings.run,
+            settings.pool,
+            settings.seed,
+            settings.stream,
+            self._versions,
+            settings.own,
         )
         if not self._ended():
             stream.submit(self._progress.place)

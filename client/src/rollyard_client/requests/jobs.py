@@ -235,6 +235,14 @@ class RewardsTaken:
     reason, such as TargetMet, or it plays again (PlaysAgain)."""
 
 
+def _is_finite(number: object) -> bool:
+    """Return whether it is a finite number, or has one, as a tensor of one element."""
+    try:
+        return math.isfinite(number)  # type: ignore[arg-type]
+    except (TypeError, ValueError, OverflowError):
+        return False
+
+
 def rewards(name: str, namespace: str, rewards: Mapping[str, Reward | float]) -> Call[RewardsTaken]:
     """Return the call that gives rollouts their rewards. It may be sent again, because a repeat is harmless.
 
@@ -246,9 +254,11 @@ def rewards(name: str, namespace: str, rewards: Mapping[str, Reward | float]) ->
         reward = given if isinstance(given, Reward) else Reward(given)
         numbers = {"reward": reward.reward, **reward.components}
         for part, number in numbers.items():
-            # JSON has no form for these, so the server could only say that there is no number.
-            if not math.isfinite(number):
-                raise Invalid(f"the {part!r} of rollout {rollout!r} must be a finite number (got {number})")
+            # JSON has no form for NaN, so the server could only say that there is no number.
+            if not _is_finite(number):
+                raise Invalid(
+                    f"the {part!r} of rollout {rollout!r} must be a finite number (got {number!r:.100})"
+                )
         items[rollout] = {
             "reward": float(reward.reward),
             "components": {part: float(number) for part, number in reward.components.items()},

@@ -22,6 +22,7 @@ from rollyard_crds.trajectory import (
     Trajectory,
     Transcript,
     Turn,
+    final_text_of,
 )
 from rollyard_sandbox.client import EvalPlace, ExecClient, ExecResult
 from rollyard_sandbox.errors import LaunchError
@@ -208,10 +209,7 @@ class StageContext:
         What `submit` received is an answer whatever it spells. A thought that is not closed leaves no answer.
         If the job's `agent.thoughts` is `answer`, all of the message is the answer.
         """
-        if self.answer is not None:
-            return self.answer
-        content, thought = self._last
-        return content if thought is None else content[thought.answer :]
+        return final_text_of(self.answer, *self._last)
 
     @property
     def thought(self) -> str:

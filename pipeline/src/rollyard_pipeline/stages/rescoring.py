@@ -54,7 +54,6 @@ _LEASE_SECONDS: Final = 60.0
 A = TypeVar("A")
 
 
-_SUBMIT: Final = "submit"
 _TRIES: Final = 3
 _AT_ONCE: Final = 8
 """The number of trajectories that are evaluated at the same time without a sandbox."""
@@ -238,7 +237,7 @@ class Rescorer:
 
     async def _once(self, trajectory: Trajectory, task: Task) -> tuple[Evaluation, str]:
         seconds = float(self._spec.stages.eval.timeout_seconds)
-        handler, answer = self._handler.for_task(task), submitted(trajectory)
+        handler, answer = self._handler.for_task(task), trajectory.answer
         context = StageContext(
             task=task,
             spec=self._spec,
@@ -346,16 +345,6 @@ def handler_of(given: object) -> Callable[[], Handler]:
         "must be the name of a handler, a class that derives from Handler, or a reward function "
         f"(got {given!r:.100})"
     )
-
-
-def submitted(trajectory: Trajectory) -> str | None:
-    """Return the answer that the tool `submit` received, or None if it received none."""
-    for turn in reversed(trajectory.turns):
-        for call in reversed(turn.tool_calls):
-            answer = call.arguments.get("answer")
-            if call.name == _SUBMIT and call.error is None and isinstance(answer, str):
-                return answer
-    return None
 
 
 class _OneJob(WorkerCalls):

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import time
 from dataclasses import asdict
@@ -19,6 +20,7 @@ from typing import Final
 
 HERE: Final = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
+os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")  # onnxruntime looks at it when it is imported.
 
 import torch  # noqa: E402
 from tokenizers import Tokenizer  # noqa: E402

@@ -95,7 +95,7 @@ def start_server_process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
     """Yield a function that starts engine processes. Those that still run are ended."""
     servers: list[Server] = []
 
-    def start(model: Path, *arguments: str) -> Server:
+    def start(model: Path, *arguments: str, env: dict[str, str] | None = None) -> Server:
         port_file = tmp_path_factory.mktemp("engine") / "port"
         process = subprocess.Popen(
             [
@@ -104,6 +104,7 @@ def start_server_process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
             ],
             stderr=subprocess.DEVNULL,
             text=True,
+            env=env,
         )
         deadline = time.monotonic() + START_SECONDS
         while not port_file.exists():

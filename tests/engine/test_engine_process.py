@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -55,6 +56,19 @@ def test_a_folder_without_a_model_is_refused(tmp_path: Path) -> None:
         assert ended.returncode == 2
         assert said in ended.stderr
         assert ended.stderr.count("\n") == 1
+
+
+def test_it_leaves_no_telemetry_of_its_runtime(
+    start_server_process: Any, model_dir: Path, tmp_path: Path
+) -> None:
+    """Neither a device id and events in the user's cache nor a session file among the temporary ones."""
+    unset = ("ORT_DISABLE_TELEMETRY", "XDG_CACHE_HOME")
+    inherited = {name: value for name, value in os.environ.items() if name not in unset}
+    places = {"HOME": str(tmp_path), "TMPDIR": str(tmp_path)}
+    server = start_server_process(model_dir, env={**inherited, **places})
+    server.complete([5, 6], max_tokens=1)
+    assert server.stop() == 0
+    assert not [path for path in tmp_path.rglob("*") if path.name == ".ses" or "Microsoft" in path.parts]
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

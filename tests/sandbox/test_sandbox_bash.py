@@ -108,7 +108,7 @@ async def test_binary_output_is_intact(client: ExecClient, server: object) -> No
 
 
 async def test_no_carriage_returns_and_a_wide_terminal(client: ExecClient) -> None:
-    result = await client.bash("echo a; python3 -c \"print('b')\"; test -t 0 && test -t 1 && stty size")
+    result = await client.bash("echo a; python3 -c \"print('b')\"; test -t 1 && stty size </dev/tty")
     assert result.output == b"a\nb\n50 512\n"
 
 
@@ -165,6 +165,44 @@ async def test_prompts_are_answered(any_client: ExecClient) -> None:
     await running.wait_for_output(b"again? ")
     await any_client.send_input(b"ab\n")
     assert (await running.result()).output == b"again? abab\n"
+
+
+@pytest.mark.parametrize(
+    ("command", "output", "exit_code"),
+    [
+        ("grep -c maple", "0\n", 1),
+        ("cat; read line; echo $?", "1\n", 0),
+        ("bash; python3; echo ended", "ended\n", 0),
+        ("cat & wait; echo ended", "ended\n", 0),
+        ("find . -maxdepth 0 -exec cat \\;", "", 0),
+        ("cat <<END\nhere\nEND", "here\n", 0),
+        ("f() { read line; echo got $line; }; echo piped | f", "got piped\n", 0),
+        ("cat < /proc/sys/kernel/ostype; cat <<< word", "Linux\nword\n", 0),
+        ("[ -t 0 ] || [ -t 1 ] && echo terminal", "terminal\n", 0),
+        ("true " + "x" * 5000 + "; cat", "", 0),
+    ],
+)
+async def test_a_command_that_reads_standard_input_ends_at_once(
+    client: ExecClient, command: str, output: str, exit_code: int
+) -> None:
+    """A hang would be a timeout, with no exit status of the program."""
+    await client.bash("kept=1; set -m")
+    result = await client.bash(command, timeout=patience(20))
+    said = result.text() if "&" not in command else result.text()[-len(output) :]
+    assert (said, result.exit_code, result.timed_out) == (output, exit_code, False)
+    following = await client.bash("echo $kept")
+    assert (following.text(), following.shell_restarted) == ("1\n", False)
+
+
+@pytest.mark.parametrize(
+    "command", ["exec 3</dev/zero 10>ten 2>&1; cat <&-", "echo ${none:?}", "for ((;;", "kill -INT $$; cat"]
+)
+async def test_the_shell_reads_on_after_a_command_that_failed(client: ExecClient, command: str) -> None:
+    """Bash gives its own terminal back to standard input, however the command ends."""
+    await client.bash("kept=1")
+    await client.bash(command, timeout=patience(20))
+    following = await client.bash("cat; echo $kept", timeout=patience(20))
+    assert (following.text().strip(), following.shell_restarted) == ("1", False)
 
 
 async def test_unread_input_is_never_run_as_a_command(client: ExecClient) -> None:

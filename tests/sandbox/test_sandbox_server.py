@@ -503,7 +503,8 @@ WAITING = {"timeout": 600, "max_output": 100}
 
 async def test_two_requests_in_flight_never_have_one_number(client: ExecClient, server: Any) -> None:
     raw = await Raw.connect(server)
-    raw.send(b"echo first > on; read -r; echo got $REPLY", op="bash", id=7, session="a", **WAITING)
+    first = b"echo first > on; read -r; echo got $REPLY"
+    raw.send(first, op="bash", id=7, session="a", reads_input=True, **WAITING)
     await client.bash("until [ -s on ]; do sleep 0.01; done")
     raw.send(b"echo second > on", op="bash", id=7, session="b", **WAITING)
     header, _, _ = await raw.answer(7)

@@ -80,7 +80,7 @@ WORKER_IMPORTS: Final = (
     "encodings.unicode_escape",
 )
 """The modules that a stage worker imports for its first requests."""
-ENGINE_IMPORTS: Final = ("rollyard_engine.server", "onnxruntime_genai", "jinja2.filters")
+ENGINE_IMPORTS: Final = ("rollyard_engine.server", "rollyard_engine.generation.runtime", "jinja2.filters")
 """The modules that the engine imports after it has read its arguments."""
 PLANE_IMPORTS: Final = ("uvloop", "httptools", "anyio.streams.tls")
 """The modules that the control plane imports when it begins to serve."""

@@ -82,7 +82,7 @@ def load_model(path: Path, threads: int = 0) -> PolicyModel:
     Raises:
         EngineError: Something does not load, as the message says, or the logits are not finite.
     """
-    import onnxruntime_genai as runtime
+    from rollyard_engine.generation.runtime import onnxruntime_genai as runtime
 
     folder = read_folder(path)
     if threads <= 0:

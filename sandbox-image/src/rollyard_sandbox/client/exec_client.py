@@ -124,7 +124,9 @@ class ExecClient:
     async def bash(
         self, command: str, *, session: str = "main", timeout: float = 30.0, max_output: int = 65536
     ) -> ExecResult:
-        """Run `command` in the session's persistent bash.
+        """Run `command` in the session's persistent bash, with `/dev/null` as its standard input.
+
+        (A command that calls `exec` has the terminal, as with `start`.)
 
         After `timeout` seconds the command is interrupted, then killed, and its result has `timed_out` set.
 
@@ -140,7 +142,10 @@ class ExecClient:
     async def start(
         self, command: str, *, session: str = "main", timeout: float = 30.0, max_output: int = 65536
     ) -> RunningCommand:
-        """Start `command` like `bash`, but return at once. Input can be sent, and output read as it comes."""
+        """Start `command` like `bash`, but on the terminal, and return at once.
+
+        Input can be sent, and output read as it comes.
+        """
         running = RunningCommand(self, session)
         result = self._execute(
             "bash",
@@ -150,6 +155,7 @@ class ExecClient:
             listener=running.listen,
             session=session,
             stream=True,
+            reads_input=True,
         )
         task = asyncio.get_running_loop().create_task(result)
         self._running.add(task)
@@ -160,6 +166,8 @@ class ExecClient:
 
     async def send_input(self, data: bytes, *, session: str = "main") -> None:
         """Type `data` on the terminal of the command that `session` is running, such as to answer a prompt.
+
+        The command must have been started by `start`, because one of `bash` does not read the terminal.
 
         Raises:
             BadRequest: The session runs no command (reason NoCommandRunning).

@@ -477,7 +477,7 @@ class BashSession:
         running.started = monotonic()
         running.number = self._next_number()
         try:
-            shell.run(running.command, running.number)
+            shell.run(running.command, running.number, reads_input=running.reads_input)
         except OSError:
             # The shell died between two commands and has not been reaped yet.
             self._discard()

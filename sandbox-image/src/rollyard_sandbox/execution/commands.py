@@ -79,6 +79,7 @@ class Command:
         max_output: The bytes of output that are kept.
         on_output: Called with output as it comes.
         done: Called once, with the outcome or the reason why the command could not run.
+        reads_input: Whether its standard input is the terminal. Otherwise it is at its end.
     """
 
     def __init__(
@@ -88,12 +89,15 @@ class Command:
         max_output: int,
         on_output: Callable[[bytes], None] | None,
         done: Callable[[Outcome | SandboxError], None],
+        *,
+        reads_input: bool = False,
     ) -> None:
         self.command = command
         self.timeout = timeout
         self.capture = Capture(max_output)
         self.on_output = on_output
         self.done = done
+        self.reads_input = reads_input
         self.number = ""
         self.outcome = Outcome()
         self.started = monotonic()

@@ -13,6 +13,9 @@ A command is run as follows, and nothing can forge or delay the report of its en
   number.
 * The command itself is one typed line, `\\builtin eval -- $'…'`, at the top level, where `declare` is
   global. A command that is too long for the terminal's line buffer (4,096 bytes) is read from a memory file.
+* A command to which nobody will send input gets `</dev/null` after its `eval`, so that a program that reads
+  standard input ends and does not wait for the time limit. Bash restores the terminal afterwards, at an
+  error or a SIGINT, too. A command with `exec` keeps the terminal: `exec bash` takes the place of the shell.
 * Output is complete when, after the report, reading the non-blocking master fails with EAGAIN: since Linux
   4.5 n_tty flushes the terminal's pending work before it returns that error.
 """
@@ -22,6 +25,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import re
 import signal
 import socket
 import struct
@@ -63,6 +67,9 @@ _INIT: Final = (
     "trap {farewell} EXIT; readonly PROMPT_COMMAND={report}\n"
 )
 
+_EXEC: Final = re.compile(rb"(?<![\w-])exec\s")  # The builtin, not the `-exec` of find.
+_NO_INPUT: Final = b" </dev/null"
+
 _PLAIN: Final = bytes(range(0x20, 0x7F)).translate(None, b"'\\")
 _ESCAPES: Final = {code: b"\\%03o" % code for code in range(256) if code not in _PLAIN} | {
     ord("\n"): b"\\n",
@@ -77,7 +84,7 @@ def single_quoted(text: str) -> str:
 
 
 def typed_line(command: bytes) -> bytes | None:
-    """Return the line that makes bash run `command`, or None if it would be too long to type.
+    """Return the line that makes bash run `command`, without its end, or None if it is too long to type.
 
     Everything except printable ASCII is escaped, because other bytes may mean something to the terminal.
     """
@@ -88,7 +95,7 @@ def typed_line(command: bytes) -> bytes | None:
         command = b"".join([escapes.get(code) or b"%c" % code for code in command])
         if len(command) > _TYPED_LIMIT:
             return None
-    return b"\\builtin eval -- $'%b'\n" % command
+    return b"\\builtin eval -- $'%b'" % command
 
 
 class Report:
@@ -201,8 +208,11 @@ class Shell:
         except OSError:
             return False
 
-    def run(self, command: bytes, number: str) -> None:
-        """Make the idle shell run `command`. Its report will carry `number` (8 characters)."""
+    def run(self, command: bytes, number: str, *, reads_input: bool) -> None:
+        """Make the idle shell run `command`. Its report will carry `number` (8 characters).
+
+        Without `reads_input`, its standard input is at its end, and not the terminal.
+        """
         self.forget_input()
         line = typed_line(command)
         if line is None:
@@ -210,8 +220,10 @@ class Shell:
             view, offset = memoryview(command), 0
             while offset < len(view):
                 offset += os.pwrite(self._memory, view[offset:], offset)
-            line = b'\\builtin eval -- "$(</proc/self/fd/%d)"\n' % _MEMORY
-        os.write(self.master, line)
+            line = b'\\builtin eval -- "$(</proc/self/fd/%d)"' % _MEMORY
+        if not (reads_input or _EXEC.search(command)):
+            line += _NO_INPUT
+        os.write(self.master, line + b"\n")
         self.channel.send(number.encode())
 
     def probe(self, number: str) -> None:

@@ -319,7 +319,12 @@ class Operations:
 
         session = self._session(header)
         command = Command(
-            body, timeout, max_output, on_output, lambda outcome: _reply(connection, request, outcome)
+            body,
+            timeout,
+            max_output,
+            on_output,
+            lambda outcome: _reply(connection, request, outcome),
+            reads_input=header.get("reads_input") is True,
         )
         session.execute(command)
         connection.in_flight[request] = lambda: session.cancel(command)

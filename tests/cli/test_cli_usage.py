@@ -127,7 +127,7 @@ def test_up_shows_first_what_matters_first(capsys: pytest.CaptureFixture[str]) -
     ]
     titles = re.findall(r"^([A-Z].*):$", rest, re.MULTILINE)
     assert titles[:4] == ["Backends", "Sandboxes", "Workers", "State"]
-    assert not re.search(r"^  --(backend|model|gpus|home|detach) ", rest, re.MULTILINE)
+    assert not re.search(r"^  --(backend|model|plugin|home|detach) ", rest, re.MULTILINE)
 
 
 def test_no_server_of_a_home(

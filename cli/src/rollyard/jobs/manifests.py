@@ -54,6 +54,8 @@ _API_VERSION: Final = re.compile(rb"""(?:^|[{,])[ \t]*["']?apiVersion["']?[ \t]*
 
 
 _TASK_LIST: Final = re.compile(r"\.(jsonl|csv|parquet)(\.\w+)?$")
+_FIELD: Final = re.compile(rb"^\s*[\"{]*\w+[\"]*: ", re.MULTILINE)
+"""A field in YAML, or in JSON on lines of its own."""
 """The end of the names of task lists, compressed or not."""
 
 
@@ -103,8 +105,11 @@ def read_manifests(path: Path) -> list[Manifest]:
 
 
 def _is_task_list(path: Path, data: bytes) -> bool:
-    """Return whether a file that is given as a manifest has the name or the first row of a task list."""
-    if _TASK_LIST.search(path.name):
+    """Return whether a file that is given as a manifest has the name or the first row of a task list.
+
+    A manifest may have any name, so the name decides only where nothing looks like one.
+    """
+    if _TASK_LIST.search(path.name) and not _FIELD.search(data):
         return True
     line, _, _ = data.lstrip().partition(b"\n")
     with suppress(ValueError):

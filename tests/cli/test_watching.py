@@ -272,7 +272,7 @@ def test_another_attempt_is_kept_apart_from_the_first(watched: Callable[..., str
         ({"reward": None}, "ended without a reward;"),
         (
             {"status": "failed", "reward": None, "reason": "NoSandbox", "message": "none\nis left"},
-            "failed, NoSandbox: none\\nis left;",
+            "failed, NoSandbox: none is left;",
         ),
     ],
 )

@@ -368,7 +368,8 @@ async def test_closing_a_session_ends_its_processes(client: ExecClient) -> None:
     await client.close_session("x")
     await client.close_session("x")
     assert (await client.bash("echo v=$V", session="x")).text() == "v=\n"
-    assert not alive(pid)
+    # It is killed by then, but a busy machine may take a moment to end it.
+    await eventually(lambda: not alive(pid), patience(5))
 
 
 async def test_the_number_of_sessions_is_bounded(start_server: Callable[..., object]) -> None:

@@ -180,8 +180,8 @@ def test_full_disk_has_its_own_reason(folder: SandboxFolder, monkeypatch: pytest
 
 
 def test_unknown_provider_is_named() -> None:
-    with pytest.raises(ValueError, match=r"--sandbox docker.*choose one of bubblewrap, apptainer, process"):
-        open_provider("docker", run_dir="/tmp", node="n")
+    with pytest.raises(ValueError, match=r"--sandbox nspawn.*choose one of bubblewrap, apptainer, "):
+        open_provider("nspawn", run_dir="/tmp", node="n")
 
 
 def test_identity_is_pid_and_start_time() -> None:

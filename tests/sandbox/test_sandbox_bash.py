@@ -368,7 +368,7 @@ async def test_closing_a_session_ends_its_processes(client: ExecClient) -> None:
     await client.close_session("x")
     await client.close_session("x")
     assert (await client.bash("echo v=$V", session="x")).text() == "v=\n"
-    # It is killed by then, but a busy machine may take a moment to end it.
+    # It has been killed, but a busy machine may take a moment to end it.
     await eventually(lambda: not alive(pid), patience(5))
 
 

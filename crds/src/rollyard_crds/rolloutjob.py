@@ -456,6 +456,19 @@ class RolloutJobSpec(Model):
         """How long a rollout waits for the trainer's reward, or None if Eval gives the rewards."""
         return reward_rules.trainer_seconds(self.handler, self.reward)
 
+    def extensions(self) -> list[tuple[str, str, str]]:
+        """Return the extensions that the spec names: the field, the kind, as `handlers`, and the name."""
+        function = None if self.reward is None else self.reward.function
+        fields = [
+            ("spec.tasks.format", "task_formats", self.tasks.format),
+            ("spec.handler", "handlers", self.handler),
+            ("spec.agent.type", "agents", self.agent.type),
+            ("spec.agent.toolParser", "tool_parsers", self.agent.tool_parser),
+            ("spec.reward.function.name", "reward_functions", None if function is None else function.name),
+            *((f"spec.agent.tools[{i}]", "tools", tool) for i, tool in enumerate(self.agent.tools)),
+        ]
+        return [(field, kind, name) for field, kind, name in fields if name is not None]
+
     @property
     def worked_stages(self) -> tuple[StageName, ...]:
         """The stages that need workers. Eval needs none where the trainer gives the rewards."""

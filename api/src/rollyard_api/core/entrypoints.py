@@ -56,26 +56,12 @@ def installed() -> Names:
     }
 
 
-def named(spec: RolloutJobSpec) -> list[tuple[str, str, str]]:
-    """Return the extensions that a spec names: the field, the kind and the name of each."""
-    function = None if spec.reward is None else spec.reward.function
-    fields = [
-        ("spec.tasks.format", "task_formats", spec.tasks.format),
-        ("spec.handler", "handlers", spec.handler),
-        ("spec.agent.type", "agents", spec.agent.type),
-        ("spec.agent.toolParser", "tool_parsers", spec.agent.tool_parser),
-        ("spec.reward.function.name", "reward_functions", None if function is None else function.name),
-        *((f"spec.agent.tools[{i}]", "tools", tool) for i, tool in enumerate(spec.agent.tools)),
-    ]
-    return [(field, kind, name) for field, kind, name in fields if name is not None]
-
-
 def problems(spec: RolloutJobSpec, available: Names) -> list[str]:
     """Return a line for each name in the spec that is not available."""
     return [
         f"{field}: no {NOUNS[kind]} {name!r} is offered; offered: "
         f"{', '.join(sorted(available.get(kind, ()))) or 'none'}"
-        for field, kind, name in named(spec)
+        for field, kind, name in spec.extensions()
         if name not in available.get(kind, ())
     ]
 
@@ -160,7 +146,7 @@ class Extensions:
             broken = [f"a plugin cannot be used now: {trouble}" for trouble in listing.troubles]
             lines = [*missing, *(broken or [WAYS])]
             raise Invalid("; ".join(lines), errors=lines, reason="NotInstalled")
-        wanted = {(kind, name) for _, kind, name in named(spec)}
+        wanted = {(kind, name) for _, kind, name in spec.extensions()}
         used = tuple(
             plugin
             for plugin in listing.plugins

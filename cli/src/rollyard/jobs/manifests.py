@@ -276,18 +276,8 @@ def extensions_with(plugins: Sequence[Path]) -> Registry:
 
 def extension_problems(job: RolloutJob, extensions: Registry) -> list[str]:
     """Return a problem for each handler, agent, tool and parser that is not installed here."""
-    references = [
-        ("spec.handler", "handlers", job.spec.handler),
-        ("spec.agent.type", "agents", job.spec.agent.type),
-        ("spec.agent.toolParser", "tool_parsers", job.spec.agent.tool_parser),
-        *(("spec.tasks.format", "task_formats", name) for name in _formats_of(job)),
-        *((f"spec.agent.tools[{i}]", "tools", tool) for i, tool in enumerate(job.spec.agent.tools)),
-    ]
-    function = None if job.spec.reward is None else job.spec.reward.function
-    if function is not None:
-        references.append(("spec.reward.function.name", "reward_functions", function.name))
     problems = []
-    for field, group, name in references:
+    for field, group, name in job.spec.extensions():
         installed = extensions.names(f"rollyard.{group}")
         if name not in installed:
             kind = group.removesuffix("s").replace("_", "-")
@@ -295,11 +285,6 @@ def extension_problems(job: RolloutJob, extensions: Registry) -> list[str]:
             of_file = "" if extensions.has_plugins else f"; {NEEDS_PLUGIN}"
             problems.append(f"{field}: no {kind} {name!r} is installed; installed: {names}{of_file}")
     return problems
-
-
-def _formats_of(job: RolloutJob) -> list[str]:
-    name = job.spec.tasks.format
-    return [] if name is None or name == DEFAULT else [name]
 
 
 def _loaded(extensions: Registry, group: str, name: str) -> Any:

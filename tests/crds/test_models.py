@@ -253,3 +253,10 @@ def test_run_has_as_many_places_as_the_pool_and_other_stages_as_the_node() -> No
 )
 def test_a_reward_is_rounded_for_people(reward: float, text: str) -> None:
     assert rounded(reward) == text
+
+
+@pytest.mark.parametrize("name", ["../a", "a/b", ".hidden", "..", "", "a b", "a\n", "x" * 129])
+def test_a_file_of_a_harness_has_the_name_of_a_file(name: str) -> None:
+    """The API server cannot check the keys of an object, so the control plane refuses them."""
+    with pytest.raises(ValidationError, match="files"):
+        AgentSpec(type="harness", harness="command", command="x", files={name: ""})

@@ -57,7 +57,7 @@ REWARD = "from rollyard_pipeline.rewards import reward_function\n"
     [
         ("def f(:\n", "line 1, column 7: invalid syntax"),
         ("x = 1\0", "null bytes"),
-        ("", "offers nothing: an extension is a class that derives from Handler, Agent, Tool"),
+        ("", "offers nothing: an extension is a class that derives from Handler, Agent, Harness, Tool"),
         ("class A(Handler): ...", "offers nothing"),
         (IMPORT + "class _A(Handler): ...", "offers nothing"),
         (IMPORT + "class A(Handler):\n    name = NAME", "line 3: A.name must be a text in quotes"),

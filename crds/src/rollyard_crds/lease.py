@@ -16,6 +16,7 @@ from rollyard_crds.token_arrays import PackedSegment
 from rollyard_crds.trajectory import (
     MAX_REWARD,
     MAX_REWARD_OUTPUT,
+    ConversationKind,
     Record,
     RewardReason,
     RunRecord,
@@ -192,6 +193,36 @@ class StageTimes(Record):
     own_seconds: Seconds = 0.0
 
 
+GATEWAY_PROTOCOLS: Final = (
+    "openai-chat",
+    "openai-responses",
+    "anthropic-messages",
+    "google-generate-content",
+)
+"""The protocols of the gateway, as metrics name them."""
+
+
+class GatewayStats(Record):
+    """What the gateway counted in one rollout."""
+
+    calls: Annotated[dict[Annotated[str, Field(max_length=64)], Count], Field(max_length=64)] = Field(
+        default_factory=dict
+    )
+    """Calls that asked for a reply, by protocol, with those that were refused."""
+    refused: Count = 0
+    """Calls that got an error."""
+    repeats: Count = 0
+    """Calls that repeated an earlier one, and got its reply."""
+    conversations: dict[ConversationKind, Count] = Field(default_factory=dict)
+    """Conversations by kind."""
+    segments: Count = 0
+    """Segments that were opened after the first one of a conversation."""
+    unmatched: Count = 0
+    """Histories that were not those that the gateway had seen, so that a new segment was opened."""
+    tokenized: Count = 0
+    """Tokens of prompts that were tokenized. Those that a segment held already are not tokenized again."""
+
+
 class RunStats(Record):
     """Run only: what the worker counted, for metrics and for distributing rollouts by speed."""
 
@@ -201,6 +232,8 @@ class RunStats(Record):
     """Sampled, but thrown away: under weights that were not verified yet, or under unknown ones."""
     requests: Count = 0
     """Requests to backends that were answered."""
+    gateway: Annotated[GatewayStats | None, Field(exclude_if=lambda value: value is None)] = None
+    """What the gateway counted, for an agent of type `harness`."""
 
 
 def _reward(value: Any) -> float:

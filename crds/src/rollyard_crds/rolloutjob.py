@@ -154,18 +154,75 @@ _MOST_OUTPUT: Final = 65_536
 _UNKNOWN_CONTEXT_OUTPUT: Final = 16_384
 
 
+HARNESS: Final = "harness"
+"""The agent that runs a program in the sandbox, whose calls to the model go through the gateway."""
+MAX_AGENT_FILE: Final = 1 << 18
+"""The most characters of one of `agent.files`."""
+COMMAND: Final = "command"
+"""The harness that is nothing but `agent.command`."""
+_HARNESS_FIELDS: Final = "'harness' goes with 'type: harness', and 'type: harness' with 'harness'"
+_HARNESS_OPTIONS: Final = "'command', 'terminal', 'files' and 'trainedConversations' go with 'type: harness'"
+_COMMAND_NEEDED: Final = "'harness: command' needs 'command'"
+_OWN_FILES: Final = ("messages.json", "prompt.txt")
+"""The files in a harness's folder that hold the task."""
+_FILES_OF_THE_TASK: Final = "'files' cannot hold 'messages.json' and 'prompt.txt', which are the task's"
+TrainedConversation = Literal["main", "subagent", "title", "compaction", "other"]
+
+
 class AgentSpec(Model):
     """The agent that talks to the model: an entry point of the group `rollyard.agents`."""
 
+    model_config = ConfigDict(
+        json_schema_extra=cel(
+            ("has(self.harness) == (has(self.type) && self.type == 'harness')", _HARNESS_FIELDS),
+            (
+                "has(self.harness) || !(has(self.command) || has(self.terminal) || has(self.files)"
+                " || has(self.trainedConversations))",
+                _HARNESS_OPTIONS,
+            ),
+            ("!has(self.harness) || self.harness != 'command' || has(self.command)", _COMMAND_NEEDED),
+            (
+                "!has(self.files) || !('messages.json' in self.files || 'prompt.txt' in self.files)",
+                _FILES_OF_THE_TASK,
+            ),
+        )
+    )
+
     type: EntryPointName = "tools"
-    """`tools`, `single_turn`, `oracle`, or an agent of an installed package."""
+    """`tools`, `single_turn`, `oracle`, `harness`, or an agent of an installed package."""
+    harness: EntryPointName | None = None
+    """With `type: harness`, the program that plays the rollout: `command`, or a preset of the group
+    `rollyard.harnesses`, such as `mini-swe-agent`. Its calls to the model go through the gateway."""
+    command: Annotated[str, Field(min_length=1, max_length=16_384)] | None = None
+    """What `/bin/sh` runs in the work folder to start the harness. A preset adds its arguments to it, and has
+    a command of its own."""
+    terminal: bool | None = None
+    """Whether the harness has a pseudo-terminal, else its input is empty and its output a pipe. Default: what
+    the preset says; for `command`, no."""
+    files: (
+        Annotated[
+            dict[
+                Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9._-]*$", max_length=128)],
+                Annotated[str, Field(max_length=MAX_AGENT_FILE)],
+            ],
+            Field(max_length=64),
+        ]
+        | None
+    ) = None
+    """Texts that the harness finds as files of these names in the folder `$ROLLYARD_HARNESS`. In a manifest
+    that the command line reads, `file:PATH` stands for the text of a file beside it. They stand
+    beside those of the task, `messages.json` and `prompt.txt`."""
+    trained_conversations: Annotated[list[TrainedConversation], Field(max_length=8)] | None = None
+    """The kinds of a harness's conversations whose tokens are in the loss mask. Calls that the policy makes
+    by itself never are. Default: `main`, `subagent` and `compaction`."""
     tools: Annotated[list[EntryPointName], Field(max_length=32)] = Field(
         default_factory=lambda: ["bash", "ipython", "edit", "submit"]
     )
     """Entry points of the group `rollyard.tools` that the model may call."""
     tool_parser: EntryPointName = "auto"
     """How calls are read from the model's text: an entry point of `rollyard.tool_parsers`. `auto`
-    chooses by the model's chat template."""
+    chooses by the model's chat template. A named one also explains the tools to the model, in the system
+    message, where the template does not show them."""
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Variables of the model's chat template beside messages and tools, such as `enable_thinking: false`."""
     thoughts: Literal["separate", "answer"] | None = None
@@ -184,6 +241,26 @@ class AgentSpec(Model):
     """The limit of one tool call's output; longer output keeps its head and tail. Default: about a quarter of
     the context, which is a byte for each of its tokens, from 4,096 to 65,536; 16,384 for an unknown
     context."""
+
+    @model_validator(mode="after")
+    def _harness_complete(self) -> AgentSpec:
+        if (self.harness is not None) != (self.type == HARNESS):
+            raise ValueError(_HARNESS_FIELDS)
+        options = (self.command, self.terminal, self.files, self.trained_conversations)
+        if self.harness is None and any(option is not None for option in options):
+            raise ValueError(_HARNESS_OPTIONS)
+        if self.harness == COMMAND and self.command is None:
+            raise ValueError(_COMMAND_NEEDED)
+        if any(name in (self.files or ()) for name in _OWN_FILES):
+            raise ValueError(_FILES_OF_THE_TASK)
+        return self
+
+    @property
+    def trained(self) -> frozenset[str]:
+        """The kinds of conversations whose sampled tokens are in the loss mask."""
+        if self.trained_conversations is None:
+            return frozenset(("main", "subagent", "compaction"))
+        return frozenset(self.trained_conversations)
 
     def tool_output_bytes(self, context: int | None) -> int:
         """Return the limit of one tool call's output in a context of so many tokens, or an unknown one."""
@@ -448,6 +525,8 @@ class RolloutJobSpec(Model):
     @property
     def needs_early_sandboxes(self) -> bool:
         """Whether Init and Run may need sandboxes. Of extensions of other packages it is assumed."""
+        if self.agent.type == HARNESS:
+            return True
         tools = () if self.agent.type == "single_turn" else self.agent.tools
         return self.handler not in _NONE_BEFORE_EVAL or any(tool not in _TOOLS_WITHOUT for tool in tools)
 
@@ -463,6 +542,7 @@ class RolloutJobSpec(Model):
             ("spec.tasks.format", "task_formats", self.tasks.format),
             ("spec.handler", "handlers", self.handler),
             ("spec.agent.type", "agents", self.agent.type),
+            ("spec.agent.harness", "harnesses", self.agent.harness),
             ("spec.agent.toolParser", "tool_parsers", self.agent.tool_parser),
             ("spec.reward.function.name", "reward_functions", None if function is None else function.name),
             *((f"spec.agent.tools[{i}]", "tools", tool) for i, tool in enumerate(self.agent.tools)),

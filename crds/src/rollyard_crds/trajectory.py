@@ -7,18 +7,12 @@ read and sampled.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from datetime import datetime
+from operator import not_
 from typing import Annotated, Any, Final, Literal
 
-from pydantic import (
-    ConfigDict,
-    FailFast,
-    Field,
-    SerializerFunctionWrapHandler,
-    model_serializer,
-    model_validator,
-)
+from pydantic import ConfigDict, FailFast, Field, model_validator
 
 from rollyard_crds.base import Deferred
 from rollyard_crds.errors import CrdsError
@@ -27,6 +21,9 @@ from rollyard_crds.task import Message
 
 TrajectoryStatus = Literal["succeeded", "failed", "cancelled"]
 FinishReason = Literal["stop", "length", "tool_calls", "abort", "replayed"]
+ConversationKind = Literal["main", "subagent", "title", "compaction", "policy", "other"]
+"""What a conversation of a rollout is: the agent's own one, that of a sub-agent, a title, a summary that
+replaces a history, calls that the policy made by itself from inside of the sandbox, or anything else."""
 RewardReason = Annotated[str, Field(max_length=128, pattern=r"^([A-Z][A-Za-z0-9]*)?$")]
 """A CamelCase word; empty where the evaluation simply decided."""
 MAX_REWARD_OUTPUT: Final = 4096
@@ -42,6 +39,10 @@ MAX_TEMPLATE_BREAKS: Final = (1 << 31) - 1
 """The largest number that a column of 32 bits can have."""
 MAX_REWARD: Final = 1e6
 """Rewards and their components are finite and at most this far from zero."""
+
+
+def _is_none(value: Any) -> bool:
+    return value is None
 
 
 class Record(Deferred):
@@ -128,15 +129,62 @@ class Turn(Record):
     tool_calls: Annotated[list[TurnToolCall], FailFast()] = Field(default_factory=list)
     model_seconds: float = 0.0
     tool_seconds: float = 0.0
-    thought: Thought | None = None
+    thought: Annotated[Thought | None, Field(exclude_if=_is_none)] = None
     """The part of the message that is a thought. It is None, and left out of JSON, if all is the answer."""
+    asked: Annotated[dict[str, Any] | None, Field(exclude_if=_is_none)] = None
+    """The parameters of sampling that a harness asked for, under the names of its protocol. The job's
+    `sampling` holds instead. It is None, and left out of JSON, for other agents."""
 
-    @model_serializer(mode="wrap")
-    def _without_null(self, serialized: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        fields: dict[str, Any] = serialized(self)
-        if self.thought is None:
-            fields.pop("thought", None)
-        return fields
+
+MAX_BRANCHES: Final = 256
+"""The largest number of conversations of a rollout beside its own one."""
+MAX_CONVERSATIONS: Final = (1 << 31) - 1
+"""The largest number of a conversation, which a column of 32 bits can have."""
+ConversationNumber = Annotated[int, Field(ge=0, le=MAX_CONVERSATIONS)]
+MAX_HARNESS_TEXT: Final = 1 << 16
+"""The largest number of characters of what a harness printed, and of its log."""
+
+
+class Branch(Record):
+    """A conversation of a rollout beside its own one.
+
+    A harness has several: those of its sub-agents, titles and summaries, and one for each time that it has
+    rewritten a history. The tokens are in segments of the trajectory, which its turns name.
+    """
+
+    number: ConversationNumber
+    """Its number among the conversations of the rollout, from 0, in the order in which they began."""
+    kind: ConversationKind
+    trained: bool
+    """Whether its sampled tokens are in the loss mask. If not, the mask of its segments is 0 throughout."""
+    parent: ConversationNumber | None = None
+    """The number of the conversation that it left, or whose call began it; None if there is none."""
+    shared: Annotated[int, Field(ge=0)] = 0
+    """How many messages of the parent's conversation precede `messages`."""
+    messages: Annotated[list[Message], FailFast()] = Field(default_factory=list)
+    """The messages from the point on at which it left its parent."""
+    turns: Annotated[list[Turn], FailFast()] = Field(default_factory=list)
+    """The turns that were sampled in it."""
+
+    @property
+    def said(self) -> dict[int, int]:
+        """Which of `messages` each turn said, as {number of the message: number of the turn}, from 0."""
+        return turns_said([message.role for message in self.messages], len(self.turns))
+
+
+class HarnessRecord(Record):
+    """How the harness of a rollout ended. The policy may have written any of its texts."""
+
+    name: Annotated[str, Field(max_length=128)]
+    """The preset, or `command`."""
+    exit_code: Annotated[int, Field(ge=-(1 << 31), lt=1 << 31)] | None
+    """Its exit status; None if it was killed at the time limit, or was not started."""
+    seconds: Annotated[float, Field(ge=0)] = 0.0
+    """How long it ran."""
+    output: Annotated[str, Field(max_length=MAX_HARNESS_TEXT)] = ""
+    """The beginning and the end of what it printed."""
+    log: Annotated[str, Field(max_length=MAX_HARNESS_TEXT)] = ""
+    """The end of its log file."""
 
 
 def turns_said(roles: Sequence[str], turns: int) -> dict[int, int]:
@@ -187,7 +235,7 @@ class Timings(Record):
     model_seconds: float = 0.0
     tool_seconds: float = 0.0
     own_seconds: float = 0.0
-    """The rest of the Run stage, which is spent in Rollyard's own code."""
+    """The rest of the Run stage, which is spent in Rollyard's own code, and in that of a harness."""
 
 
 class Attempt(Record):
@@ -266,6 +314,25 @@ class RunRecord(Record):
     template_breaks: Annotated[int, Field(ge=0, le=MAX_TEMPLATE_BREAKS)] = 0
     """Segments begun because the chat template would have rewritten history."""
     metadata: dict[str, Any] = Field(default_factory=dict)
+    # The fields below are left out of JSON where they have their default, as for all other agents.
+    conversation: Annotated[int, Field(ge=0, le=MAX_CONVERSATIONS, exclude_if=not_)] = 0
+    """The number of the rollout's own conversation, which `messages` and `turns` hold, among all of its
+    conversations. Where a harness has rewritten its history, it is the last version."""
+    continues: Annotated[ConversationNumber | None, Field(exclude_if=_is_none)] = None
+    """The number of the branch whose history the own conversation has rewritten, if there is one."""
+    branches: Annotated[list[Branch], Field(max_length=MAX_BRANCHES, exclude_if=not_), FailFast()] = Field(
+        default_factory=list
+    )
+    """The other conversations, in the order of their numbers."""
+    harness: Annotated[HarnessRecord | None, Field(exclude_if=_is_none)] = None
+    """How the harness ended, for an agent of type `harness`."""
+
+    @property
+    def every_turn(self) -> Iterator[Turn]:
+        """The turns of the own conversation, and then those of the branches."""
+        yield from self.turns
+        for branch in self.branches:
+            yield from branch.turns
 
     @property
     def said(self) -> dict[int, int]:

@@ -57,6 +57,7 @@ class _Kind(NamedTuple):
 KINDS: Final[Mapping[str, _Kind]] = {
     "handlers": _Kind("Handler", ("Handler",)),
     "agents": _Kind("Agent", ("Agent",)),
+    "harnesses": _Kind("Harness", ("Harness",)),
     "tools": _Kind("Tool", ("Tool",)),
     "tool_parsers": _Kind("Parser", ("ToolCallParser", "ToolParser", "Parser")),
     "reward_functions": _Kind("RewardFunction", ("RewardFunction", "Reward")),
@@ -64,9 +65,14 @@ KINDS: Final[Mapping[str, _Kind]] = {
 """The kinds of extensions that a plugin may offer. With the prefix `rollyard.`, they are groups of entry
 points."""
 NOTHING: Final = (
-    "offers nothing: an extension is a class that derives from Handler, Agent, Tool, ToolCallParser or "
-    "RewardFunction, imported from rollyard_pipeline, or a function with @reward_function"
+    "offers nothing: an extension is a class that derives from Handler, Agent, Harness, Tool, ToolCallParser "
+    "or RewardFunction, imported from rollyard_pipeline, or a function with @reward_function"
 )
+
+
+def noun(kind: str) -> str:
+    """Return what one extension of a kind is called, such as `tool parser`."""
+    return kind.removesuffix("es" if kind.endswith("sses") else "s").replace("_", " ")
 
 
 class PluginError(CrdsError, ValueError):
@@ -192,14 +198,14 @@ def doubled(plugins: Sequence[Plugin], taken: Mapping[str, frozenset[str]]) -> l
             for name, target in names.items():
                 other = owners.get((kind, name))
                 owners[kind, name] = plugin.file
-                noun = kind.removesuffix("s").replace("_", " ")
+                word = noun(kind)
                 if name in taken.get(kind, ()):
                     problems.append(
                         f"{plugin.file}: {target} has the name {name!r}, and Rollyard or an installed "
-                        f"package has a {noun} of this name; choose another"
+                        f"package has a {word} of this name; choose another"
                     )
                 elif other is not None:
-                    problems.append(f"{plugin.file}: {other} offers a {noun} {name!r} as well; choose one")
+                    problems.append(f"{plugin.file}: {other} offers a {word} {name!r} as well; choose one")
     return problems
 
 

@@ -106,6 +106,63 @@ async def test_run_leaves_nothing_behind(client: ExecClient) -> None:
     assert await ended(pid)
 
 
+_TERMINAL = """
+import os, sys, time
+ends = [os.ttyname(number) for number in range(3)]
+assert len(set(ends)) == 1 and os.tcgetpgrp(0) == os.getpgrp() == os.getsid(0) == os.getpid(), ends
+with open("/dev/tty", "w") as terminal:  # The terminal is the one of its session.
+    terminal.write("by name\\n")
+size = os.get_terminal_size()
+print(size.lines, size.columns, os.environ["TERM"], os.environ["PAGER"], os.environ["GIVEN"], os.getcwd())
+print("err", file=sys.stderr)
+print("read", sys.stdin.readline().encode(), sys.stdin.read())
+sys.exit(3)
+"""
+
+
+async def test_run_on_a_terminal(any_client: ExecClient) -> None:
+    result = await any_client.run(
+        [sys.executable, "-c", _TERMINAL], stdin=b"typed\n\x04", env={"GIVEN": "g"}, cwd="/etc", terminal=True
+    )
+    # Nothing is echoed, and line ends are as the program wrote them.
+    assert result.text() == "by name\n50 200 dumb cat g /etc\nerr\nread b'typed\\n' \n"
+    assert (result.exit_code, result.timed_out, result.killed, result.cwd) == (3, False, False, "/etc")
+    result = await any_client.run(["/bin/sh", "-c", "echo $TERM."], terminal=True, env={"TERM": "xterm"})
+    assert result.text() == "xterm.\n"
+    result = await any_client.run(["/bin/sh", "-c", "echo $PAGER."], terminal=True, clean_env=True)
+    assert result.text() == ".\n"
+
+
+async def test_the_end_of_a_run_on_a_terminal(client: ExecClient) -> None:
+    waits = ["sh", "-c", "echo partial; cat"]
+    result = await client.run(waits, terminal=True, timeout=patience(0.3))
+    assert (result.exit_code, result.timed_out, result.output) == (137, True, b"partial\n")
+    result = await client.run(["seq", "1", "100000"], max_output=100, terminal=True)
+    assert result.truncated_bytes == 588_895 - 100
+    assert result.output.startswith(b"1\n2\n")
+    assert result.output.endswith(b"99999\n100000\n")
+    leaves = "trap '' HUP; sleep 300 & echo $!; setsid sleep 300 & exec 0<&- 1>&- 2>&-; echo late > /dev/tty"
+    result = await client.run(["bash", "-c", leaves], terminal=True)
+    pid, last = result.text().split()
+    assert last == "late", "a terminal that was closed can be opened again"
+    assert await ended(int(pid))
+    with pytest.raises(errors.LaunchError, match="no-such-program"):
+        await client.run(["no-such-program"], terminal=True)
+
+
+async def test_runs_on_terminals_give_their_descriptors_back(server: Any, client: ExecClient) -> None:
+    def held() -> int:
+        return len(os.listdir(f"/proc/{server.process.pid}/fd"))
+
+    await client.run(["true"], terminal=True)
+    before = held()
+    for program in ("true", "no-such-program"):
+        runs = [client.run([program], terminal=True, stdin=b"x" * 10_000) for _ in range(8)]
+        results = await asyncio.gather(*runs, return_exceptions=True)
+        assert all(isinstance(result, errors.LaunchError) == (program != "true") for result in results)
+    assert held() == before
+
+
 async def test_files(any_client: ExecClient) -> None:
     data = os.urandom(2_000_000)
     await any_client.write_file("a/b/c.bin", data, mode=0o750)

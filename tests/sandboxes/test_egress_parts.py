@@ -18,12 +18,12 @@ from rollyard_pipeline.sandboxes.egress.destinations import Destinations, Infras
 from rollyard_pipeline.sandboxes.egress.egress import proxy_variables
 from rollyard_pipeline.sandboxes.egress.limits import (
     MAX_NOTES,
-    ConnectionPace,
     EgressLimits,
     EgressRefused,
     Meter,
 )
 from rollyard_pipeline.sandboxes.egress.proxy import EgressProxy, Stream, parse_head, server_name
+from rollyard_pipeline.sandboxes.tunnels import ConnectionPace
 from rollyard_sandbox.client.wire import SandboxTunnel
 from rollyard_sandbox.errors import SandboxError as ExecError
 from rollyard_testing.pace import patience
@@ -614,7 +614,7 @@ async def test_each_connection_gives_its_place_back_however_it_ends(
 async def test_a_lending_survives_what_passes_and_ends_where_a_server_takes_no_more(
     world: Outside, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rollyard_pipeline.sandboxes.egress.egress._PAUSE", 0.0)
+    monkeypatch.setattr("rollyard_pipeline.sandboxes.tunnels._PAUSE", 0.0)
     one = LentTo()
     egress = world.egress(limits=EgressLimits(connections=1, waiting=1))
     async with egress.lent(one, world.spec(), "r-1", {}):
@@ -624,7 +624,7 @@ async def test_a_lending_survives_what_passes_and_ends_where_a_server_takes_no_m
     for last in (["SandboxError"] * 5, ["TooManyTunnels", "TurnedAway", "TunnelRefused"]):
         one = LentTo()
         async with egress.lent(one, world.spec(), "r-1", {}):
-            (lending,) = (task for task in asyncio.all_tasks() if task.get_name() == "sandbox-network")
+            (lending,) = (task for task in asyncio.all_tasks() if task.get_name() == "sandbox-tunnels")
             one.answers = [*last, "SandboxError"]
             assert (await one.talk(getting(world))).endswith(b"reached")
             async with asyncio.timeout(patience(10)):

@@ -5,19 +5,24 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import logging
 import os
 import secrets
 import sys
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
+from functools import partial
 from pathlib import Path
 
+import httpx
 import pytest
+from rollyard_pipeline.gateway.server import GatewayServer
 from rollyard_sandbox.client import ExecClient
 from rollyard_sandbox.client.wire import SandboxTunnel
 from rollyard_sandbox.errors import ConnectionLost, SandboxError, SandboxSabotaged
 from rollyard_sandbox.frames import encode
 from rollyard_sandbox.server.tunnels import MAX_TUNNELS
+from rollyard_testing.gateway import KEY, MODEL, ScriptedGateway
 from rollyard_testing.pace import patience
 
 
@@ -151,11 +156,71 @@ async def test_an_evaluation_with_a_network_begins_without_the_tunnels_of_before
     assert refused.value.reason == "TunnelRefused"
 
 
+async def test_each_purpose_has_a_port_of_its_own(client: ExecClient) -> None:
+    network, gateway = await client.tunnel(), await client.tunnel("gateway")
+    further = await client.tunnel("gateway")
+    assert network.port != gateway.port == further.port
+    further.close()
+    async with asyncio.timeout(patience(10)):
+        for tunnel, words in ((gateway, b"gateway"), (network, b"network")):
+            reader, writer = await _program(tunnel.port)
+            assert await tunnel.used()
+            tunnel.writer.write(words)
+            assert await reader.readexactly(len(words)) == words
+            writer.close()
+            tunnel.close()
+    with pytest.raises(SandboxError, match="neither network nor gateway"):
+        await client.tunnel("elsewhere")  # type: ignore[arg-type]
+
+
+@pytest.mark.attack(
+    "a connection to the gateway from before, or a further one, samples while the tests run",
+    boundary="network",
+    surface="Eval with a network",
+    stopped_by="an evaluation closes the gateway's port and tunnels for good, whatever the network is",
+)
+@pytest.mark.parametrize("network", [True, False])
+async def test_an_evaluation_ends_the_gateways_tunnels_for_good(client: ExecClient, network: bool) -> None:
+    used, waiting = await client.tunnel("gateway"), await client.tunnel("gateway")
+    reader, writer = await _program(used.port)
+    await client.begin_eval(network=network)
+    async with asyncio.timeout(patience(10)):
+        assert await reader.read() == b""
+    writer.close()
+    with pytest.raises(OSError, match=r"(?i)refused|connect"):
+        await _program(used.port)
+    with pytest.raises(SandboxError) as refused:
+        await client.tunnel("gateway")
+    assert refused.value.reason == "TunnelRefused"
+    if network:
+        (await client.tunnel()).close()
+    waiting.close()
+    used.close()
+
+
+async def test_a_gateway_is_lent_until_its_end(client: ExecClient, caplog: pytest.LogCaptureFixture) -> None:
+    gateway = ScriptedGateway()
+    async with GatewayServer(gateway, "r-1").lent(client) as url, httpx.AsyncClient() as program:
+        ask = partial(program.get, f"{url}/v1/models", headers={"x-api-key": KEY}, timeout=patience(20))
+        assert (await ask()).json()["data"][0]["id"] == MODEL
+    async with httpx.AsyncClient() as program:
+        with pytest.raises(httpx.TransportError):
+            await program.get(url, timeout=patience(20))
+    # It can be lent again, as for each step of a task, and a server that ends makes no noise.
+    async with GatewayServer(gateway, "r-1").lent(client) as again, httpx.AsyncClient() as program:
+        assert again == url
+        assert (await program.get(url)).status_code == 200
+        await client.shutdown()
+        with pytest.raises(httpx.TransportError):
+            await program.get(url, timeout=patience(20))
+    assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
+
+
 @pytest.mark.attack(
     "tunnels without number hold its descriptors",
     boundary="network",
     surface="exec server",
-    stopped_by="it holds 128, and closes those that nobody uses",
+    stopped_by="it holds 128 of each purpose, and closes those that nobody uses",
 )
 async def test_tunnels_are_bounded_and_given_back(client: ExecClient) -> None:
     tunnels: list[SandboxTunnel] = []
@@ -163,6 +228,7 @@ async def test_tunnels_are_bounded_and_given_back(client: ExecClient) -> None:
         tunnels.append(await client.tunnel())
     with pytest.raises(SandboxError, match="too many tunnels"):
         await client.tunnel()
+    (await client.tunnel("gateway")).close()
     for tunnel in tunnels:
         tunnel.close()
     async with asyncio.timeout(patience(20)):

@@ -6,7 +6,7 @@ import asyncio
 import json
 from collections.abc import Awaitable, Callable
 from hmac import compare_digest
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 from rollyard_sandbox import proof
 from rollyard_sandbox.client.results import (
@@ -198,17 +198,29 @@ class ExecClient:
         timeout: float = 60.0,
         max_output: int = 1 << 20,
         clean_env: bool = False,
+        terminal: bool = False,
     ) -> ExecResult:
-        """Run a program in a fresh process, without a shell or a terminal, in a process group of its own.
+        """Run a program in a fresh process, without a shell, in a session and process group of its own.
 
         `env` is added to the sandbox's environment or, with `clean_env`, is all of the program's environment
         (`argv[0]` is then looked up in its PATH). `cwd` defaults to the work folder. What the program leaves
         running in its group is killed when it ends. After `timeout` seconds all of it is killed.
 
+        With `terminal` its standard input, output and error are a terminal of its own, with 50 rows and 200
+        columns, that echoes nothing and leaves line ends as they are. `stdin` is typed on it. The terminal's
+        input does not end then, unless the last byte is Ctrl-D. TERM is `dumb`, and pagers are off, unless
+        `env` says otherwise.
+
         Raises:
-            LaunchError: The program cannot be started.
+            LaunchError: The program, or its terminal, cannot be started.
         """
-        fields: dict[str, Any] = {"argv": argv, "env": env or {}, "cwd": cwd, "clean_env": clean_env}
+        fields: dict[str, Any] = {
+            "argv": argv,
+            "env": env or {},
+            "cwd": cwd,
+            "clean_env": clean_env,
+            "terminal": terminal,
+        }
         return await self._execute("run", stdin, timeout, max_output, **fields)
 
     async def ipython(self, code: str, *, timeout: float = 60.0, max_output: int = 65536) -> ExecResult:
@@ -266,8 +278,11 @@ class ExecClient:
         """Return the work folder, or the one at an absolute path. Its operations follow no symbolic link."""
         return WorkFolder(self._wire, folder)
 
-    async def tunnel(self) -> SandboxTunnel:
-        """Open another connection, which serves one connection of a program to the sandbox's loopback port.
+    async def tunnel(self, purpose: Literal["network", "gateway"] = "network") -> SandboxTunnel:
+        """Open another connection, which serves one connection of a program to a loopback port inside.
+
+        Args:
+            purpose: The tunnels of each purpose have a port of their own.
 
         Raises:
             SandboxError: An evaluation has begun in this sandbox (reason TunnelRefused).
@@ -277,7 +292,7 @@ class ExecClient:
             raise ConnectionLost("not connected")
         client = await self._again()
         try:
-            fields, _ = await client._wire.request({"op": "tunnel"})
+            fields, _ = await client._wire.request({"op": "tunnel", "purpose": purpose})
             return await client._wire.into_tunnel(int(fields["port"]))
         except BaseException:
             await client.close()
@@ -335,7 +350,7 @@ class ExecClient:
         ended. All tunnels are closed. A further call makes another place and removes the earlier one.
 
         Args:
-            network: Whether `tunnel` may be called again in this sandbox.
+            network: Whether `tunnel` may be called again in this sandbox for a network.
 
         Raises:
             SandboxSabotaged: Programs of the sandbox have made it impossible, because they filled or locked

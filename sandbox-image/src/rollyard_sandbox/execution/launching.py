@@ -73,6 +73,31 @@ def launch(
         return calls.start()
 
 
+def open_terminal(window: tuple[int, int]) -> tuple[int, int]:
+    """Open a terminal without echo, translation of output and flow control.
+
+    Bash remembers the modes that it starts with, and restores them whenever a signal ends a program.
+
+    Args:
+        window: The rows and columns.
+
+    Returns:
+        The server's end and the programs' end. Programs inherit neither.
+
+    Raises:
+        OSError: There are too many terminals.
+    """
+    master, terminal = os.openpty()
+    termios.tcsetwinsize(terminal, window)
+    modes = termios.tcgetattr(terminal)
+    modes[0] = (modes[0] | termios.ICRNL) & ~(termios.IXON | termios.IXOFF)
+    modes[1] &= ~termios.OPOST
+    modes[3] |= termios.ICANON | termios.ISIG
+    modes[3] &= ~(termios.ECHO | termios.ECHOE | termios.ECHOK | termios.ECHONL | termios.TOSTOP)
+    termios.tcsetattr(terminal, termios.TCSANOW, modes)
+    return master, terminal
+
+
 def refused(error: Exception) -> bool:
     """Return whether a protection, and not the program or its arguments, kept a program from starting."""
     return isinstance(error, OSError) and error.filename == NOT_CONFINED

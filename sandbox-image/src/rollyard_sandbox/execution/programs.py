@@ -1,4 +1,4 @@
-"""Programs that run in fresh processes, without a terminal, with pipes and a process group of their own."""
+"""Programs that run in fresh processes, with pipes or a terminal, and a process group of their own."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from time import monotonic
 from rollyard_sandbox.errors import BadRequest, LaunchError, SandboxError
 from rollyard_sandbox.execution.commands import Capture, Outcome
 from rollyard_sandbox.execution.event_loop import WRITE
-from rollyard_sandbox.execution.launching import launch, refused
+from rollyard_sandbox.execution.launching import launch, open_terminal, refused
 from rollyard_sandbox.execution.processes import exit_code, kill_session, prefer_for_oom
 
 TYPE_CHECKING = False
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 _REAP_GRACE: Final = 2.0  # The seconds that a killed program has to end.
 _READ: Final = 65536
 _DRAIN_LIMIT: Final = 1024 * 1024 + _READ  # bytes; this is more than the largest pipe holds
+_WINDOW: Final = (50, 200)  # rows and columns
 
 
 def _launch_reason(error: Exception, program: str) -> str | None:
@@ -39,7 +40,7 @@ def _launch_reason(error: Exception, program: str) -> str | None:
 
 
 class RunningProgram:
-    """One program. Standard output and standard error share a pipe, which keeps their order.
+    """One program. Standard output and standard error share a pipe, or a terminal, which keeps their order.
 
     A program ends when its first process does: its output is then read, and what it left running is killed.
     """
@@ -55,6 +56,8 @@ class RunningProgram:
         timeout: float,
         max_output: int,
         done: Callable[[Outcome | SandboxError], None],
+        *,
+        terminal: bool = False,
     ) -> None:
         if not argv:
             raise BadRequest("argv: at least one word is needed")
@@ -65,19 +68,30 @@ class RunningProgram:
         self._outcome.cwd = cwd
         self._started = monotonic()
         self._input = memoryview(stdin)
-        theirs, self._stdin = os.pipe()
-        self._stdout, output = os.pipe()
+        # A program that closes its terminal may open it again. Until its end another user of the terminal is
+        # here, since the kernel would report a terminal without users all the time.
+        self._terminal: int | None = None
+        if terminal:
+            self._stdout, self._terminal = open_terminal(_WINDOW)
+            self._stdin = os.dup(self._stdout)
+            descriptors = (self._terminal,) * 3
+        else:
+            theirs, self._stdin = os.pipe()
+            self._stdout, output = os.pipe()
+            descriptors = (theirs, output, output)
         try:
-            self.pid = launch(argv, environment, cwd, protections, (theirs, output, output))
+            self.pid = launch(argv, environment, cwd, protections, descriptors, terminal=terminal)
         except (OSError, ValueError) as error:
             os.close(self._stdin)
             os.close(self._stdout)
+            self._close_terminal()
             raise LaunchError(
                 f"{argv[0]} could not be started in {cwd}: {error}", reason=_launch_reason(error, argv[0])
             ) from error
         finally:
-            os.close(theirs)
-            os.close(output)
+            if not terminal:
+                os.close(theirs)
+                os.close(output)
         prefer_for_oom(self.pid)
         os.set_blocking(self._stdin, False)
         os.set_blocking(self._stdout, False)
@@ -123,6 +137,11 @@ class RunningProgram:
             self._loop.unwatch(self._stdin)
             os.close(self._stdin)
 
+    def _close_terminal(self) -> None:
+        if self._terminal is not None:
+            os.close(self._terminal)
+            self._terminal = None
+
     def _output_ready(self, events: int) -> None:
         self._read()
 
@@ -154,6 +173,7 @@ class RunningProgram:
         self._close_stdin()
         self._loop.unwatch(self._stdout)
         os.close(self._stdout)
+        self._close_terminal()
         outcome = self._outcome
         outcome.exit_code = exit_code
         outcome.seconds = monotonic() - self._started

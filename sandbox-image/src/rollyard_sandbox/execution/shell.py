@@ -32,7 +32,7 @@ import struct
 import termios
 
 from rollyard_sandbox.errors import LaunchError
-from rollyard_sandbox.execution.launching import launch, refused
+from rollyard_sandbox.execution.launching import launch, open_terminal, refused
 from rollyard_sandbox.execution.processes import prefer_for_oom
 
 TYPE_CHECKING = False
@@ -158,9 +158,8 @@ class Shell:
             memory_fd = fcntl.fcntl(memory, fcntl.F_DUPFD_CLOEXEC, 64)
             opened.append(memory_fd)
             os.close(memory)
-            opened += os.openpty()
+            opened += open_terminal(_WINDOW)
             *_, master, terminal = opened
-            _set_up_terminal(terminal)
             bash = which("bash")  # The server's own PATH decides, not that of a task.
             if bash is None:
                 raise FileNotFoundError(errno.ENOENT, "there is no bash in the PATH", "bash")
@@ -323,17 +322,3 @@ class Shell:
         os.close(self.slave)
         os.close(self._memory)
         self.channel.close()
-
-
-def _set_up_terminal(fd: int) -> None:
-    """Set the size of the window, and switch off echo, the translation of output, and flow control.
-
-    Bash remembers the modes that it starts with, and restores them whenever a signal ends a program.
-    """
-    termios.tcsetwinsize(fd, _WINDOW)
-    modes = termios.tcgetattr(fd)
-    modes[0] = (modes[0] | termios.ICRNL) & ~(termios.IXON | termios.IXOFF)
-    modes[1] &= ~termios.OPOST
-    modes[3] |= termios.ICANON | termios.ISIG
-    modes[3] &= ~(termios.ECHO | termios.ECHOE | termios.ECHOK | termios.ECHONL | termios.TOSTOP)
-    termios.tcsetattr(fd, termios.TCSANOW, modes)

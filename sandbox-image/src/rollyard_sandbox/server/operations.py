@@ -76,7 +76,8 @@ class Operations:
         self._sessions: dict[str, BashSession] = {}
         self._programs: set[RunningProgram] = set()
         self._ipython: IPython | None = None
-        self._tunnels = Tunnels(loop)
+        self._network = Tunnels(loop)
+        self._gateway = Tunnels(loop)
         self._git_settings = GitSettings(workdir, own_folders=own_namespace)
         self._places = EvalPlaces(workdir, own_folders=own_namespace, namespaces=protections.namespaces)
         self._handlers: dict[str, Callable[[Connection, int, dict[str, Any], bytes], None]] = {
@@ -218,16 +219,23 @@ class Operations:
         connection.answer(request, {"count": self._end_everything()})
 
     def _tunnel(self, connection: Connection, request: int, header: dict[str, Any], body: bytes) -> None:
-        if self._tunnels.closed:
+        match header.get("purpose", "network"):
+            case "network":
+                tunnels = self._network
+            case "gateway":
+                tunnels = self._gateway
+            case purpose:
+                raise BadRequest(f"purpose: {str(purpose)[:20]!r} is neither network nor gateway")
+        if tunnels.closed:
             raise SandboxError("tunnel: an evaluation has begun", reason="TunnelRefused")
-        if self._tunnels.full():
+        if tunnels.full():
             raise SandboxError("tunnel: there are too many tunnels", reason="TooManyTunnels")
-        connection.answer(request, {"port": self._tunnels.port()})
+        connection.answer(request, {"port": tunnels.port()})
         sock = connection.take_socket()
         if sock is None:
             connection.close()
         else:
-            self._tunnels.add(sock)
+            tunnels.add(sock)
 
     def _end_init(self, connection: Connection, request: int, header: dict[str, Any], body: bytes) -> None:
         further = header.get("folders")
@@ -239,7 +247,8 @@ class Operations:
         connection.answer(request, {})
 
     def _begin_eval(self, connection: Connection, request: int, header: dict[str, Any], body: bytes) -> None:
-        self._tunnels.close(for_good=header.get("network") is not True)
+        self._gateway.close(for_good=True)
+        self._network.close(for_good=header.get("network") is not True)
         self._end_everything()
         alive = processes.alive_below(processes.snapshot(), own_namespace=self._own_namespace)
         if alive:
@@ -356,7 +365,9 @@ class Operations:
         extra = header.get("env") or {}
         if not isinstance(extra, dict) or not all(isinstance(value, str) for value in extra.values()):
             raise BadRequest("env: an object of strings is needed")
-        environment = extra if header.get("clean_env") is True else {**os.environ, **extra}
+        terminal = header.get("terminal") is True
+        inherited = {**os.environ, **(_PAGERS if terminal else {})}
+        environment = extra if header.get("clean_env") is True else {**inherited, **extra}
         cwd = header.get("cwd") or self._workdir
         if not isinstance(cwd, str):
             raise BadRequest("cwd: a string is needed")
@@ -376,6 +387,7 @@ class Operations:
             _seconds_field(header, "timeout"),
             self._limit(header),
             done,
+            terminal=terminal,
         )
         self._programs.add(program)
         connection.in_flight[request] = program.cancel

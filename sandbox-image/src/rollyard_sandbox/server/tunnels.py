@@ -1,10 +1,16 @@
-"""The way out of a sandbox: a loopback port, whose connections the worker takes over one by one.
+"""The ways out of a sandbox: loopback ports, whose connections the worker takes over one by one.
 
-A sandbox has no network. A worker that lends it one turns connections of its own to the server into tunnels
-and keeps a few of them waiting. A program that connects to the loopback port gets one of these, and from then
-on the server only moves bytes between the two. It reads none of them: the worker's proxy decides what is
-reached. The worker can end this at any time by closing its connections. An evaluation begins with all tunnels
-closed, and unless the worker has asked for a network in it, no other one is opened in the sandbox's lifetime.
+A sandbox has no network. A worker that lends it one, or the gateway to its model, turns connections of its
+own to the server into tunnels and keeps a few of them waiting. A program that connects to the loopback port
+gets one of these, and from then on the server only moves bytes between the two. It reads none of them: the
+worker's end decides what is reached. The worker can end this at any time by closing its connections. An
+evaluation begins with all tunnels closed. No further one to the gateway is opened in the sandbox's lifetime,
+and none to a network either unless the worker has asked for that.
+
+Each purpose has a port and tunnels of its own. The loopback belongs to the network namespace of the sandbox:
+with bubblewrap and Apptainer, in a container and in a pod, no other sandbox can reach the port. Sandboxes of
+the kind `process` share the loopback of their machine. They get no network, and what protects the gateway
+there is the key that each call must show.
 """
 
 from __future__ import annotations
@@ -23,7 +29,7 @@ if TYPE_CHECKING:
     from rollyard_sandbox.execution.event_loop import EventLoop, Timer
 
 MAX_TUNNELS: Final = 128
-"""The number of tunnels, waiting and in use, that one server holds."""
+"""The number of tunnels of one purpose, waiting and in use, that one server holds."""
 _BACKLOG: Final = 64
 _LINGER_SECONDS: Final = 30.0
 _NEXT_SECONDS: Final = 2.0
@@ -33,7 +39,7 @@ _SOCKET_BUFFER: Final = 128 * 1024  # bytes of the kernel for each direction of 
 
 
 class Tunnels:
-    """The loopback port of one sandbox and the tunnels of its worker."""
+    """A loopback port of one sandbox and the tunnels of its worker, for one purpose."""
 
     def __init__(self, loop: EventLoop) -> None:
         self._loop = loop
@@ -67,6 +73,8 @@ class Tunnels:
                 # Accepted connections inherit these sizes, which bounds their part of the kernel's memory.
                 listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _SOCKET_BUFFER)
                 listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SOCKET_BUFFER)
+                # They inherit this, too: each small piece of an answer is sent at once.
+                listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 listener.bind(("127.0.0.1", 0))
                 listener.listen(_BACKLOG)
             except OSError:
@@ -140,7 +148,7 @@ class Tunnels:
             except OSError:
                 return
             if not self._waiting:
-                program.close()  # No worker lends a network now.
+                program.close()  # No worker lends anything now.
                 continue
             tunnel = self._waiting.popleft()
             self._loop.unwatch(tunnel.fileno())

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from contextlib import asynccontextmanager
 from typing import Final
 
 from rollyard_crds.fields.allowed_hosts import HostRule
 from rollyard_crds.rolloutjob import SandboxSpec
-from rollyard_sandbox.client import ExecClient
 from rollyard_sandbox.client.wire import SandboxTunnel
-from rollyard_sandbox.errors import SandboxError as ExecError
 
 from rollyard_pipeline.sandboxes.egress.destinations import (
     Address,
@@ -22,19 +19,16 @@ from rollyard_pipeline.sandboxes.egress.destinations import (
     SystemResolver,
     why_refused,
 )
-from rollyard_pipeline.sandboxes.egress.limits import ConnectionPace, EgressLimits, Meter
+from rollyard_pipeline.sandboxes.egress.limits import EgressLimits, Meter
 from rollyard_pipeline.sandboxes.egress.proxy import EgressProxy, Stream
 from rollyard_pipeline.sandboxes.errors import SandboxImpossible
 from rollyard_pipeline.sandboxes.interface import Sandbox
-
-log = logging.getLogger(__name__)
+from rollyard_pipeline.sandboxes.tunnels import lent_tunnels
 
 PROXY_VARIABLES: Final = ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY")
 NO_PROXY_VARIABLES: Final = ("no_proxy", "NO_PROXY")
 _NO_PROXY: Final = "localhost,127.0.0.1,::1"
 _UNISOLATED: Final = ("process",)
-_TRIES: Final = 5
-_PAUSE: Final = 1.0  # seconds
 _CLOSING_SECONDS: Final = 5.0
 """The time in which an answer that has been sent can still be read before its connection is cut."""
 
@@ -112,18 +106,15 @@ class Egress:
                 "so allowedHosts could not be enforced; use another kind, such as bubblewrap",
                 "NetworkImpossible",
             )
-        first = await sandbox.client.tunnel()
         resolver = SystemResolver()
-        proxy = self.proxy(rules, name, self._resolve or resolver, pins)
-        lending = _Lending(self, sandbox.client, proxy, name)
-        task = asyncio.create_task(lending.run(first), name="sandbox-network")
+        connections = _Connections(self, self.proxy(rules, name, self._resolve or resolver, pins))
+        open_tunnel, label = sandbox.client.tunnel, f"network of {name}"
         try:
-            variables = proxy_variables(first.port, author)
-            await sandbox.client.set_env(variables)
-            yield variables
+            async with lent_tunnels(open_tunnel, connections.serve, self.limits, label) as port:
+                variables = proxy_variables(port, author)
+                await sandbox.client.set_env(variables)
+                yield variables
         finally:
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
             resolver.close()
 
     def proxy(
@@ -149,65 +140,25 @@ class Egress:
         self._served -= 1
 
 
-class _Lending:
-    """The tunnels of one sandbox, of which a few wait for programs."""
+class _Connections:
+    """The connections of one sandbox to its proxy."""
 
-    def __init__(self, egress: Egress, client: ExecClient, proxy: EgressProxy, name: str) -> None:
-        limits = egress.limits
+    def __init__(self, egress: Egress, proxy: EgressProxy) -> None:
         self._egress = egress
-        self._client = client
-        self._name = name
         self._proxy = proxy
         self._served = 0
-        self._places = asyncio.Semaphore(limits.connections)
-        self._waiting = asyncio.Semaphore(limits.waiting)
-        self._pace = ConnectionPace(limits.per_second, limits.burst)
 
-    async def run(self, first: SandboxTunnel) -> None:
-        """Keep tunnels ready until the exec server takes no more, or the task is cancelled."""
-        failures = 0
-        async with asyncio.TaskGroup() as group:
-            await self._places.acquire()
-            await self._waiting.acquire()
-            group.create_task(self._serve(first))
-            while failures < _TRIES:
-                await self._places.acquire()
-                await self._waiting.acquire()
-                await self._pace.turn()
-                try:
-                    tunnel = await self._client.tunnel()
-                except ExecError as error:
-                    self._places.release()
-                    self._waiting.release()
-                    failures += error.reason != "TooManyTunnels"  # Programs give tunnels back in time.
-                    if error.reason == "TunnelRefused" or failures == _TRIES:
-                        log.info("network of %s: it ends: %s", self._name, error)
-                        return
-                    await asyncio.sleep(_PAUSE)
-                    continue
-                failures = 0
-                group.create_task(self._serve(tunnel))
-
-    async def _serve(self, tunnel: SandboxTunnel) -> None:
+    async def serve(self, tunnel: SandboxTunnel) -> None:
+        """Serve one connection, unless the worker serves too many."""
+        if not self._egress.begin(self._served):
+            return
+        self._served += 1
         try:
-            try:
-                used = await tunnel.used()
-            finally:
-                self._waiting.release()
-            if used and self._egress.begin(self._served):
-                self._served += 1
-                try:
-                    await self._proxy.serve(Stream(tunnel.reader, tunnel.writer))
-                    await _flushed(tunnel)
-                finally:
-                    self._served -= 1
-                    self._egress.end()
-        except Exception as error:
-            # An oversight in the proxy ends one connection, and not the network of the sandbox.
-            log.warning("network of %s: %s: %s", self._name, type(error).__name__, error)
+            await self._proxy.serve(Stream(tunnel.reader, tunnel.writer))
+            await _flushed(tunnel)
         finally:
-            tunnel.close()
-            self._places.release()
+            self._served -= 1
+            self._egress.end()
 
 
 async def _flushed(tunnel: SandboxTunnel) -> None:

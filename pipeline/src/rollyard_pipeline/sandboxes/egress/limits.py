@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from dataclasses import dataclass
 from typing import Final
@@ -10,6 +9,7 @@ from typing import Final
 from rollyard_process.log_text import one_line
 
 from rollyard_pipeline.errors import WorkerError
+from rollyard_pipeline.sandboxes.tunnels import TunnelLimits
 
 log = logging.getLogger(__name__)
 
@@ -20,17 +20,9 @@ _SHOWN: Final = 300
 
 
 @dataclass(frozen=True, slots=True)
-class EgressLimits:
+class EgressLimits(TunnelLimits):
     """The bounds of one sandbox's network in one stage, and the bound of a worker."""
 
-    connections: int = 32
-    """The number of connections at the same time. Further ones wait."""
-    waiting: int = 4
-    """The number of tunnels that are kept ready for programs."""
-    per_second: float = 20.0
-    """The number of connections in each second, on average."""
-    burst: int = 64
-    """The number of connections that may come at once before the average counts."""
     total_bytes: int = 4 << 30
     """The bytes in both directions."""
     connection_seconds: float = 600.0
@@ -64,22 +56,6 @@ class EgressRefused(WorkerError):
         self.reason = reason
         self.status = status
         self.detail = message if detail is None else detail
-
-
-class ConnectionPace:
-    """Bounds how often something happens: `burst` times at once, and then `per_second` on average."""
-
-    def __init__(self, per_second: float, burst: int) -> None:
-        self._step = 1.0 / per_second
-        self._lead = burst * self._step
-        self._next = float("-inf")
-
-    async def turn(self) -> None:
-        """Wait until it may happen again."""
-        now = asyncio.get_running_loop().time()
-        self._next = max(self._next, now - self._lead) + self._step
-        if self._next > now:
-            await asyncio.sleep(self._next - now)
 
 
 class Meter:

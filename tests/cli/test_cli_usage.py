@@ -323,6 +323,8 @@ def test_up_refuses_what_it_cannot_use(
     assert "is not a folder" in capsys.readouterr().err
     assert main(["up", "--sandbox", "process", "--no-sandbox-templates"]) == 2
     assert "--no-sandbox-templates goes with --sandbox bubblewrap" in capsys.readouterr().err
+    assert main(["up", "--sandbox", "process", "--sandbox-tools", str(tmp_path)]) == 2
+    assert "--sandbox-tools goes with --sandbox bubblewrap, apptainer" in capsys.readouterr().err
     assert main(["up", "--allow-sandbox-host", "localhost"]) == 2
     assert "--allow-sandbox-host: 'localhost' is not a host" in capsys.readouterr().err
     assert main(["up", "--allow-eval-host", "localhost"]) == 2
@@ -399,6 +401,7 @@ JOINED = ["--join", "https://head:8765", "--token-file", "t.json", "--namespace"
         (["--allow-eval-host", "pypi.org=x"], "--allow-eval-host: 'pypi.org=x': an address or a network"),
         (["--allow-sandbox-host", "10.0.0.1"], "--allow-sandbox-host: '10.0.0.1' is not a host"),
         (["--no-sandbox-templates"], "--no-sandbox-templates goes with --sandbox bubblewrap"),
+        (["--sandbox", "process", "--sandbox-tools", "/opt"], "--sandbox-tools goes with --sandbox bubblew"),
         (["--allow-image", "any", "--allow-image", "/x"], "--allow-image any stands alone"),
         (["--allow-image", "http://x/"], "give a path, or a reference such as docker://HOST/PREFIX/"),
         (["--build-dockerfiles", "--sandbox", "bubblewrap"], "--build-dockerfiles goes with --sandbox appt"),
@@ -445,6 +448,8 @@ def test_a_dry_run_shows_how_workers_reach_the_control_plane(
     bubblewrap = [*BRIDGE, "--home", str(home), "--sandbox", "bubblewrap", "--dry-run", "--listen", "unix"]
     assert main([*bubblewrap, "--no-sandbox-templates"]) == 0
     assert "--sandbox bubblewrap --no-sandbox-templates" in capsys.readouterr().out
+    assert main([*bubblewrap, "--sandbox-tools", str(tmp_path)]) == 0
+    assert f"--sandbox-tools {tmp_path}" in capsys.readouterr().out
 
 
 def test_down_with_nothing_running(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

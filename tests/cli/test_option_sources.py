@@ -17,7 +17,7 @@ from rollyard.declared import load_options
 from rollyard.detached import arguments_again
 from rollyard.errors import UsageProblem
 from rollyard.local.options import Options
-from rollyard.local.supervisor import opens_docs, plane_settings
+from rollyard.local.supervisor import default_pool, opens_docs, plane_settings
 from rollyard.main import main
 from rollyard_api.options.declared import ControlPlaneOptions, DeclaredOptions, keys, option_of
 from rollyard_drivers.host.home import Home, read_json
@@ -165,6 +165,13 @@ def test_vllms_python_verifies_weights_if_no_other_is_given(monkeypatch: pytest.
     monkeypatch.setenv("ROLLYARD_VERIFY_PYTHON", "/w/python")
     options = load_options(Options, {"vllm_python": "/v/python"}, None, "rollyard up")
     assert plane_settings(options).options["verify-python"] == "/w/python"
+
+
+@pytest.mark.parametrize("engine", ["embedded", "vllm"])
+def test_both_engines_get_their_arguments_and_environment(engine: Any) -> None:
+    options = Options(engine=engine, model="m/n", engine_args=("--threads=2",), engine_env=("A=b",))
+    spec = default_pool(options).spec.engine
+    assert (spec.type, spec.args, spec.env) == (engine, ["--threads=2"], {"A": "b"})
 
 
 def test_a_bridge_passes_options_on_unless_it_joins(

@@ -78,7 +78,7 @@ def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, runtime: Runtime) ->
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     monkeypatch.setattr("platform.machine", lambda: "x86_64")
     monkeypatch.setattr("platform.release", lambda: "6.1.0")
-    monkeypatch.setattr(starters, "make_runtime", lambda folder: runtime)
+    monkeypatch.setattr(starters, "make_runtime", lambda folder, tools: runtime)
 
     def put(
         info: dict[str, Any] | str = PODMAN, *, code: int = 0, inspect: str = HAS_IT, pull: str = "true",

@@ -41,7 +41,8 @@ from rollyard_pipeline.sandboxes.containers.engine import KINDS
 from rollyard_pipeline.sandboxes.egress.egress import Egress
 from rollyard_pipeline.sandboxes.host.cgroups import memory_limit
 from rollyard_pipeline.sandboxes.interface import SandboxProvider
-from rollyard_pipeline.sandboxes.provider import NodeProvider
+from rollyard_pipeline.sandboxes.provider import WITHOUT_TOOLS, NodeProvider
+from rollyard_pipeline.sandboxes.starters.runtime import TOOLS
 from rollyard_pipeline.worker.worker import Worker, WorkerOptions
 
 _DEFAULT_HOME: Final = "~/.local/state/rollyard"
@@ -127,6 +128,7 @@ def _provider_settings(options: argparse.Namespace) -> dict[str, Any]:
         "fakeroot": options.fakeroot,
         "templates": options.sandbox_templates,
         "images": images_of(options),
+        "tools": tools_of(options),
     }
 
 
@@ -533,6 +535,21 @@ def images_of(options: argparse.Namespace) -> tuple[str, ...]:
     return tuple(options.allow_images or (ANY,))
 
 
+def tools_of(options: argparse.Namespace) -> Path | None:
+    """Return the installer's folder with programs for sandboxes, or None.
+
+    Raises:
+        PipelineError: Sandboxes of this kind cannot have one.
+    """
+    tools: Path | None = options.sandbox_tools
+    if tools is not None and options.sandbox in WITHOUT_TOOLS:
+        raise PipelineError(
+            f"--sandbox-tools: nothing can be mounted into the sandboxes of --sandbox {options.sandbox}",
+            "InvalidOption",
+        )
+    return tools
+
+
 def read_token(file: Path) -> str:
     """Return the token in `file`, which holds either the token alone or a tokens.json.
 
@@ -611,6 +628,12 @@ def argument_parser(*, ready: bool = False, exit_on_error: bool = True) -> argpa
         action="store_false",
         dest="sandbox_templates",
         help="bubblewrap: start bwrap and Python for each sandbox, and fork none from a loaded exec server",
+    )
+    parser.add_argument(
+        "--sandbox-tools",
+        type=lambda text: Path(text).expanduser().resolve(),
+        metavar="DIR",
+        help=f"folder with programs, such as harnesses, that every sandbox sees read-only as {TOOLS}",
     )
     parser.add_argument(
         "--default-image",

@@ -42,6 +42,7 @@ from rollyard.local.options import (
     Options,
     Replicas,
     SandboxTemplates,
+    SandboxTools,
 )
 
 if TYPE_CHECKING:
@@ -158,6 +159,7 @@ class BridgeCommandOptions(PlaneOptions):
         Option("What isolates rollouts; `process` isolates nothing", SANDBOXES),
     ] = "apptainer"
     sandbox_templates: SandboxTemplates = True
+    sandbox_tools: SandboxTools = None
     default_image: Annotated[
         str, Option("Apptainer: image of rollouts that name none", SANDBOXES, metavar="SIF")
     ] = ""
@@ -304,6 +306,10 @@ def _sandbox_options(options: BridgeCommandOptions, home: Path) -> list[str]:
         if options.sandbox != "bubblewrap":
             raise UsageProblem("--no-sandbox-templates goes with --sandbox bubblewrap")
         words.append("--no-sandbox-templates")
+    if options.sandbox_tools is not None:
+        if options.sandbox == "process":
+            raise UsageProblem("--sandbox-tools goes with --sandbox bubblewrap or apptainer")
+        words += ["--sandbox-tools", str(options.sandbox_tools)]
     words += _allowed_images(options)
     for name, value in (("--default-image", options.default_image), ("--image-cache", options.image_cache)):
         if value and options.sandbox != "apptainer":

@@ -121,6 +121,11 @@ def _checked(options: Options) -> Options:
             "--sandbox bubblewrap",
             not options.sandbox_templates and options.sandbox != "bubblewrap",
         ),
+        (
+            "--sandbox-tools",
+            "--sandbox bubblewrap, apptainer, docker or podman",
+            options.sandbox == "process" and options.sandbox_tools is not None,
+        ),
     ):
         if useless:
             raise UsageProblem(f"{name} goes with {needs}")

@@ -100,6 +100,15 @@ SandboxTemplates = Annotated[
     ),
 ]
 """Whether bubblewrap sandboxes are forked from a template. Otherwise each one is started alone."""
+SandboxTools = Annotated[
+    Annotated[Path, AfterValidator(whole_path)] | None,
+    Option(
+        "A folder with programs, such as harnesses, that every sandbox sees as /.rollyard/tools",
+        SANDBOXES,
+        metavar="DIR",
+    ),
+]
+"""A folder of each node, which is mounted read-only."""
 Fakeroot = Annotated[bool, Option("Apptainer: programs inside are root of their image", SANDBOXES)]
 
 
@@ -176,6 +185,7 @@ class Options(ListeningOptions):
         ),
     ] = False
     sandbox_templates: SandboxTemplates = True
+    sandbox_tools: SandboxTools = None
     ready_workers: Annotated[
         int,
         Field(ge=0, le=64),
@@ -203,6 +213,7 @@ class Options(ListeningOptions):
             *(("--fakeroot",) if self.fakeroot else ()),
             *(("--build-dockerfiles",) if self.build_dockerfiles else ()),
             *(() if self.sandbox_templates else ("--no-sandbox-templates",)),
+            *(("--sandbox-tools", str(self.sandbox_tools)) if self.sandbox_tools else ()),
         )
 
 

@@ -107,9 +107,12 @@ def default_pool(options: Options) -> BackendPool:
             spec["tokenizer"] = options.tokenizer
     else:
         spec = {"model": options.model or str(shipped_model()), "replicas": options.replicas}
+        spec["engine"] = {
+            "type": options.engine,
+            "args": list(options.engine_args),
+            "env": engine_variables(options.engine_env),
+        }
     if options.engine == "vllm":
-        env = engine_variables(options.engine_env)
-        spec["engine"] = {"type": "vllm", "args": list(options.engine_args), "env": env}
         if options.vllm_python:
             spec["engine"]["command"] = [options.vllm_python, "-m", API_SERVER]
         if options.gpus:

@@ -511,6 +511,22 @@ def _claimed(record: SandboxRecord, *, request: SandboxRequest, owner: str, for_
     return replace(record, state=state, owner=owner, env=dict(request.env))
 
 
+WITHOUT_TOOLS: Final = (PROVIDER, "process")
+"""The kinds of sandboxes into which a worker cannot mount the installer's folder with programs."""
+
+
+def check_tools(tools: Path, run_dir: Path) -> None:
+    """Check that a folder with programs can be shown to all sandboxes.
+
+    Raises:
+        ValueError: It is not a folder, or it would show the run folder, which holds the sandboxes' secrets.
+    """
+    if not tools.is_dir():
+        raise ValueError(f"--sandbox-tools {tools}: there is no such folder on this node")
+    if tools == run_dir or tools in run_dir.parents or run_dir in tools.parents:
+        raise ValueError(f"--sandbox-tools {tools}: holds, or lies within, the run dir {run_dir}")
+
+
 def open_provider(
     name: str,
     *,
@@ -525,6 +541,7 @@ def open_provider(
     fakeroot: bool = False,
     templates: bool = True,
     images: Sequence[str] = (ANY,),
+    tools: Path | None = None,
 ) -> SandboxProvider:
     """Return the provider `name`. The caller must await its `start()` before any other call.
 
@@ -542,6 +559,8 @@ def open_provider(
         templates: Whether `bubblewrap` sandboxes are forked from templates, which is much faster than
             starting bwrap and Python for each of them.
         images: The images that jobs may name on this node; see `AllowedImages`.
+        tools: A folder of this node with programs that every sandbox sees, read-only, as `runtime.TOOLS`.
+            Pods and bare processes have none.
 
     Raises:
         ValueError: No provider has that name, an option that it needs is missing, or an entry of `images` is
@@ -559,6 +578,8 @@ def open_provider(
             )
         return ClaimProvider(claims)
     folder = SandboxFolder(Path(run_dir))
+    if tools is not None:
+        check_tools(tools, folder.run_dir.resolve())
     try:
         allowed = AllowedImages(images)
     except ValueError as error:
@@ -569,7 +590,9 @@ def open_provider(
         if name == kind:
             # On version 2, a group of ours replaces the engine's for all controllers.
             own = places if cgroups.enforced(places) >= {"memory", "pids", "cpu"} else []
-            engine_starter = ContainerStarter(kind, folder, own, default_image, fakeroot=fakeroot)
+            engine_starter = ContainerStarter(
+                kind, folder, own, default_image, fakeroot=fakeroot, tools=tools
+            )
             return NodeProvider(folder, node, engine_starter, own, starts, images=allowed)
     missing = {"memory", "pids"} - cgroups.enforced(places)
     warnings = []
@@ -580,9 +603,9 @@ def open_provider(
         return NodeProvider(folder, node, ProcessStarter(places), places, starts, warnings, allowed)
     if name == "apptainer":
         options = apptainer or ApptainerOptions()
-        apptainer_starter = ApptainerStarter(folder, places, options, allowed)
+        apptainer_starter = ApptainerStarter(folder, places, options, allowed, tools)
         return NodeProvider(folder, node, apptainer_starter, places, starts, warnings, allowed)
-    starter = BubblewrapStarter(folder, places, bwrap, templates=templates)
+    starter = BubblewrapStarter(folder, places, bwrap, templates=templates, tools=tools)
     return NodeProvider(folder, node, starter, places, starts, warnings, allowed)
 
 

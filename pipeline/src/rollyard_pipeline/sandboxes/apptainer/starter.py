@@ -137,7 +137,9 @@ class ApptainerStarter(Starter):
         places: Sequence[CgroupPlace],
         options: ApptainerOptions,
         images: AllowedImages | None = None,
+        tools: Path | None = None,
     ) -> None:
+        self._tools = tools
         self._allowed = images or AllowedImages([ANY])
         super().__init__(places)
         self._folder = folder
@@ -197,7 +199,7 @@ class ApptainerStarter(Starter):
     def _prepare(self) -> None:
         self._own.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._cache.prepare()
-        self._runtime = make_runtime(self._folder.run_dir)
+        self._runtime = make_runtime(self._folder.run_dir, self._tools)
         self._write("start", '#!/bin/sh\nexec "$@"\n', 0o755)
         make_mount_points(self._runtime, self._own / "runtime")
 

@@ -150,8 +150,10 @@ class ContainerStarter(Starter):
         default_image: str | None = None,
         *,
         fakeroot: bool = False,
+        tools: Path | None = None,
     ) -> None:
         self._fakeroot = fakeroot
+        self._tools = tools
         super().__init__(places)
         self.name = kind  # type: ignore[misc]
         self._kind: Kind = kind
@@ -201,7 +203,7 @@ class ContainerStarter(Starter):
 
     def _prepare(self) -> None:
         self._own.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self._runtime = runtime = make_runtime(self._folder.run_dir)
+        self._runtime = runtime = make_runtime(self._folder.run_dir, self._tools)
         make_mount_points(runtime, self._own / "runtime")
         # Another user of this machine reads them inside, whatever this process's umask is.
         written = [

@@ -198,9 +198,11 @@ class BubblewrapStarter(Starter):
         bwrap: str | None = None,
         *,
         templates: bool = True,
+        tools: Path | None = None,
     ) -> None:
         super().__init__(places)
         self._folder = folder
+        self._tools = tools
         self._bwrap = bwrap or shutil.which("bwrap") or "bwrap"
         self._runtime: Runtime | None = None
         self._templates = Templates(self._start_template) if templates else None
@@ -211,7 +213,7 @@ class BubblewrapStarter(Starter):
     async def probe(self) -> None:
         """Check that bwrap works here, and prepare the Python that is mounted into sandboxes."""
         await probe_bwrap(self._bwrap if os.path.isabs(self._bwrap) else None)
-        self._runtime = await asyncio.to_thread(make_runtime, self._folder.run_dir)
+        self._runtime = await asyncio.to_thread(make_runtime, self._folder.run_dir, self._tools)
 
     async def stand_ready(self) -> None:
         """Start the template over this machine's own system, which serves all sandboxes without an image."""

@@ -9,6 +9,7 @@ folder nor a checkout is visible:
     /.rollyard/lib          the exec server and ptyprocess, copied and compiled in advance: sandboxes are
                             read-only, so each would otherwise compile again what has no .pyc file
     /.rollyard/venv         a virtual environment over all of these, whose bin/python is a script
+    /.rollyard/tools        a folder of the installer's with programs for all sandboxes, if there is one
 
 Python starts through this machine's own dynamic loader with `--library-path` (ld.so(8)), which lets it run
 in a root folder with another libc too. Its children do not inherit that.
@@ -47,6 +48,8 @@ nobody:x:65534:65534:nobody:/nonexistent:/usr/sbin/nologin
 """
 _GROUP: Final = "root:x:0:\ntty:x:5:\nsandbox:x:{uid}:\nnogroup:x:65534:\n"
 _HOSTS: Final = "127.0.0.1 localhost sandbox\n::1 localhost\n"
+TOOLS: Final = f"{INSIDE}/tools"
+"""The path of the installer's folder with programs, such as harnesses."""
 SANDBOX_UID: Final = 1000
 EVAL_FOLDER: Final = f"{INSIDE}/eval"
 """The path at which the private place of an evaluation is mounted."""
@@ -71,10 +74,13 @@ def base_python() -> Path:
     return Path(sys._base_executable).resolve()  # type: ignore[attr-defined]
 
 
-def make_runtime(cache: Path) -> Runtime:
+def make_runtime(cache: Path, tools: Path | None = None) -> Runtime:
     """Collect what the running interpreter needs, and write the small files below `cache`.
 
     The files' folder is named by a hash of their content, which lets several workers share it.
+
+    Args:
+        tools: The installer's folder with programs for all sandboxes, or None.
 
     Raises:
         SandboxStartFailed: The exec server or one of its dependencies is not installed on this machine.
@@ -90,6 +96,8 @@ def make_runtime(cache: Path) -> Runtime:
     binds = [(str(_prefix(executable)), f"{INSIDE}/python")]
     binds += zip(map(str, libs), inside_libs, strict=True)
     binds += zip(map(str, site), inside_site, strict=True)
+    if tools is not None:
+        binds.append((str(tools), TOOLS))
     if loader is not None:
         binds.append((str(Path(loader).resolve()), f"{INSIDE}/loader"))
         paths = ":".join([f"{INSIDE}/python/lib", *inside_libs])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -211,7 +212,7 @@ def test_a_stream_may_have_many_tokens_in_an_event(server: Any) -> None:
     # The first token is sent at once. What the engine has sampled when an event is written is part of it.
     assert sum(sizes) == 40
     assert len(sizes) <= 4
-    assert all(size >= 16 for size in sizes[1:-1])
+    assert all(total > 16 * index for index, total in enumerate(accumulate(sizes[:-1])))
 
 
 def test_reloaded_weights_sample_and_the_old_ones_come_back(

@@ -79,6 +79,18 @@ def parse_arguments(argv: Sequence[str] | None) -> EngineSettings:
         default=0,
         help="threads of one matrix product; 0 chooses by model size",
     )
+    parser.add_argument(
+        "--script",
+        type=_path,
+        metavar="F",
+        help="JSON lines with answers to give instead of the model's, for tests",
+    )
+    parser.add_argument(
+        "--log-samples",
+        type=_path,
+        metavar="F",
+        help="append each ended request here as a JSON line with the ids of its prompt and the sampled ids",
+    )
     add_log_option(parser)
     args = parser.parse_args(argv)
     args.model = args.model.absolute()
@@ -109,6 +121,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:  # The signal came before the server handles signals itself.
         return INTERRUPTED
     return 0
+
+
+def _path(text: str) -> Path:
+    """Return the absolute path that ``text`` names."""
+    return Path(text).absolute()
 
 
 def _count(most: int, *, least: int = 0) -> Callable[[str], int]:

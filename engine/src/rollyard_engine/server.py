@@ -9,9 +9,11 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from typing import Final
 
+import orjson
 import uvicorn
 import uvloop
 from rollyard_process.telemetry.options import log_form
@@ -22,6 +24,7 @@ from rollyard_engine.generation.model import load_model
 from rollyard_engine.generation.scheduler import Scheduler, SchedulerLimits
 from rollyard_engine.generation.sequence import Sequence
 from rollyard_engine.generation.thread import EngineThread
+from rollyard_engine.script import read_script
 from rollyard_engine.serving.app import create_app
 from rollyard_engine.serving.service import EngineService, ServerIdentity, now
 from rollyard_engine.settings import EngineSettings
@@ -117,6 +120,12 @@ def build_service(
     """
     model = load_model(settings.model, settings.threads)
     tokenizer = load_tokenizer(settings.model)
+    script = None
+    if settings.script is not None:
+        end = tokenizer.eos_token_id
+        if end is None:
+            end = next(iter(model.folder.eos_token_ids), None)
+        script = read_script(settings.script, tokenizer, model.folder.vocab_size, end)
     eos = {*model.folder.eos_token_ids}
     if tokenizer.eos_token_id is not None:
         eos.add(tokenizer.eos_token_id)
@@ -133,14 +142,18 @@ def build_service(
         created=now(),
     )
     engine = EngineThread(scheduler, max_waiting=settings.max_waiting, notify=notify)
-    return EngineService(served, tokenizer, engine)
+    return EngineService(served, tokenizer, engine, script)
 
 
 async def _serve(settings: EngineSettings, listener: socket.socket, max_model_len: int) -> bool:
     """Serve until a signal stops the server, and return whether the engine thread ended in time."""
     loop = asyncio.get_running_loop()
 
+    samples = SampleLog(settings.log_samples) if settings.log_samples is not None else None
+
     def notify(sequences: list[Sequence]) -> None:
+        if samples is not None:
+            samples.add(sequences)
         callbacks = [sequence.on_progress for sequence in sequences]
         with contextlib.suppress(RuntimeError):  # The loop has closed, so no client waits any more.
             loop.call_soon_threadsafe(_call_all, callbacks)
@@ -186,6 +199,49 @@ async def _serve(settings: EngineSettings, listener: socket.socket, max_model_le
         ended = await asyncio.to_thread(service.engine.stop, SHUTDOWN_SECONDS)
         server.should_exit = True
     return ended
+
+
+class SampleLog:
+    """A file with one JSON line for each ended request: what was asked and what was sampled.
+
+    Its fields are ``request_id``, ``prompt_ids``, ``ids``, ``logprobs``, ``versions`` (which weights sampled
+    which ids, as spans), ``finish_reason`` and, for a request that failed, ``error``.
+
+    Args:
+        path: The file. Lines are appended to what it has.
+
+    Raises:
+        EngineError: The file cannot be written.
+    """
+
+    def __init__(self, path: Path) -> None:
+        try:
+            self._file = path.open("ab", buffering=0)
+        except OSError as error:
+            raise EngineError(
+                f"--log-samples: {path} cannot be written: {error.strerror}", reason="StartupFailed"
+            ) from error
+
+    def add(self, sequences: Iterable[Sequence]) -> None:
+        """Append those of the sequences that have ended. It is called once with each of them."""
+        lines = [
+            orjson.dumps(
+                {
+                    "request_id": sequence.request_id,
+                    "prompt_ids": sequence.prompt.tolist(),
+                    "ids": [token.token_id for token in sequence.output],
+                    "logprobs": [token.logprob for token in sequence.output],
+                    "versions": sequence.version_spans(),
+                    "finish_reason": sequence.finish_reason,
+                    **({} if sequence.error is None else {"error": sequence.error.message}),
+                },
+                option=orjson.OPT_APPEND_NEWLINE,
+            )
+            for sequence in dict.fromkeys(sequences)
+            if sequence.finished
+        ]
+        if lines:
+            self._file.write(b"".join(lines))
 
 
 def _call_all(callbacks: list[Callable[[], None]]) -> None:

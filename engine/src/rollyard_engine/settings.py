@@ -22,6 +22,10 @@ class EngineSettings:
     kv_cache_mib: int
     threads: int
     port_file: Path | None
+    script: Path | None = None
+    """The file with scripted answers, or None if the model chooses all."""
+    log_samples: Path | None = None
+    """The file to which each ended request is appended with what was sampled, or None."""
     log_format: str | None = None
     """The form of log lines, or None for that of the variable ROLLYARD_LOG_FORMAT."""
 

@@ -10,6 +10,8 @@ tokens come from the raw logits in every mode, as in vLLM.
 from __future__ import annotations
 
 import math
+from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, TypeAlias
 
@@ -71,10 +73,16 @@ class Sampler:
     Each token takes one uniform draw from the sequence's own stream. A seed therefore gives the same tokens
     whether the sequence runs alone or beside others. Without a seed, the stream starts from the operating
     system's entropy.
+
+    Args:
+        params: The parameters.
+        forced: The ids that the first tokens are to have, whatever is drawn. Truncation does not cut off
+            such a token, so it has a log-probability in any case.
     """
 
-    def __init__(self, params: SamplingParams) -> None:
+    def __init__(self, params: SamplingParams, forced: Sequence[int] = ()) -> None:
         self._params = params
+        self._forced = deque(forced)
         seed = None if params.seed is None else params.seed % 2**64
         self._random = np.random.Generator(np.random.PCG64(seed))
 
@@ -85,6 +93,7 @@ class Sampler:
             EngineError: The logits are not finite numbers.
         """
         params = self._params
+        forced = self._forced.popleft() if self._forced else None
         scores = _scores(logits)
         if params.temperature < GREEDY_BELOW:
             scores -= scores.max()
@@ -92,7 +101,10 @@ class Sampler:
             norm = math.log(float(np.exp(scores).sum()))
         else:
             scores /= params.temperature
+            kept = None if forced is None else scores[forced]
             _truncate(scores, params.top_k, params.top_p)
+            if forced is not None:
+                scores[forced] = kept
             scores -= scores.max()
             cumulative = np.exp(scores).cumsum()
             total = float(cumulative[-1])
@@ -103,6 +115,8 @@ class Sampler:
             chosen = int(np.searchsorted(cumulative, point, side="right"))
             chosen = min(chosen, int(np.searchsorted(cumulative, total)))
             norm = math.log(total)
+        if forced is not None:
+            chosen = forced
         score = scores[chosen]
         rank = int(np.count_nonzero(scores >= score))
         return SampledToken(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Final, Literal, TypeAlias
 
@@ -40,6 +40,8 @@ class Sequence:
 
     Only the engine thread writes them. Other threads may read ``output`` (which is append-only) and, once
     ``finish_reason`` or ``error`` is set, everything.
+
+    The ids in ``forced`` are those that its first tokens are to have.
     """
 
     __slots__ = (
@@ -70,13 +72,14 @@ class Sequence:
         max_model_len: int,
         every: int,
         on_progress: Callable[[], None],
+        forced: Iterable[int] = (),
     ) -> None:
         self.request_id = request_id
         self.prompt = prompt
         self.params = params
         self.every = every
         self.on_progress = on_progress
-        self.sampler = Sampler(params)
+        self.sampler = Sampler(params, tuple(forced))
         self.output: list[SampledToken] = []
         self.prompt_scores: list[PromptToken] = []
         self.kv: KVCache | None = None

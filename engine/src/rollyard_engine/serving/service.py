@@ -22,6 +22,7 @@ from rollyard_engine.generation.model import load_model
 from rollyard_engine.generation.scheduler import PauseMode, Scheduler
 from rollyard_engine.generation.sequence import Sequence
 from rollyard_engine.generation.thread import EngineThread
+from rollyard_engine.script import Script
 from rollyard_engine.serving.protocol import SamplingFields
 from rollyard_engine.tokens import EngineTokenizer
 
@@ -48,10 +49,17 @@ class ServerIdentity:
 class EngineService:
     """A service that validates requests, submits them to the engine thread and awaits the results."""
 
-    def __init__(self, served: ServerIdentity, tokenizer: EngineTokenizer, engine: EngineThread) -> None:
+    def __init__(
+        self,
+        served: ServerIdentity,
+        tokenizer: EngineTokenizer,
+        engine: EngineThread,
+        script: Script | None = None,
+    ) -> None:
         self.served = served
         self.tokenizer = tokenizer
         self.engine = engine
+        self._script = script
 
     def check_model(self, name: str | None) -> None:
         """Check that a request names a model that is served, or none.
@@ -101,6 +109,7 @@ class EngineService:
             max_model_len=self.served.max_model_len,
             every=fields.stream_interval if stream else 0,
             on_progress=news.set,
+            forced=() if self._script is None else self._script.answer(prompt),
         )
         self.engine.submit(sequence)
         return QueuedRequest(sequence, news, self.engine)

@@ -547,6 +547,37 @@ def test_a_megabyte_of_anything_is_read_in_linear_time(family: str) -> None:
     assert len(reader.parse(separator.join([call] * 2000)).calls) == 2000
 
 
+@pytest.mark.attack(
+    "the policy offers itself a tool whose schema is none, so that reading its own call fails as if the "
+    "backend had, and the rollout is tried again without a reward",
+    boundary="sandbox",
+    surface="calls of the gateway",
+    stopped_by="where a schema is no JSON schema, the arguments are texts",
+)
+@pytest.mark.parametrize(
+    "rule",
+    [
+        True,
+        None,
+        7,
+        [],
+        "x",
+        {"type": [{}, "nope", None]},
+        {"anyOf": 3},
+        {"oneOf": [True, None, {"type": 1}]},
+    ],
+    ids=repr,
+)
+def test_a_schema_may_be_anything(rule: object) -> None:
+    family = MODELS["qwen3_coder"]
+    assert family.parser is not None
+    for properties in ({"command": rule}, rule):
+        made: Any = Registry().load(TOOL_PARSERS, family.parser)()
+        made.configure(family.source, {"f": {"type": "object", "properties": properties}})
+        (call,) = made.parse(family.turn("hi", [("f", {"command": "12"})], None)).calls
+        assert (call.arguments, call.error) == ({"command": "12"}, None)
+
+
 def test_numbers_that_json_cannot_write_become_text() -> None:
     (only,) = clean_turn(
         parser("hermes").parse(write_hermes([("f", {})]).replace("{}", '{"n": 1e999}'))

@@ -289,6 +289,50 @@ def test_a_malformed_call_is_answered_not_refused(chats: dict[str, ChatFormat], 
         assert "malformed tool call" in chat.tokenizer.decode(played.prompts[-1].ids)
 
 
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_fork_continues_as_the_recorder_that_it_leaves(chats: dict[str, ChatFormat], name: str) -> None:
+    """Its prompt has the same ids, of which those of the shared turns were not tokenized again."""
+    chat, family = chats[name], FAMILIES[name]
+    thought = "I count." if family.opened else None
+    steps = [turn(chat, family, "", (f"ls {place}",), thought) for place in range(12)]
+    if family.calls is None:
+        user = {"role": "user", "content": "and folders?"}
+        steps = [turn(chat, family, f"answer {place}", after=[user]) for place in range(12)]
+    steps.append(turn(chat, family, "seven", thought=thought))
+    played = play(chat, [USER], steps)
+    before = lists(played.recorder.segments())
+    for number in range(1, len(steps)):
+        fork = played.recorder.fork(number)
+        assert fork is not None
+        for message in steps[number - 1].after:
+            fork.add(message)
+        prompt, same = fork.prompt(), played.prompts[number]
+        assert list(prompt.ids) == list(same.ids)
+        assert prompt.outside is None
+        rewritten = same.template_break
+        assert (prompt.known, prompt.template_break) == (0 if rewritten else same.known, rewritten)
+        fork.record(prompt, played.samples[number])
+        if steps[number].parsed is not None:
+            fork.structured(steps[number].parsed)
+        if number + 1 < len(steps):  # What follows is the same too, in the fork and in a fork of it.
+            second = fork.fork(1)
+            assert second is not None
+            for one in (fork, second):
+                for message in steps[number].after:
+                    one.add(message)
+                assert list(one.prompt().ids) == list(played.prompts[number + 1].ids)
+                one.retract(len(steps[number].after))
+                one.add({"role": "user", "content": "stop"})
+                assert "ls" in one.prompt().rendered or family.calls is None
+        (segment,) = lists(fork.segments())
+        assert segment.prompt_ids == list(prompt.ids)
+        assert sum(segment.loss_mask) == len(played.samples[number].token_ids)
+        (untrained,) = lists(fork.segments(trained=False))
+        assert untrained.response_ids == segment.response_ids
+        assert (set(untrained.loss_mask), set(untrained.policy_versions)) == ({0}, {""})
+    assert lists(played.recorder.segments()) == before
+
+
 HOSTILE = [*SPECIAL[:3], *SPECIAL[8:22], *SPECIAL[23:], *MARKERS]
 _CONTROL = re.compile("|".join(map(re.escape, sorted([*SPECIAL, *MARKERS[6:]], key=len, reverse=True))))
 

@@ -21,11 +21,11 @@ full rendering detects it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
-from rollyard_pipeline.chat.format import ChatFormat, ChatMessage
+from rollyard_pipeline.chat.format import ChatFormat, ChatMessage, escaped
 from rollyard_pipeline.chat.harmony import split_channels
 from rollyard_pipeline.errors import TemplateError
 
@@ -67,6 +67,8 @@ class _Group:
     new: tuple[ChatMessage, ...]
     start: int
     """The index of the turn in the settled messages."""
+    before: int = 0
+    """The length of the text after which the turn was sampled."""
 
 
 class Conversation:
@@ -92,7 +94,41 @@ class Conversation:
 
     def add(self, message: ChatMessage) -> None:
         """Append a message from outside. Text in it that spells a control token stays text."""
-        self._new.append(_escaped(message, self._chat.tokenizer.escape))
+        self._new.append(escaped(message, self._chat.tokenizer.escape))
+
+    def retract(self, count: int) -> None:
+        """Take back the last `count` messages from outside, after which nothing was sampled."""
+        del self._new[len(self._new) - count :]
+
+    def fork(self, turns: int) -> Conversation | None:
+        """Return a conversation that continues after the first `turns` sampled turns of this one.
+
+        The result is None if the template no longer renders what came before them as it was sampled.
+        """
+        fork = Conversation(self._chat, self._settled)
+        fork._groups, fork._formal = self._groups[: turns - 1], self._formal
+        if turns > len(self._groups):
+            fork._turn, fork._text = self._turn, self._text
+        else:
+            group = self._groups[turns - 1]
+            fork._turn, fork._settled = group.turn, self._settled[: group.start]
+            try:
+                fork._text = fork._rendered()
+            except TemplateError:
+                return None
+            if len(fork._text) != group.before:
+                return None
+        fork._checked = len(fork._settled)
+        return fork
+
+    def _rendered(self) -> str:
+        try:
+            return self._chat.render(self._settled)
+        except TemplateError:
+            if self._formal:
+                raise
+            self._formalize()
+            return self._chat.render(self._settled)
 
     def structured(self, message: ChatMessage) -> None:
         """Set the parsed form of the last turn."""
@@ -104,7 +140,8 @@ class Conversation:
         shown = len(before.messages)
         if self._turn is not None:
             shown -= 1
-            self._groups.append(_Group(self._turn, tuple(self._new[:shown]), len(self._settled)))
+            group = _Group(self._turn, tuple(self._new[:shown]), len(self._settled), len(self._text))
+            self._groups.append(group)
         self._settled += before.messages
         if before.whole:
             self._checked = len(self._settled)
@@ -168,15 +205,20 @@ class Conversation:
         except TemplateError:
             if self._formal:
                 raise
-            # The template accepted the raw text of turns that called tools, and now refuses what follows from
-            # it.
-            self._formal = True
-            for number, group in enumerate(self._groups):
-                form = self._form("parsed", number, group) or self._form("stand-in", number, group)
-                if form is not None:
-                    self._settled[group.start : group.start + len(form)] = form
+            self._formalize()
             rendering = self._after(self._settled, self._text, turn)
         return replace(rendering, window=None if self._first else rendering.text)
+
+    def _formalize(self) -> None:
+        """Give the settled turns in parsed form.
+
+        The template accepted the raw text of turns that called tools, and now refuses what follows from it.
+        """
+        self._formal = True
+        for number, group in enumerate(self._groups):
+            form = self._form("parsed", number, group) or self._form("stand-in", number, group)
+            if form is not None:
+                self._settled[group.start : group.start + len(form)] = form
 
     def _after(self, messages: list[ChatMessage], before: str, turn: _Turn) -> Rendering:
         """Return what follows `turn`, which was sampled after `messages`, whose rendering is `before`."""
@@ -212,7 +254,7 @@ class Conversation:
             return [{"role": "assistant", "content": turn.text}, *new]
         escape = self._chat.tokenizer.escape
         results = [message for message in new if message["role"] == "tool"]
-        parsed = _escaped(turn.parsed, escape) if turn.parsed and form == "parsed" else {}
+        parsed = escaped(turn.parsed, escape) if turn.parsed and form == "parsed" else {}
         calls = parsed.get("tool_calls") or []
         if form == "stand-in":
             # The answer to a malformed call must follow a call.
@@ -252,13 +294,3 @@ def _outside(before: str, turn: _Turn, text: str, parsed: ChatMessage | None) ->
 
 def _call(name: str) -> dict[str, Any]:
     return {"type": "function", "function": {"name": name, "arguments": {}}}
-
-
-def _escaped(value: Any, escape: Callable[[str], str]) -> Any:
-    if isinstance(value, str):
-        return escape(value)
-    if isinstance(value, dict):
-        return {escape(key): _escaped(entry, escape) for key, entry in value.items()}
-    if isinstance(value, list):
-        return [_escaped(entry, escape) for entry in value]
-    return value

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from rollyard_crds.task import Message
 
+from rollyard_pipeline.chat.explanation import Explanation
 from rollyard_pipeline.chat.tokenizer import ChatTokenizer, load_folder, locate
 from rollyard_pipeline.errors import TemplateError, TokenizerUnreachable
 
@@ -49,6 +50,17 @@ def _with_text(function: dict[str, Any]) -> dict[str, Any]:
     return {**function, "arguments": json.dumps(function["arguments"], ensure_ascii=False)}
 
 
+def escaped(value: Any, escape: Callable[[str], str]) -> Any:
+    """Return a message, or another value of JSON, with each of its texts escaped by `escape`."""
+    if isinstance(value, str):
+        return escape(value)
+    if isinstance(value, dict):
+        return {escape(key): escaped(entry, escape) for key, entry in value.items()}
+    if isinstance(value, list):
+        return [escaped(entry, escape) for entry in value]
+    return value
+
+
 @dataclass(frozen=True, slots=True)
 class ChatFormat:
     """Renders conversations for one rollout. `now` is fixed, which makes a rendering repeatable."""
@@ -59,9 +71,13 @@ class ChatFormat:
     now: datetime = field(default_factory=datetime.now)
     variables: Mapping[str, Any] = field(default_factory=dict)
     """The job's variables for the template beyond messages and tools (`enable_thinking: false`)."""
+    explanation: Explanation | None = None
+    """What tells the model of the tools, if the template does not."""
 
     def render(self, messages: Sequence[ChatMessage]) -> str:
         """Return the conversation as text, with the generation prompt at its end."""
+        if self.explanation is not None:
+            messages = self.explanation.shown(messages)
         return self.template.render(messages, tools=self.tools, now=self.now, variables=self.variables)
 
     def opening(self, messages: Sequence[Message]) -> list[ChatMessage]:

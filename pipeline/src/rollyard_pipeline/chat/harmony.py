@@ -13,7 +13,8 @@ from typing import Final
 
 from rollyard_crds.trajectory import Thought
 
-_MARK: Final = re.compile(r"<\|(start|message|end|call|return)\|>")
+HARMONY_MARK: Final = re.compile(r"<\|(start|message|end|call|return)\|>")
+"""A mark between the parts of a turn."""
 _CHANNEL: Final = re.compile(r"<\|channel\|>\s*+([^\s<]++)")
 _HEADER_LIMIT: Final = 1024  # characters
 
@@ -53,6 +54,16 @@ def split_channels(text: str, escape: Callable[[str], str], calls: bool) -> dict
     return {"content": escape(content), **({"thinking": escape(thinking)} if thinking else {})}
 
 
+def open_channel(text: str) -> str | None:
+    """Return the channel of the message that a turn is in the middle of, or None if it is in none.
+
+    A message that is a call has none. The channel is empty if the header names none.
+    """
+    messages = _messages(text)
+    last = messages[-1] if messages else None
+    return last.channel if last is not None and last.end == len(text) and not last.recipient else None
+
+
 def channel_thought(text: str) -> Thought | None:
     """Return which part of a turn is a thought, or None for a turn without channels.
 
@@ -76,7 +87,7 @@ def _messages(text: str) -> list[_Message]:
     """Return the messages of a turn in one pass, or [] if it has no marks."""
     messages: list[_Message] = []
     header, body = 0, -1  # Where the header began, and where the text after it began, or -1 in a header.
-    for mark in _MARK.finditer(text):
+    for mark in HARMONY_MARK.finditer(text):
         if body < 0 and mark[1] == "message":
             body = mark.end()
         elif mark[1] != "message":

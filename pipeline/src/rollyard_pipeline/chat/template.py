@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
@@ -16,7 +17,6 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from rollyard_pipeline.errors import TemplateError
 
-"""Names that a template reads and that a job's variables may not set."""
 _FAILURES: Final = (
     jinja2.TemplateError,
     TypeError,
@@ -26,6 +26,25 @@ _FAILURES: Final = (
     ArithmeticError,
     RecursionError,
 )
+# What is rendered to find out what a template shows.
+_TOOL_NAME: Final = "probe_of_a_tool"
+_TOOL: Final = {
+    "type": "function",
+    "function": {
+        "name": _TOOL_NAME,
+        "description": "A probe.",
+        "parameters": {"type": "object", "properties": {"a": {"type": "string", "description": "A."}}},
+    },
+}
+_SYSTEM: Final = {"role": "system", "content": "probe_of_a_system_message"}
+_USER: Final = {"role": "user", "content": "a"}
+_ARGUMENTS: Final = {"a": "probe_of_an_argument"}
+_RESULT: Final = {
+    "role": "tool",
+    "content": "probe_of_a_result",
+    "name": _TOOL_NAME,
+    "tool_call_id": "000000000",
+}
 _DICT_ATTRIBUTES: Final = frozenset(dir(dict))
 
 
@@ -133,3 +152,48 @@ class ChatTemplate:
             return ""
         prefix, probe, _ = after.removeprefix(before).partition("probe")
         return prefix if probe and after.startswith(before) else ""
+
+    @functools.cached_property
+    def shows_tools(self) -> bool:
+        """Return whether the model sees the tools that it is offered."""
+        return any(
+            _TOOL_NAME in self._probed(messages, tools=[_TOOL]) for messages in ([_USER], [_SYSTEM, _USER])
+        )
+
+    @functools.cached_property
+    def shows_calls(self) -> bool:
+        """Return whether the model sees its earlier calls and their results as such."""
+        arguments: Any
+        for arguments, content in itertools.product((_ARGUMENTS, json.dumps(_ARGUMENTS)), ("", None)):
+            call = {"name": _TOOL_NAME, "arguments": arguments}
+            calls = [{"type": "function", "id": "000000000", "function": call}]
+            said = {"role": "assistant", "content": content, "tool_calls": calls}
+            text = self._probed([_USER, said, _RESULT])
+            if _ARGUMENTS["a"] in text and _RESULT["content"] in text:
+                return True
+        return False
+
+    @functools.cached_property
+    def takes_system(self) -> bool:
+        """Return whether the model sees a system message."""
+        return _SYSTEM["content"] in self._probed([_SYSTEM, _USER])
+
+    def _probed(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None
+    ) -> str:
+        """Return a rendering, or "" if the template refuses it."""
+        try:
+            return self.render(messages, tools=tools, now=datetime(2000, 1, 1))
+        except TemplateError:
+            return ""
+
+    @functools.cached_property
+    def has_late_system(self) -> bool:
+        """Return whether the template shows a system message where it stands after other messages."""
+        users = [{"role": "user", "content": name} for name in ("first", "latest")]
+        messages = [users[0], {"role": "assistant", "content": "a"}, users[1]]
+        try:
+            text = self.render([*messages, {"role": "system", "content": "probe"}], now=datetime(2000, 1, 1))
+        except TemplateError:
+            return False
+        return "probe" in text.partition("latest")[2]

@@ -36,7 +36,10 @@ _CLOSING: Final = {
     "<|open|>think<|sep|>": "<|close|>think<|sep|>",
 }
 """The closing mark of each family's thoughts by the opening one. No mark can overlap with another one."""
-_MARKS: Final = re.compile("|".join(re.escape(mark) for pair in _CLOSING.items() for mark in pair))
+THOUGHT_MARKS: Final = tuple(mark for pair in _CLOSING.items() for mark in pair)
+"""The opening and closing marks of all families."""
+THOUGHT_MARK: Final = re.compile("|".join(map(re.escape, THOUGHT_MARKS)))
+"""One of these marks."""
 _TAGS: Final = re.compile(
     "|".join(
         f"{MARK}*+".join(map(re.escape, mark)) for mark in ("<|open|>think<|sep|>", "<|close|>think<|sep|>")
@@ -68,11 +71,19 @@ class ThoughtReader:
 
     def __init__(self, chat: ChatFormat) -> None:
         self._tokenizer = chat.tokenizer
-        marks = [mark for pair in _CLOSING.items() for mark in pair]
-        tokens = {mark: chat.tokenizer.token_id(mark) for mark in marks}
+        tokens = {mark: chat.tokenizer.token_id(mark) for mark in THOUGHT_MARKS}
         self._tokens = {token: mark for mark, token in tokens.items() if token is not None}
         self._in_template = {mark for mark in _CLOSING.values() if mark in chat.template.source}
         self._channels = chat.channels
+
+    def may_open_later(self, prompt: str) -> bool:
+        """Return whether a closing mark, without an opening one before it, may end a thought of a turn.
+
+        Args:
+            prompt: The text after which the turn is sampled.
+        """
+        tail = prompt[-_TAIL:].rstrip()
+        return any(not tail.endswith(mark) for mark in self._in_template)
 
     def read(self, prompt: str, ids: Sequence[int], text: str) -> Thought | None:
         """Return which part of a turn is a thought, or None if all of it is the answer.
@@ -108,7 +119,7 @@ class ThoughtReader:
             text: Their text without any MARK.
             spelled: Whether ordinary tokens spell it, for each of `_TAGS` in the text.
         """
-        matches = list(_MARKS.finditer(text))
+        matches = list(THOUGHT_MARK.finditer(text))
         sampled = sum(token in self._tokens for token in ids) if matches else 0
         mixed = 0 < sampled < len(matches)
         tokens = self._in_order(ids) if mixed else [sampled > 0] * len(matches)
@@ -136,7 +147,7 @@ class ThoughtReader:
 
     def _spelled(self, ids: Sequence[int]) -> list[bool]:
         text = self._tokenizer.decode_sampled(ids).replace(MARK, "") if ids else ""
-        return [False for _ in _MARKS.finditer(text)]
+        return [False for _ in THOUGHT_MARK.finditer(text)]
 
 
 def text_thought(text: str) -> Thought | None:
@@ -144,7 +155,7 @@ def text_thought(text: str) -> Thought | None:
 
     Only what the text itself opens, at its beginning, is a thought.
     """
-    marks = [_Mark(match[0], match.start(), match.end(), False) for match in _MARKS.finditer(text)]
+    marks = [_Mark(match[0], match.start(), match.end(), False) for match in THOUGHT_MARK.finditer(text)]
     return _first_thought(text, marks, "")
 
 

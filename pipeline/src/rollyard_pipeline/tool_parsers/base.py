@@ -18,6 +18,8 @@ class ParsedCall:
     name: str
     arguments: dict[str, Any] = field(default_factory=dict)
     error: str | None = None
+    written: str = field(default="", compare=False, repr=False)
+    """The text of a malformed call, or of the group of calls with it. It is empty if the parser has none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +62,26 @@ class ConfigurableParser(Protocol):
 
         This is called once, before the first `parse`.
         """
+        ...
+
+
+@runtime_checkable
+class ExplainingParser(Protocol):
+    """A parser that can explain its format to a model whose chat template knows no tools.
+
+    The methods are optional. Without them, the parser fits only templates that know tools.
+    """
+
+    def instructions(self, tools: Sequence[Mapping[str, Any]]) -> str:
+        """Return what the system message says of the tools and of the format of calls.
+
+        Args:
+            tools: The offered tools, in OpenAI's form (`{"type": "function", "function": {…}}`).
+        """
+        ...
+
+    def written(self, calls: Sequence[ParsedCall]) -> str:
+        """Return the calls of one turn as the model would write them. `parse` reads the same calls."""
         ...
 
 

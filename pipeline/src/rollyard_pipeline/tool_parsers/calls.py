@@ -6,6 +6,7 @@ import json
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, ClassVar, Final, NoReturn
 
 from rollyard_crds.trajectory import MALFORMED_CALL
@@ -132,6 +133,10 @@ def call_of(name: object, arguments: object, key: str = "arguments") -> ParsedCa
     return ParsedCall(name, arguments)
 
 
+def _with_text(call: ParsedCall, text: str) -> ParsedCall:
+    return call if call.error is None else replace(call, written=text)
+
+
 def _no_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is not a JSON number")
 
@@ -151,6 +156,8 @@ class MarkedParser(ABC):
     """The pattern for where calls begin."""
     thought: ClassVar[tuple[str, str]] = THINK
     """The opening and the closing mark of thoughts."""
+    begins: ClassVar[tuple[str, ...]] = ()
+    """Texts with one of which whatever is not part of a turn's text begins. It is empty if unknown."""
 
     def __init__(self) -> None:
         marks = "|".join(re.escape(mark) for mark in self.thought)
@@ -195,7 +202,7 @@ class MarkedParser(ABC):
                 outside.clear()
                 end = thoughts_end = thought + len(closed)
             else:
-                calls += parsed
+                calls += (_with_text(call, text[mark.start() : end]) for call in parsed)
                 outside.append(text[at : mark.start() if parsed else end])
             at = end
         outside.append(text[at:])

@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import re
-from typing import Final, Protocol, runtime_checkable
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, Final, Protocol, runtime_checkable
 
+from rollyard_pipeline.chat.explanation import Explanation
+from rollyard_pipeline.chat.format import ChatFormat, escaped
 from rollyard_pipeline.errors import NoToolParser
 from rollyard_pipeline.registry import TOOL_PARSERS, installed
 from rollyard_pipeline.tool_parsers.base import (
     ChatModel,
     ConfigurableParser,
+    ExplainingParser,
+    ParsedCall,
     Schemas,
     TokenParser,
     ToolCallParser,
 )
+from rollyard_pipeline.tool_parsers.calls import call_of
 from rollyard_pipeline.tool_parsers.element_calls import DsmlParser, GlmParser, QwenCoderParser, XtmlParser
 from rollyard_pipeline.tool_parsers.json_calls import (
     DeepSeekParser,
@@ -132,11 +139,56 @@ class AutoParser:
             except NoToolParser as error:
                 why = str(error)
         if _TOOLS.search(_COMMENT.sub("", model.template)):
-            problem = "offers tools, and no parser knows its calls"
+            problem, then = "offers tools, and no parser knows its calls", ""
         else:
-            problem = "offers no tools"
+            problem, then = "offers no tools", " (hermes, …), and the system prompt explains the tools in it"
         names = ", ".join(name for name in installed(TOOL_PARSERS) if name != "auto")
         raise NoToolParser(
             f"the chat template of '{model.name}' {problem} ({why}): set agent.toolParser to the parser of "
-            f"its format, or agent.tools to []; installed: {names}"
+            f"its format{then}, or agent.tools to []; installed: {names}"
         )
+
+
+def explained(chat: ChatFormat, model: str, parser_name: str, parser: object) -> ChatFormat:
+    """Return a chat format that offers its tools to the model, by the parser if the template does not.
+
+    Args:
+        chat: The chat format with the offered tools.
+        model: The name of the model.
+        parser_name: The parser that the job names.
+        parser: The parser that reads the turns.
+
+    Raises:
+        NoToolParser: The template knows no tools, and the parser cannot explain them.
+    """
+    # Where the template decides on the parser, it is what the model was trained with.
+    if not chat.tools or parser_name == "auto" or chat.template.shows_tools:
+        return chat
+    shows_calls = chat.template.shows_calls
+    if not isinstance(parser, ExplainingParser):
+        if shows_calls:
+            return chat
+        raise NoToolParser(
+            f"the chat template of '{model}' knows no tools, and the parser '{parser_name}' cannot explain "
+            "them in the system prompt: set agent.toolParser to one that can (hermes, qwen_coder, glm, "
+            "llama3_json, pythonic, mistral, deepseek, or your own with the methods 'instructions' and "
+            "'written'), or agent.tools to []"
+        )
+    tools = escaped(list(chat.tools), chat.tokenizer.escape)
+    return replace(
+        chat,
+        explanation=Explanation(
+            instructions=parser.instructions(tools),
+            in_system=chat.template.takes_system,
+            written=None
+            if shows_calls
+            else lambda functions: parser.written([_call(one) for one in functions]),
+        ),
+    )
+
+
+def _call(function: Mapping[str, Any]) -> ParsedCall:
+    """Return a call of a template's message, whose arguments are an object or its text."""
+    name, arguments = str(function.get("name") or ""), function.get("arguments") or {}
+    call = call_of(name, arguments)
+    return call if call.error is None else ParsedCall(name)

@@ -23,6 +23,7 @@ from rollyard_pipeline.tool_parsers.calls import (
     recover,
     skip_space,
 )
+from rollyard_pipeline.tool_parsers.instructions import GLM, QWEN_CODER, Tools, described, json_text
 from rollyard_pipeline.tool_parsers.literal_calls import literal_at, skip_blank
 
 
@@ -52,13 +53,16 @@ class ElementParser(MarkedParser):
     def value(self, name: str, argument: re.Match[str], text: str) -> Any:
         """Return the value of an argument of the tool `name`, which is written as `text`.
 
-        The tool's JSON schema determines its type. Without a schema, the value is a string.
+        The tool's JSON schema determines its type. Without a schema, or with one that says nothing of it, the
+        value is a string.
 
         Raises:
             NotAValue: The text is not a value.
         """
-        properties = self._schemas.get(name, {}).get("properties", {})
-        return typed(text, properties.get(self.key(argument), {}))
+        # Calls that the policy makes by itself may offer tools with any schema.
+        properties = self._schemas.get(name, {}).get("properties")
+        rule = properties.get(self.key(argument)) if isinstance(properties, dict) else None
+        return typed(text, rule if isinstance(rule, dict) else {})
 
     def swallowed(self, text: str) -> bool:
         """Return whether the text of a value contains what should follow a value."""
@@ -106,6 +110,7 @@ class GlmParser(ElementParser):
     """
 
     opening = "<tool_call>"
+    begins = (opening,)
     unclosed = "</arg_value> of '{}' is missing"
     expected = "<arg_key>NAME</arg_key><arg_value>VALUE</arg_value> or </tool_call>"
     argument = re.compile(r"<arg_key>(?P<key>[^<>\n]{1,256}+)</arg_key>\s*+<arg_value>")
@@ -122,6 +127,22 @@ class GlmParser(ElementParser):
             return [malformed(problem)], recover(self.resume, text, mark.end())
         call, at = self.call(text, head.end(), head["name"])
         return [call], at
+
+    def instructions(self, tools: Tools) -> str:
+        """Return what the system message says of the tools and the format, in GLM's words."""
+        return described(GLM, tools)
+
+    def written(self, calls: Sequence[ParsedCall]) -> str:
+        """Return the calls of one turn as the model would write them."""
+
+        def one(call: ParsedCall) -> str:
+            arguments = "".join(
+                f"<arg_key>{key}</arg_key>\n<arg_value>{_written(value)}</arg_value>\n"
+                for key, value in call.arguments.items()
+            )
+            return f"<tool_call>{call.name}\n{arguments}</tool_call>"
+
+        return "\n".join(map(one, calls))
 
 
 class QwenCoderParser(ElementParser):
@@ -142,6 +163,7 @@ class QwenCoderParser(ElementParser):
 
     # The opening <tool_call> may be missing, because these models sometimes omit it.
     opening = r"<tool_call>|(?=<function=[^<>\n]{1,128}>\s*(?:<parameter=|</function>))"
+    begins = ("<tool_call>", "<function=")
     noun = "parameter"
     unclosed = "</parameter> of '{}' is missing"
     expected = "<parameter=NAME> or </function>"
@@ -177,6 +199,22 @@ class QwenCoderParser(ElementParser):
             return [malformed("</tool_call> is missing after </function>", name)], at
         return [call], at if ended is None else ended.end()
 
+    def instructions(self, tools: Tools) -> str:
+        """Return what the system message says of the tools and the format, in Qwen3-Coder's words."""
+        return described(QWEN_CODER, tools)
+
+    def written(self, calls: Sequence[ParsedCall]) -> str:
+        """Return the calls of one turn as the model would write them."""
+
+        def one(call: ParsedCall) -> str:
+            parameters = "".join(
+                f"<parameter={key}>\n{_written(value)}\n</parameter>\n"
+                for key, value in call.arguments.items()
+            )
+            return f"<tool_call>\n<function={call.name}>\n{parameters}</function>\n</tool_call>"
+
+        return "\n".join(map(one, calls))
+
 
 class DsmlParser(ElementParser):
     """Finds DeepSeek's calls since V3.2, in elements whose names begin with `｜DSML｜`.
@@ -195,6 +233,7 @@ class DsmlParser(ElementParser):
     _END_TAG: Final = "</｜DSML｜ ?"
     _BLOCK: Final = "(?:function_|tool_)?calls>"
     opening = f"{_TAG}{_BLOCK}"
+    begins = ("<｜DSML｜",)
     noun = "parameter"
     unclosed = "the closing tag of parameter '{}' is missing"
     expected = '<｜DSML｜parameter name="NAME" string="true|false"> or </｜DSML｜invoke>'
@@ -250,6 +289,7 @@ class XtmlParser(ElementParser):
 
     _ATTRIBUTES: Final = r'(?P<attributes>(?:\s++\w{1,32}+="[^"]{0,512}+")*+)\s*+<\|sep\|>'
     opening = r"<\|open\|>call(?=\s)"
+    begins = ("<|open|>", "<|close|>")
     thought = ("<|open|>think<|sep|>", "<|close|>think<|sep|>")
     unclosed = "<|close|>argument<|sep|> of '{}' is missing"
     expected = '<|open|>argument key="NAME" type="TYPE"<|sep|> or <|close|>call<|sep|>'
@@ -296,6 +336,11 @@ class XtmlParser(ElementParser):
         }
 
 
+def _written(value: Any) -> str:
+    """Return a value as the formats write it that know its type from a schema."""
+    return value if isinstance(value, str) else json_text(value)
+
+
 def typed(value: str, rule: Mapping[str, Any]) -> Any:
     """Return `value` as a type that the JSON schema `rule` allows, or the text itself if none fits."""
     kinds = _kinds(rule)
@@ -323,12 +368,12 @@ def typed(value: str, rule: Mapping[str, Any]) -> Any:
 
 def _kinds(rule: Mapping[str, Any]) -> set[str]:
     kind = rule.get("type")
-    kinds = {kind} if isinstance(kind, str) else set(kind) if isinstance(kind, list) else set()
-    for union in ("anyOf", "oneOf"):
-        for option in rule.get(union) or ():
+    kinds = {one for one in (kind if isinstance(kind, list) else [kind]) if isinstance(one, str)}
+    for options in (rule.get("anyOf"), rule.get("oneOf")):
+        for option in options if isinstance(options, list) else ():
             if isinstance(option, dict):
                 kinds |= _kinds(option)
-    return {kind for kind in kinds if isinstance(kind, str)}
+    return kinds
 
 
 def _number(word: str) -> int | float | None:

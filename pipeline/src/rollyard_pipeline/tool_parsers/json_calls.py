@@ -21,12 +21,27 @@ from rollyard_pipeline.tool_parsers.calls import (
     recover,
     skip_space,
 )
+from rollyard_pipeline.tool_parsers.instructions import (
+    DEEPSEEK,
+    HERMES,
+    LLAMA_JSON,
+    MISTRAL,
+    Tools,
+    described,
+    json_text,
+)
+
+
+def _object(call: ParsedCall, key: str) -> str:
+    """Return a call as a JSON object that has its arguments under `key`."""
+    return json_text({"name": call.name, key: call.arguments})
 
 
 class HermesParser(MarkedParser):
     """Finds the calls of Qwen and others: `<tool_call>{"name": …, "arguments": {…}}</tool_call>`."""
 
     opening = "<tool_call>"
+    begins = (opening,)
     _CLOSE: Final = "</tool_call>"
 
     def read(self, text: str, mark: re.Match[str]) -> tuple[Sequence[ParsedCall], int]:
@@ -45,6 +60,14 @@ class HermesParser(MarkedParser):
             return [malformed(f"{self._CLOSE} is missing")], len(text)
         return [malformed(problem)], closed + len(self._CLOSE)
 
+    def instructions(self, tools: Tools) -> str:
+        """Return what the system message says of the tools and the format, in Qwen's words."""
+        return described(HERMES, tools)
+
+    def written(self, calls: Sequence[ParsedCall]) -> str:
+        """Return the calls of one turn as the model would write them."""
+        return "\n".join(f"{self.opening}\n{_object(call, 'arguments')}\n{self._CLOSE}" for call in calls)
+
 
 class LlamaJsonParser(MarkedParser):
     """Finds Llama 3's calls: `<|python_tag|>{"name": …, "parameters": {…}}`, several separated by `;`.
@@ -57,6 +80,7 @@ class LlamaJsonParser(MarkedParser):
         r"(?P<mark><\|python_(?:tag|start)\|>)"
         r'|^[ \t]*(?=\{\s*"(?:name|type|function|parameters|arguments)"\s*:)'
     )
+    begins = ("<|python_", "{")
     _KEYS: Final = ("parameters", "arguments")
     _END: Final = re.compile(r"\s*(?:<\|python_end\|>|<\|eom_id\|>|<\|eot_id\|>)")
     _NEXT: Final = re.compile(r"\s*;\s*(?=\{)")
@@ -94,6 +118,14 @@ class LlamaJsonParser(MarkedParser):
             return malformed("'parameters' is missing", str(value["name"])), end
         return named_call(value, self._KEYS), end
 
+    def instructions(self, tools: Tools) -> str:
+        """Return what the system message says of the tools and the format, in Llama 3.1's words."""
+        return described(LLAMA_JSON, tools, "\n\n")
+
+    def written(self, calls: Sequence[ParsedCall]) -> str:
+        """Return the calls of one turn as the model would write them."""
+        return "; ".join(_object(call, "parameters") for call in calls)
+
 
 class MistralParser(MarkedParser):
     """Finds Mistral's calls: `[TOOL_CALLS][{"name": …, "arguments": {…}}, …]`, or a newer form.
@@ -104,6 +136,7 @@ class MistralParser(MarkedParser):
 
     opening = r"\[TOOL_CALLS\]"
     thought = ("[THINK]", "[/THINK]")
+    begins = ("[TOOL_CALLS]",)
     _HEAD: Final = re.compile(
         rf"\s*+(?P<name>[\w.:/-]{{1,{NAME_LIMIT}}}+)\s*+"
         r"(?:\[CALL_ID\]\s*+\w{0,64}+\s*+)?(?:\[ARGS\]|(?=\{))"
@@ -130,6 +163,14 @@ class MistralParser(MarkedParser):
             return [malformed("the list of calls is empty")], end
         return [named_call(item) for item in items], end
 
+    def instructions(self, tools: Tools) -> str:
+        """Return what the system message says of the tools and the format."""
+        return described(MISTRAL, tools, ", ")
+
+    def written(self, calls: Sequence[ParsedCall]) -> str:
+        """Return the calls of one turn as the model would write them, in the older form."""
+        return f"[TOOL_CALLS][{', '.join(_object(call, 'arguments') for call in calls)}]"
+
 
 class DeepSeekParser(MarkedParser):
     """Finds DeepSeek's calls, one or more between `<｜tool▁calls▁begin｜>` and `<｜tool▁calls▁end｜>`.
@@ -139,6 +180,7 @@ class DeepSeekParser(MarkedParser):
     """
 
     opening = "<｜tool▁call▁begin｜>"
+    begins = ("<｜",)
     _SEPARATOR: Final = "<｜tool▁sep｜>"
     _END: Final = "<｜tool▁call▁end｜>"
     _HEAD: Final = re.compile(
@@ -174,6 +216,18 @@ class DeepSeekParser(MarkedParser):
             return [malformed("the JSON's code block is not opened or not closed", name)], tail.end()
         return [call_of(name, value)], tail.end()
 
+    def instructions(self, tools: Tools) -> str:
+        """Return what the system message says of the tools and the format, in V3.1's words."""
+        return described(DEEPSEEK, tools, "\n\n")
+
+    def written(self, calls: Sequence[ParsedCall]) -> str:
+        """Return the calls of one turn as V3.1 would write them."""
+        each = (
+            f"{self.opening}{call.name}{self._SEPARATOR}{json_text(call.arguments)}{self._END}"
+            for call in calls
+        )
+        return f"<｜tool▁calls▁begin｜>{''.join(each)}<｜tool▁calls▁end｜>"
+
 
 class KimiParser(MarkedParser):
     """Finds Kimi K2's calls, in one section of a turn. Text in the section outside calls is dropped.
@@ -186,6 +240,7 @@ class KimiParser(MarkedParser):
     """
 
     opening = r"<\|tool_calls_section_begin\|>"
+    begins = ("<|tool_calls_section_begin|>",)
     _BEGIN: Final = "<|tool_call_begin|>"
     _ARGUMENTS: Final = "<|tool_call_argument_begin|>"
     _END: Final = "<|tool_call_end|>"

@@ -14,6 +14,7 @@ from typing import Any, Final
 
 from rollyard_pipeline.tool_parsers.base import ParsedCall
 from rollyard_pipeline.tool_parsers.calls import NAME_LIMIT, MarkedParser, NotAValue, malformed, recover
+from rollyard_pipeline.tool_parsers.instructions import PYTHONIC, Tools, described, json_text
 
 MAX_DEPTH: Final = 100
 """The deepest nesting of lists and dictionaries that is read."""
@@ -173,6 +174,15 @@ def _pairs(text: str, at: int, depth: int) -> tuple[dict[str, Any], int]:
     return pairs, at + 1
 
 
+def _written(value: Any) -> str:
+    """Return the literal of a value, which `literal_at` reads. A string is written as in JSON."""
+    if isinstance(value, list):
+        return f"[{', '.join(map(_written, value))}]"
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{_written(key)}: {_written(entry)}' for key, entry in value.items())}}}"
+    return json_text(value) if isinstance(value, str) else repr(value)
+
+
 class PythonicParser(MarkedParser):
     """Finds calls that are written as Python: `[f(a=1, b="x"), g()]` (Llama 3.2 and 4, ToolACE and others).
 
@@ -184,6 +194,7 @@ class PythonicParser(MarkedParser):
         r"(?P<mark><\|python_(?:tag|start)\|>)"
         r"""|^[ \t]*(?=\[\s*[^\W\d][\w.]*+\s*+\(\s*+(?:\)|[^\W\d]\w*+\s*+=|["'\d\[{-]))"""
     )
+    begins = ("<|python_", "[")
     _NAME: Final = re.compile(r"[^\W\d][\w.]*+")
     _ARGUMENT: Final = re.compile(r"(?P<name>[^\W\d]\w*+)\s*+=(?!=)")
     _END: Final = re.compile(r"\s*(?:<\|python_end\|>|<\|eom_id\|>|<\|eot_id\|>)")
@@ -232,6 +243,18 @@ class PythonicParser(MarkedParser):
             at = after_item(text, at, ")", "an argument")
         return ParsedCall(name[0], arguments), at + 1
 
+    def instructions(self, tools: Tools) -> str:
+        """Return what the system message says of the tools and the format, in Llama's words."""
+        return described(PYTHONIC, tools, "\n\n")
+
+    def written(self, calls: Sequence[ParsedCall]) -> str:
+        """Return the calls of one turn as the model would write them."""
+        each = (
+            f"{call.name}({', '.join(f'{key}={_written(value)}' for key, value in call.arguments.items())})"
+            for call in calls
+        )
+        return f"[{', '.join(each)}]"
+
 
 class GemmaParser(MarkedParser):
     """Finds Gemma 4's calls: `<|tool_call>call:bash{command:<|"|>ls -l<|"|>,limits:{cpu:2}}<tool_call|>`.
@@ -243,6 +266,7 @@ class GemmaParser(MarkedParser):
 
     opening = r"<\|tool_call>"
     thought = ("<|channel>", "<channel|>")
+    begins = ("<|tool_call>",)
     _CLOSE: Final = "<tool_call|>"
     _QUOTE: Final = '<|"|>'
     _HEAD: Final = re.compile(rf"\s*+call:(?P<name>[^\s{{}}<>]{{1,{NAME_LIMIT}}}+)\s*+(?=\{{)")

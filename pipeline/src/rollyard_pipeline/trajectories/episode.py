@@ -13,6 +13,7 @@ from rollyard_crds.task import FunctionCall, Message, ToolCall
 from rollyard_crds.trajectory import (
     MALFORMED_CALL,
     FinishReason,
+    HarnessRecord,
     RunRecord,
     SamplingRecord,
     Thought,
@@ -46,6 +47,8 @@ class Episode:
     tool_seconds: float = 0.0
     tool_parser: str = ""
     """The parser that reads the turns' tool calls, or an empty string if no tool is offered."""
+    harness: HarnessRecord | None = None
+    """How the harness ended, or None."""
 
     @property
     def sampled_turns(self) -> int:
@@ -148,6 +151,7 @@ class Episode:
             truncated_reason=self.truncated_reason,
             template_breaks=self.recorder.template_breaks if self.recorder else 0,
             metadata=lease.task.metadata,
+            harness=self.harness,
         )
 
 
@@ -179,7 +183,8 @@ def clean_turn(parsed: ParsedTurn) -> ParsedTurn:
         except ValueError as error:
             calls.append(ParsedCall(name, error=f"{MALFORMED_CALL}arguments {error}"))
         else:
-            calls.append(ParsedCall(name, arguments, clean_text(call.error) if call.error else None))
+            problem = clean_text(call.error) if call.error else None
+            calls.append(ParsedCall(name, arguments, problem, call.written))
     return ParsedTurn(parsed.text, tuple(calls), parsed.thought)
 
 

@@ -10,6 +10,7 @@ whose prompt is the template's rendering, all of it outside the loss mask.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from copy import copy
 from dataclasses import dataclass, field
 from itertools import chain, islice
 from typing import overload
@@ -79,6 +80,8 @@ class Prompt:
     """The newly tokenized ids at the end of `ids`, or None if `ids` opens a new segment."""
     template_break: bool = False
     """Whether the template would have rewritten history."""
+    known: int = 0
+    """How many ids at the beginning of `ids` were not tokenized for it, as the record has them."""
 
     @property
     def rendered(self) -> str:
@@ -124,12 +127,38 @@ class TrajectoryRecorder:
         self.channels = chat.channels
         """Whether a turn consists of messages in channels."""
         self._segments: list[_OpenSegment] = []
+        self._forked: list[int] = []
+        """The ids with which the first segment begins if this is a fork."""
+        self._shared = 0
+        """The number of turns of a fork that were sampled before it."""
         self.turns: list[Turn] = []
         self.template_breaks = 0
 
     def add(self, message: ChatMessage) -> None:
         """Append a message from outside, such as a tool's result or a user's message."""
         self._conversation.add(message)
+
+    def retract(self, count: int) -> None:
+        """Take back the last `count` messages from outside, after which nothing was sampled."""
+        self._conversation.retract(count)
+
+    def fork(self, turns: int) -> TrajectoryRecorder | None:
+        """Return a recorder of a conversation that shares the first `turns` turns of this record.
+
+        The prompt of its first segment begins with the ids up to the end of these turns, which are not
+        tokenized again. The result is None if the template no longer renders them as they were sampled.
+        """
+        conversation = self._conversation.fork(self._shared + turns)
+        if conversation is None:
+            return None
+        last = [turn for turn in self.turns if turn.finish_reason != "replayed"][turns - 1]
+        segment = self._segments[last.segment]
+        fork = copy(self)
+        fork._conversation = conversation
+        fork._segments, fork.turns, fork.template_breaks = [], [], 0
+        fork._shared = self._shared + turns
+        fork._forked = segment.ids[: segment.prompt + last.end]
+        return fork
 
     def replayed(self, message: ChatMessage) -> Turn:
         """Append an assistant's message that was not sampled, and return its turn, whose span is empty."""
@@ -150,12 +179,14 @@ class TrajectoryRecorder:
             TemplateError: The template refuses the conversation.
         """
         rendering = self._conversation.next()
-        if rendering.outside is None or not self._segments:
+        so_far = self._segments[-1].ids if self._segments else self._forked
+        begun = bool(self._segments or self._forked)
+        if rendering.outside is None or not begun:
             ids = self._tokenizer.encode(rendering.text)
-            return Prompt(tuple(ids), rendering, None, template_break=bool(self._segments))
-        so_far = self._segments[-1].ids
+            return Prompt(tuple(ids), rendering, None, template_break=begun)
         new = tuple(self._tokenizer.encode_after(so_far[-1] if so_far else None, rendering.outside))
-        return Prompt(TokenIds(so_far, new), rendering, new)
+        outside = new if self._segments else None
+        return Prompt(TokenIds(so_far, new), rendering, outside, known=len(so_far))
 
     def record(self, prompt: Prompt, sample: Sample) -> str:
         """Record what was sampled after `prompt`, and return the turn's text without its end-of-turn token.
@@ -164,6 +195,7 @@ class TrajectoryRecorder:
         """
         if prompt.outside is None:
             self._segments.append(_OpenSegment(list(prompt.ids), len(prompt.ids)))
+            self._forked = []
             self.template_breaks += prompt.template_break
         else:
             self._segments[-1].outside(prompt.outside)
@@ -189,15 +221,19 @@ class TrajectoryRecorder:
         """Return the text of sampled ids that are not recorded yet."""
         return self._tokenizer.decode_sampled(ids).replace(MARK, "")
 
-    def segments(self) -> list[PackedSegment]:
-        """Return the record so far."""
+    def segments(self, trained: bool = True) -> list[PackedSegment]:
+        """Return the record so far.
+
+        Args:
+            trained: Whether sampled tokens are in the loss mask. If not, it is 0 throughout.
+        """
         return [
             PackedSegment.of(
                 prompt_ids=segment.ids[: segment.prompt],
                 response_ids=segment.ids[segment.prompt :],
-                loss_mask=segment.loss_mask,
-                logprobs=segment.logprobs,
-                policy_versions=segment.policy_versions,
+                loss_mask=segment.loss_mask if trained else [0] * len(segment.loss_mask),
+                logprobs=segment.logprobs if trained else [0.0] * len(segment.logprobs),
+                policy_versions=segment.policy_versions if trained else [""] * len(segment.policy_versions),
             )
             for segment in self._segments
         ]

@@ -1,0 +1,1 @@
+"""The gateway: agents that know nothing of Rollyard ask the model through it, and leave trajectories."""

@@ -151,7 +151,7 @@ def scripted(tokenizer: ChatTokenizer) -> Callable[[Callable[[str], str]], Scrip
     return lambda answer: ScriptedModel(tokenizer, answer)
 
 
-Reply = Callable[[dict[str, Any]], Any]
+ModelReply = Callable[[dict[str, Any]], Any]
 """Turns a request's body into an answer: JSON, a response, or something to await that gives one of them."""
 
 
@@ -168,9 +168,9 @@ class ScriptedBackend:
     def __init__(
         self,
         *,
-        generate: Reply | None = None,
-        completions: Reply | None = None,
-        sglang: Reply | None = None,
+        generate: ModelReply | None = None,
+        completions: ModelReply | None = None,
+        sglang: ModelReply | None = None,
         models: list[dict[str, Any]] | None = None,
         states: dict[str, Callable[[], Any]] | None = None,
     ) -> None:

@@ -104,6 +104,8 @@ class SampleRequest:
     """When tokens came, by the monotonic clock, and the number of all that had come then."""
     progress_at: float = field(default_factory=time.monotonic)
     """When the last token came, or else when the request began, by the monotonic clock."""
+    on_tokens: Callable[[], None] | None = None
+    """Called whenever tokens have come. It must not raise."""
 
     @property
     def token_ids(self) -> Sequence[int]:
@@ -193,6 +195,8 @@ class BackendClient:
             if len(reader.token_ids) > count:
                 request.progress_at = known.alive_at = time.monotonic()
                 request.arrivals.append((request.progress_at, len(reader.token_ids)))
+                if request.on_tokens is not None:
+                    request.on_tokens()
 
         try:
             async with _Watch(self, known, request, paused):

@@ -245,6 +245,10 @@ class BackendSession:
         """The time in which the backend was paused, updated or too busy, or none was ready, in seconds."""
         self.on_wait: Callable[[float], None] | None = None
         """Called with every stretch of such seconds as it passes, as it is not counted as the policy's."""
+        self.waited_until = 0.0
+        """When the last such stretch ends or has ended, by the monotonic clock."""
+        self.on_tokens: Callable[[], None] | None = None
+        """Called whenever tokens of the turn have come, which `sampled_since` returns. It must not raise."""
         self.stats = RunStats()
 
     @property
@@ -261,8 +265,12 @@ class BackendSession:
         `processed_logprobs` if the job sets neither. `mixed` means that backends differ, and `unknown` that a
         backend could not be asked.
         """
-        modes = {self._mode(mode) for mode in self._modes.values()}
-        return modes.pop() if len(modes) == 1 else MIXED_MODES if modes else UNKNOWN_MODE
+        return joined_mode(self.modes)
+
+    @property
+    def modes(self) -> set[str]:
+        """Return the kinds of log-probabilities of the backends whose whole answers are in the record."""
+        return {self._mode(mode) for mode in self._modes.values()}
 
     async def silence(self) -> str | None:
         """Return why an interrupted turn is the backend's fault, or None if the time was the policy's own.
@@ -332,6 +340,15 @@ class BackendSession:
             return None
         running = self._request.token_ids if self._waiting and self._request is not None else ()
         return (*self._tokens.ids, *running), time.monotonic() - self._tokens.began
+
+    def sampled_since(self, first: int) -> list[int]:
+        """Return the ids of the turn that is being sampled, without the first `first` ones."""
+        if self._tokens is None:
+            return []
+        ids = self._tokens.ids[first:]
+        if self._waiting and self._request is not None:
+            ids += self._request.token_ids[max(0, first - len(self._tokens.ids)) :]
+        return ids
 
     async def cut(self) -> Sample | None:
         """Return what the turn that was cancelled in the middle has sampled, or None if that is nothing.
@@ -442,7 +459,7 @@ class BackendSession:
 
     async def _checked(self, prompt: Sequence[int], sampling: Sampling) -> Sample:
         parent = None if self._span is None else self._span.traceparent
-        self._request = SampleRequest(self.backend)
+        self._request = SampleRequest(self.backend, on_tokens=self.on_tokens)
         sample = await self._client.sample(
             self.backend, prompt, sampling, self._paused, parent, self._request
         )
@@ -525,21 +542,22 @@ class BackendSession:
 
     async def _wait(self, seconds: float, cause: Cause) -> None:
         """Sleep because of the backend, and count the time as waited."""
+        now = time.monotonic()
         if self._span is not None:
-            now = time.monotonic()
             self._span.wait(cause, now, now + seconds)
-        self._passed(seconds)  # The time is reported first, which moves a limit before it expires.
+        self._passed(now, seconds)  # The time is reported first, which moves a limit before it expires.
         await asyncio.sleep(seconds)
 
     def _paused(self, seconds: float) -> None:
         """Note that the backend has been paused for that many further seconds."""
+        now = time.monotonic()
         if self._span is not None:
-            now = time.monotonic()
             self._span.wait("weights", now - seconds, now)
-        self._passed(seconds)
+        self._passed(now - seconds, seconds)
 
-    def _passed(self, seconds: float) -> None:
+    def _passed(self, begin: float, seconds: float) -> None:
         self.waited_seconds += seconds
+        self.waited_until = begin + seconds
         if self.on_wait is not None:
             self.on_wait(seconds)
 
@@ -581,6 +599,13 @@ def _verified(sample: Sample) -> int:
         if version.startswith(UNVERIFIED):
             return index
     return len(sample.policy_versions)
+
+
+def joined_mode(modes: set[str]) -> str:
+    """Return the one kind of log-probabilities of several backends; see `BackendSession.logprobs_mode`."""
+    if len(modes) > 1:
+        return MIXED_MODES
+    return next(iter(modes), UNKNOWN_MODE)
 
 
 def request_seed(base: int, task_id: str, sample_index: int, turn: int, part: int = 0) -> int:

@@ -6,6 +6,7 @@ It is a context variable: each task of asyncio has its own value, and inherits t
 from __future__ import annotations
 
 import contextlib
+import copy
 import time
 from collections.abc import Iterator, Mapping
 from contextvars import Context, ContextVar, copy_context
@@ -42,6 +43,12 @@ class RolloutScope:
         """Return an id for a further span below the stage, which no other span has."""
         self._children += 1
         return span_id(self.span, str(self._children))
+
+    def below(self, span: str) -> RolloutScope:
+        """Return a scope of the same rollout whose further spans are children of the span `span`."""
+        scope = copy.copy(self)
+        scope.span, scope._children = span, 0
+        return scope
 
     def traceparent(self, span: str) -> str:
         """Return the header `traceparent` of requests within a span of this rollout."""

@@ -1,0 +1,1 @@
+"""The protocols of model providers that the gateway speaks."""

@@ -355,14 +355,17 @@ POLICY = ROOT / "engine/src/rollyard_engine/models/tiny-policy"
 
 
 @asynccontextmanager
-async def engine(yard: Yard, port: int = 0) -> AsyncIterator[tuple[asyncio.subprocess.Process, int]]:
-    """Start the embedded engine with the shipped policy, and yield the process and its port."""
+async def engine(
+    yard: Yard, port: int = 0, *options: str, model: Path = POLICY
+) -> AsyncIterator[tuple[asyncio.subprocess.Process, int]]:
+    """Start the embedded engine, and yield the process and its port."""
     port_file = yard.folder / "engine.port"
     port_file.unlink(missing_ok=True)
     with (yard.folder / "engine.log").open("ab") as log:
         process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "rollyard_engine", "--model", str(POLICY), "--port", str(port),
-            "--port-file", str(port_file), "--served-model-name", "scripted", stdout=log, stderr=log,
+            sys.executable, "-m", "rollyard_engine", "--model", str(model), "--port", str(port),
+            "--port-file", str(port_file), "--served-model-name", "scripted", *options,
+            stdout=log, stderr=log,
         )  # fmt: skip
     try:
         async with asyncio.timeout(patience(60)):
@@ -416,3 +419,54 @@ async def test_an_outage_of_the_only_backend_costs_no_attempt(yard: Yard) -> Non
     interrupted = {one.id for one in waiting}
     assert all(result.sampled_tokens > 0 for result in results if result.id in interrupted)
     assert yard.sandboxes() == []
+
+
+async def test_a_template_without_tools_is_played_with_the_embedded_engine(yard: Yard) -> None:
+    """Rollouts at once, whose answers a script gives; the record has what the engine says it sampled."""
+    model = yard.folder / "model"
+    model.mkdir()
+    for file in POLICY.iterdir():
+        (model / file.name).symlink_to(file)
+    (model / "chat_template.jinja").unlink()
+    (model / "chat_template.jinja").write_text(
+        FAMILIES["gemma"].source.replace("<end_of_turn>", "<|im_end|>")
+    )
+    script, log = yard.folder / "script.jsonl", yard.folder / "samples.jsonl"
+    script.write_text(
+        "".join(
+            json.dumps({"contains": f"Number {number}?", "answers": [one.removesuffix(END) for one in turns]})
+            + "\n"
+            for number in range(2)
+            for turns in [[call("bash", command=f"echo 4{number}"), call("submit", answer=f"4{number}")]]
+        )
+    )
+    options = (f"--script={script}", f"--log-samples={log}", "--policy-version=v3")
+    async with engine(yard, 0, *options, model=model) as (_, port):
+        await yard.pool("p", f"http://127.0.0.1:{port}", model)
+        tasks = [
+            {"id": f"t{number}", "prompt": f"Number {number}?", "answer": f"4{number}"} for number in range(2)
+        ]
+        agent = {"type": "tools", "tools": ["bash", "submit"], "toolParser": "hermes"}
+        await yard.job(
+            "plain", tasks, handler="math", agent=agent, samplesPerTask=4, backendRef={"name": "p"}
+        )
+        async with yard.worker("--job", "plain"):
+            results = await yard.results("plain", 8)
+    assert [(result.status, result.reward) for result in results] == [("succeeded", 1.0)] * 8, yard.log()
+    logged = [json.loads(line) for line in log.read_text().splitlines()]
+    delivered = []
+    for one in results:
+        assert [message.role for message in one.messages].count("tool") == 2
+        (segment,) = one.segments
+        ids = [*segment.prompt_ids, *segment.response_ids]
+        for turn in one.turns:
+            start, end = (len(segment.prompt_ids) + place for place in (turn.start, turn.end))
+            delivered.append((ids[:start], ids[start:end], segment.logprobs[turn.start : turn.end]))
+        assert segment.policy_versions[: one.turns[0].end] == ["v3"] * one.turns[0].end
+    asked = [
+        (entry["prompt_ids"], entry["ids"], entry["logprobs"])
+        for entry in logged
+        if entry["finish_reason"] == "stop"
+    ]
+    assert len(delivered) == 16
+    assert sorted(delivered) == sorted(asked)

@@ -72,7 +72,7 @@ def test_the_control_plane_knows_which_of_our_jobs_start_no_sandbox_before_eval(
                     "agent": {"type": agent, "tools": tools}, **(service if name == "unscored" else {}),
                 }
             )  # fmt: skip
-            use = sandbox_use(handler(), agent_of(registry, spec)[1])
+            use = sandbox_use(handler(), *agent_of(registry, spec))
             assert spec.needs_early_sandboxes == (use == "run"), (name, agent)
 
 

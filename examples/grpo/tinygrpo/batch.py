@@ -43,13 +43,15 @@ def advantages(rewards: Sequence[float]) -> NDArray[np.float32]:
 
 
 def rows_of(group: Group, versions: PolicyVersions) -> list[Row]:
-    """Return a row for each segment of each rollout of a group. All rows of a rollout share its advantage."""
+    """Return a row for each segment of a group with sampled tokens. A rollout's rows share its advantage."""
     rewarded = [one for one in group.trajectories if one.reward is not None]
     rows: list[Row] = []
     for trajectory, advantage in zip(
         rewarded, advantages([one.reward or 0.0 for one in rewarded]), strict=True
     ):
         for segment in trajectory.segments:
+            if not any(segment.loss_mask):
+                continue
             before = len(segment.prompt_ids)
             mask = np.concatenate([np.zeros(before, bool), np.asarray(segment.loss_mask, dtype=bool)])
             updates = [

@@ -1,4 +1,4 @@
-"""Extension points: handlers, agents, tools, tool-call parsers and reward functions of packages and plugins.
+"""Extension points of packages and plugins: handlers, agents, harnesses, tools, parsers, reward functions.
 
 An entry point names a class. The class is called without arguments, once per use, so an extension keeps no
 state between rollouts unless it arranges for that itself. A plugin is a Python file, whose module has a name
@@ -34,6 +34,7 @@ from rollyard_pipeline.errors import PermanentFailure
 
 HANDLERS: Final = "rollyard.handlers"
 AGENTS: Final = "rollyard.agents"
+HARNESSES: Final = "rollyard.harnesses"
 TOOLS: Final = "rollyard.tools"
 TOOL_PARSERS: Final = "rollyard.tool_parsers"
 REWARD_FUNCTIONS: Final = "rollyard.reward_functions"
@@ -43,6 +44,7 @@ _OURS: Final = "rollyard"
 _WORDS: Final = {
     HANDLERS: ("handler", "UnknownHandler"),
     AGENTS: ("agent", "UnknownAgent"),
+    HARNESSES: ("harness", "UnknownHarness"),
     TOOLS: ("tool", "UnknownTool"),
     TOOL_PARSERS: ("tool-call parser", "UnknownToolParser"),
     REWARD_FUNCTIONS: ("reward function", "UnknownRewardFunction"),
@@ -167,7 +169,7 @@ class Registry:
 
     def load_own(self) -> None:
         """Load the extensions of Rollyard's own distribution, so that `load` finds them at once."""
-        for group in (HANDLERS, AGENTS, TOOLS, TOOL_PARSERS):
+        for group in (HANDLERS, AGENTS, HARNESSES, TOOLS, TOOL_PARSERS):
             for entry in self._own_entries().select(group=group):
                 with contextlib.suppress(PermanentFailure):
                     self.load(group, entry.name)

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Final
 
 from rollyard_crds.rolloutjob import ASSUMED_CONTEXT, AgentSpec, SamplingSpec
-from rollyard_crds.task import Task
+from rollyard_crds.task import Message, Task
 from rollyard_crds.trajectory import FinishReason
 from rollyard_inference.errors import ContextOverflow
 from rollyard_process.telemetry import conventions as names
@@ -29,10 +29,13 @@ from rollyard_sandbox.errors import SandboxError as ExecError
 
 from rollyard_pipeline.backends.session import BackendSession
 from rollyard_pipeline.errors import PermanentFailure
+from rollyard_pipeline.gateway.session import GatewaySession
+from rollyard_pipeline.harnesses.base import Harness
 from rollyard_pipeline.sabotage import reward_reason, was_removed
 from rollyard_pipeline.tool_parsers.base import ParsedCall, ParsedTurn, TokenParser, ToolCallParser
 from rollyard_pipeline.tools.base import Tool, ToolContext, ToolResult, check_arguments, refusal
-from rollyard_pipeline.trajectories.episode import Episode, clean_turn
+from rollyard_pipeline.trajectories.episode import Episode
+from rollyard_pipeline.trajectories.parts import turn_parts
 from rollyard_pipeline.trajectories.recorder import Prompt, Sample
 from rollyard_pipeline.trajectories.sanitize import clean_text
 
@@ -75,6 +78,25 @@ class AgentTurn:
     finish_reason: FinishReason
 
 
+@dataclass(slots=True)
+class HarnessAccess:
+    """What an agent has that says `uses_gateway`."""
+
+    harness: Harness
+    gateway: GatewaySession
+    workdir: str
+    """The sandbox's work folder."""
+    messages: list[Message]
+    """The messages from which the harness starts."""
+
+    def begin_step(self, episode: Episode, text: str) -> None:
+        """Let the harness play a further step of the task, from a prompt of its own."""
+        self.messages = [Message(role="user", content=text)]
+        episode.finished, episode.answer = False, None
+        self.gateway.conversations.next_step(text)
+        self.gateway.reopen()
+
+
 def stated_context(own: int | None, reported: int | None, configured: int | None) -> int | None:
     """Return the most tokens of an episode, or None if nothing states it.
 
@@ -92,6 +114,7 @@ class AgentContext:
 
     Args:
         model_context: The context in the model's config.json, in tokens, or None.
+        harness: The harness and the gateway of an agent that `uses_gateway`.
     """
 
     def __init__(
@@ -106,13 +129,15 @@ class AgentContext:
         parser: ToolCallParser | TokenParser | None,
         session: BackendSession | None,
         model_context: int | None = None,
+        harness: HarnessAccess | None = None,
     ) -> None:
         self.task = task
         self.spec = spec
         self.episode = episode
+        self.tool_context = tool_context
+        self.harness = harness
         self._sampling = sampling
         self._tools = tools
-        self._tool_context = tool_context
         self._parser = parser
         self._session = session
         self._model_context = model_context
@@ -202,18 +227,9 @@ class AgentContext:
         recorder, parser = self.episode.recorder, self._parser
         if parser is None or recorder is None:
             return ParsedTurn(text.strip())
-        thought = recorder.turns[-1].thought
-        # Messages in channels may be calls wherever they stand, and their parser knows a thought's channel.
-        start = thought.answer if thought is not None and not recorder.channels else 0
-        if isinstance(parser, ToolCallParser):
-            parsed = clean_turn(parser.parse(text[start:]))
-            return ParsedTurn((text[:start] + parsed.text).strip(), parsed.calls)
-        turn = await parser.parse_ids(sample.token_ids, prompt.ids) if start < len(text) else None
-        if turn is None:
-            return ParsedTurn(text.strip())
-        parsed = clean_turn(turn)
-        before = text[:start] if start else parsed.thought and f"{parsed.thought}\n\n"
-        return ParsedTurn((before + parsed.text).strip(), parsed.calls)
+        thought, ids = recorder.turns[-1].thought, sample.token_ids
+        parts = await turn_parts(parser, text, thought, recorder.channels, ids, prompt.ids)
+        return parts.parsed
 
     async def call(self, call: ParsedCall) -> ToolResult:
         """Run one tool call, and append its result as a message.
@@ -251,7 +267,7 @@ class AgentContext:
         return result
 
     async def _ran(self, tool: Tool, call: ParsedCall) -> ToolResult:
-        context = self._tool_context
+        context = self.tool_context
         try:
             return await tool.call(call.arguments, context)
         except ConnectionLost:
@@ -260,11 +276,15 @@ class AgentContext:
                 raise
             return observed
         except ExecError as error:
-            if error.reason == "ServerFault":
-                log.error("a bug of the exec server: %s", clean_text(str(error), 1000))
-            if not reward_reason(error) and not await was_removed(context.sandbox, error):
+            if not await self.has_caused(error):
                 raise
             return refusal(str(error))
+
+    async def has_caused(self, error: ExecError) -> bool:
+        """Return whether the policy is at fault for an error of the exec server, which it can see then."""
+        if error.reason == "ServerFault":
+            log.error("a bug of the exec server: %s", clean_text(str(error), 1000))
+        return bool(reward_reason(error)) or await was_removed(self.tool_context.sandbox, error)
 
     async def call_all(self, calls: tuple[ParsedCall, ...]) -> None:
         """Run a turn's calls in order, until one ends the episode."""
@@ -304,6 +324,8 @@ class Agent(ABC):
     """
 
     uses_model: ClassVar[bool] = True
+    uses_gateway: ClassVar[bool] = False
+    """Whether a program in the sandbox asks the model through the gateway, and the agent does not."""
     uses_tools: ClassVar[bool] = True
     """Whether the agent uses tools. If not, the job's tools are neither offered to the model nor started."""
 

@@ -80,9 +80,9 @@ def agent_of(extensions: registry.Registry, spec: RolloutJobSpec) -> tuple[Agent
 SandboxUse = Literal["run", "eval", "none"]
 
 
-def sandbox_use(handler: Handler, tools: Mapping[str, Tool]) -> SandboxUse:
+def sandbox_use(handler: Handler, agent: Agent, tools: Mapping[str, Tool]) -> SandboxUse:
     """Return where rollouts have a sandbox: from Init on (`run`), in Eval alone, or nowhere."""
-    if any(tool.needs_sandbox for tool in tools.values()):
+    if agent.uses_gateway or any(tool.needs_sandbox for tool in tools.values()):
         return "run"
     if not handler.needs_sandbox:
         return "none"

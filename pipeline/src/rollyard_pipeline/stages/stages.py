@@ -6,7 +6,7 @@ import asyncio
 import functools
 import logging
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from pathlib import Path
 from typing import Final, TypeAlias
@@ -15,9 +15,6 @@ from rollyard_crds.lease import (
     MAX_LIVE_TURNS,
     Lease,
     LiveTurn,
-    RouteRequest,
-    RouteResponse,
-    RunStats,
     StageResult,
     StageTimes,
 )
@@ -28,11 +25,10 @@ from rollyard_inference.errors import BackendUnavailable
 from rollyard_sandbox.errors import ConnectionLost
 
 from rollyard_pipeline import registry
-from rollyard_pipeline.agents.base import Agent, AgentContext, stated_context
-from rollyard_pipeline.backends import BackendClient, BackendSession
-from rollyard_pipeline.chat.format import ChatFormat, FormatCache
-from rollyard_pipeline.chat.tokenizer import ModelSizes, locate, model_sizes
-from rollyard_pipeline.control_plane.calls import ControlPlaneUnavailable, JobSpecs, WorkerCalls
+from rollyard_pipeline.agents.base import Agent, AgentContext, HarnessAccess
+from rollyard_pipeline.backends import BackendClient
+from rollyard_pipeline.chat.format import FormatCache
+from rollyard_pipeline.control_plane.calls import JobSpecs, WorkerCalls
 from rollyard_pipeline.control_plane.leases import HeldLease
 from rollyard_pipeline.errors import (
     CarryRefused,
@@ -46,6 +42,7 @@ from rollyard_pipeline.errors import (
 from rollyard_pipeline.handlers.base import ANSWER, Evaluation, Handler, StageContext
 from rollyard_pipeline.handlers.isolated.handler import tried_handler
 from rollyard_pipeline.handlers.isolated.places import blocked
+from rollyard_pipeline.harnesses.base import Harness
 from rollyard_pipeline.rewards.shaping import Rewards
 from rollyard_pipeline.sabotage import CRASHED, OUT_OF_MEMORY, SABOTAGED
 from rollyard_pipeline.sandboxes.egress.egress import Egress
@@ -68,13 +65,10 @@ from rollyard_pipeline.stages.contexts import (
 from rollyard_pipeline.stages.eval_sandboxes import EvalSandboxes, eval_sandbox, reaches
 from rollyard_pipeline.stages.evaluation import Lend, evaluate, shaped
 from rollyard_pipeline.stages.plugins import Digests, JobPlugins, digests_of
+from rollyard_pipeline.stages.run_models import ModelSource, RunModel, RunModels
 from rollyard_pipeline.stages.sandbox_places import SandboxPlaces
-from rollyard_pipeline.tool_parsers.base import ChatModel, TokenParser, ToolCallParser
-from rollyard_pipeline.tool_parsers.detect import configured
-from rollyard_pipeline.tool_parsers.renderers import Readers
-from rollyard_pipeline.tools.base import Tool, ToolContext
+from rollyard_pipeline.tools.base import ToolContext
 from rollyard_pipeline.trajectories.episode import Episode, running_turn, turns_from
-from rollyard_pipeline.trajectories.recorder import TrajectoryRecorder
 from rollyard_pipeline.trajectories.sanitize import clean_text
 
 _LONGEST_WAITED: Final = 14_400.0  # The longest wait for backends, in seconds, that is added to a limit.
@@ -83,7 +77,7 @@ _LONGEST_WAITED: Final = 14_400.0  # The longest wait for backends, in seconds, 
 class RunLimits:
     """The limits that are in force, all of which wait while a backend is paused, updated or too busy."""
 
-    def __init__(self, session: BackendSession | None, agent: AgentContext) -> None:
+    def __init__(self, session: ModelSource | None, agent: AgentContext) -> None:
         self._session = session
         self._agent = agent
         self._limits: list[asyncio.Timeout] = []
@@ -155,12 +149,14 @@ class AgentRuns:
 
     def say(self, text: str) -> None:
         """Continue the episode with a user's message."""
-        self._context.episode.resume(text)
+        if self._context.harness is None:
+            self._context.episode.resume(text)
+        else:
+            self._context.harness.begin_step(self._context.episode, text)
 
 
 log = logging.getLogger(__name__)
 
-_ROUTE_RETRY: Final = 1.0  # seconds
 _HandlerKey: TypeAlias = tuple[str, Digests]
 """The name of a handler, and the plugins among which it was found."""
 
@@ -197,23 +193,22 @@ class Stages:
         plugin_folder: Path | None = None,
     ) -> None:
         self._control = control
-        self._backends = backends
         self._provider = provider
         self._plugins = JobPlugins(control, extensions, plugin_folder)
-        self._backend_budget = backend_budget
         self._eval_grace = eval_grace
         self._jobs = JobSpecs(control)
         self._formats = formats or FormatCache()
         self._handlers: dict[_HandlerKey, Handler] = {}
         self._loading: dict[_HandlerKey, asyncio.Future[Handler]] = {}
         self._rewards = Rewards(self._plugins.of)
-        self._readers = Readers()
-        self._model_sizes: dict[str, ModelSizes] = {}
         self._met: set[str] = set()
         """The jobs for which a sandbox was started here."""
         self._warmed: set[str] = set()
         self._places = places or SandboxPlaces(provider, usual=4096)
         self._egress = egress or Egress()
+        self._models = RunModels(
+            control, backends, self._formats, self._egress, self._plugins.of, backend_budget
+        )
         self._eval_sandboxes = (
             EvalSandboxes(provider, self._places, self._attached, self._egress)
             if provider is not None
@@ -224,7 +219,7 @@ class Stages:
         """Close every handler, the network of sandboxes, and the processes that make rewards."""
         self._egress.close()
         await self._rewards.close()
-        await self._readers.close()
+        await self._models.close()
         for loading in self._loading.values():
             loading.cancel()
         loaded = await asyncio.gather(*self._loading.values(), return_exceptions=True)
@@ -268,16 +263,18 @@ class Stages:
             PipelineError: An extension of the job cannot be loaded.
         """
         await self._load(spec, namespace, name, None)
-        return sandbox_use(self._handler(spec), agent_of(self._plugins.of(spec), spec)[1])
+        return sandbox_use(self._handler(spec), *agent_of(self._plugins.of(spec), spec))
 
     async def _init(self, holding: HeldLease, spec: RolloutJobSpec, times: StageTimes) -> StageResult:
         lease, timeout = holding.lease, spec.stages.init.timeout_seconds
-        handler, (_, tools) = self._handler(spec).for_task(lease.task), agent_of(self._plugins.of(spec), spec)
+        handler, found = self._handler(spec).for_task(lease.task), agent_of(self._plugins.of(spec), spec)
         # Unknown names, and hosts that the job does not have, are detected before a sandbox is started.
         eval_network(spec, handler, lease.task)
         self._plugins.of(spec).load(registry.TOOL_PARSERS, spec.agent.tool_parser)
         await self._rewards.check(self._handler(spec), spec)
-        use = sandbox_use(handler, tools)
+        if spec.agent.harness is not None:
+            self._plugins.of(spec).load(registry.HARNESSES, spec.agent.harness)
+        use = sandbox_use(handler, *found)
         context = stage_context(lease, spec, timeout)
         try:
             if use == "run":
@@ -307,22 +304,10 @@ class Stages:
         lease, timeout = holding.lease, spec.stages.run.timeout_seconds
         handler = self._handler(spec).for_task(lease.task)
         agent, tools = agent_of(self._plugins.of(spec), spec)
-        session = self._session(lease, spec) if agent.uses_model else None
         episode = Episode(messages=lease.task.chat())
-        holding.live = functools.partial(_live_turns, episode, session)
-        parser: ToolCallParser | TokenParser | None = None
-        model_context: int | None = None
-        stated: int | None = None
-        if session is not None:
-            schemas, arguments = [tool.schema() for tool in tools.values()], spec.agent.chat_template_kwargs
-            chat = await self._formats.get(session.backend.tokenizer, schemas, arguments)
-            if tools:
-                episode.tool_parser, parser = await self._parser(spec, session, chat, tools)
-            sizes = await self._sizes(session.backend.tokenizer, chat)
-            session.vocabulary, model_context = sizes.vocabulary, sizes.context
-            reported = await session.context_limit()
-            stated = stated_context(spec.agent.max_context_tokens, reported, model_context)
-            episode.recorder = TrajectoryRecorder(chat, chat.opening(episode.messages))
+        model = RunModel(self._models.session(lease, spec) if agent.uses_model else None)
+        holding.live = functools.partial(_live_turns, episode, model)
+        await self._models.prepare(model, lease, spec, tools, episode, gateway=agent.uses_gateway)
         context = stage_context(lease, spec, timeout)
         try:
             async with self._attached(lease) as sandbox, self._lent(sandbox, context):
@@ -334,12 +319,13 @@ class Stages:
                     sampling=spec.sampling,
                     episode=episode,
                     tools=tools,
-                    tool_context=self._tool_context(sandbox, spec, stated),
-                    parser=parser,
-                    session=session,
-                    model_context=model_context,
+                    tool_context=self._tool_context(sandbox, spec, model.stated),
+                    parser=model.parser,
+                    session=model.session,
+                    model_context=model.model_context,
+                    harness=self._harness(spec, model, context.workdir, lease.task),
                 )
-                limits = RunLimits(session, agent_context)
+                limits = RunLimits(model.source, agent_context)
                 context.agent_steps = runs = AgentRuns(agent, agent_context, limits)
                 context.run_agent = runs.play
                 try:
@@ -352,8 +338,9 @@ class Stages:
                         raise
                     episode.truncate(end)
         finally:
-            times.model_seconds = session.model_seconds if session is not None else 0.0
+            times.model_seconds = model.seconds
             times.tool_seconds = episode.tool_seconds
+        record, segments = model.recorded(episode, lease, spec)
         if episode.answer is not None:
             context.carry[ANSWER] = episode.answer
         return StageResult(
@@ -362,17 +349,21 @@ class Stages:
             stage="run",
             sandbox=lease.sandbox,
             carry=checked_carry(context),
-            trajectory=episode.record(
-                lease,
-                spec.sampling,
-                session.backend.url if session is not None else "",
-                session.logprobs_mode if session is not None else "",
-            ),
-            segments=[] if episode.recorder is None else episode.recorder.segments(),
+            trajectory=record,
+            segments=segments,
             tokens_in_eval=handler.needs_tokens,
-            stats=session.stats if session is not None else RunStats(),
+            stats=model.stats,
             times=times,
         )
+
+    def _harness(
+        self, spec: RolloutJobSpec, model: RunModel, workdir: str, task: Task
+    ) -> HarnessAccess | None:
+        """Return the harness of a job, and the gateway that it calls, if its agent uses one."""
+        if model.gateway is None or spec.agent.harness is None:
+            return None
+        harness: Harness = self._plugins.of(spec).load(registry.HARNESSES, spec.agent.harness)()
+        return HarnessAccess(harness, model.gateway, workdir, task.chat())
 
     async def _eval(self, holding: HeldLease, spec: RolloutJobSpec, times: StageTimes) -> StageResult:
         lease, timeout = holding.lease, spec.stages.eval.timeout_seconds
@@ -559,53 +550,6 @@ class Stages:
             if loading.done():
                 self._loading.pop(key, None)
 
-    async def _parser(
-        self, spec: RolloutJobSpec, session: BackendSession, chat: ChatFormat, tools: Mapping[str, Tool]
-    ) -> tuple[str, ToolCallParser | TokenParser]:
-        """Return the name of the parser of tool calls that reads the model's turns, and the parser."""
-        name = spec.agent.tool_parser
-        parser = self._plugins.of(spec).load(registry.TOOL_PARSERS, name)()
-        folder = await asyncio.to_thread(locate, session.backend.tokenizer)
-        model = ChatModel(session.backend.model, folder, chat.template.source)
-        schemas = {tool.name: tool.parameters for tool in tools.values()}
-        return await configured(name, parser, model, schemas, self._readers)
-
-    async def _sizes(self, tokenizer: str, chat: ChatFormat) -> ModelSizes:
-        """Return what the folder of the tokenizer says of the model."""
-        if tokenizer not in self._model_sizes:
-            folder = await asyncio.to_thread(locate, tokenizer)
-            self._model_sizes[tokenizer] = await asyncio.to_thread(
-                model_sizes, folder, chat.tokenizer.vocabulary_size
-            )
-        return self._model_sizes[tokenizer]
-
-    def _session(self, lease: Lease, spec: RolloutJobSpec) -> BackendSession:
-        if lease.backend is None:
-            raise BackendUnavailable(f"no backend was assigned; the agent '{spec.agent.type}' needs one")
-        self._egress.infrastructure.add(lease.backend.url)
-
-        async def route(failed_url: str, error: str, blame: bool) -> RouteResponse:
-            request = RouteRequest(
-                rollout=lease.rollout, token=lease.token, failed_url=failed_url, error=error, blame=blame
-            )
-            try:
-                answer = await self._control.route(request)
-            except ControlPlaneUnavailable:
-                return RouteResponse(backend=None, retry_after=_ROUTE_RETRY)
-            if answer.backend is not None:
-                self._egress.infrastructure.add(answer.backend.url)
-            return answer
-
-        return BackendSession(
-            self._backends,
-            lease.backend,
-            route,
-            spec.sampling,
-            task_id=lease.task.id,
-            sample_index=lease.sample_index,
-            budget=self._backend_budget,
-        )
-
     def _tool_context(
         self, sandbox: Sandbox | None, spec: RolloutJobSpec, context: int | None
     ) -> ToolContext:
@@ -627,10 +571,10 @@ def _handler_key(spec: RolloutJobSpec) -> _HandlerKey:
     return spec.handler, digests_of(spec)
 
 
-def _live_turns(episode: Episode, session: BackendSession | None, first: int) -> list[LiveTurn]:
+def _live_turns(episode: Episode, model: RunModel, first: int) -> list[LiveTurn]:
     """Return the messages of a rollout from the number `first` on, and the turn that is being sampled."""
     turns = turns_from(episode, first)
-    sampled = session.sampled_now() if session is not None else None
+    sampled = model.source.sampled_now() if model.source is not None else None
     if sampled is not None and first + len(turns) == len(episode.messages) and len(turns) < MAX_LIVE_TURNS:
         running = running_turn(episode, *sampled)
         turns += [running] if running is not None else []

@@ -19,6 +19,11 @@ _CONTROLS: Final = re.compile(
 _MOVES: Final = re.compile(r"\x1b\[(?:[0-9;]*+[Hf]|\?(?:47|1047|1049)h)")
 
 
+def without_controls(text: str) -> str:
+    """Return a text without the codes for a terminal."""
+    return _CONTROLS.sub("", text)
+
+
 def render_result(result: ExecResult, timeout: float) -> str:
     """Return the output without trailing newlines, followed by a note about the exit.
 
@@ -28,7 +33,7 @@ def render_result(result: ExecResult, timeout: float) -> str:
     """
     text = result.text()
     # An interrupted terminal adds a carriage return.
-    output = _CONTROLS.sub("", text).rstrip("\r\n")
+    output = without_controls(text).rstrip("\r\n")
     notes: list[str] = []
     if _MOVES.search(text):
         notes.append("[a full-screen program ran, and there is no screen here]")

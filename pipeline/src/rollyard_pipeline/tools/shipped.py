@@ -69,12 +69,16 @@ class SubmitTool(Tool):
     async def call(self, arguments: dict[str, Any], ctx: ToolContext) -> ToolResult:
         """Submit the answer, which ends the episode."""
         answer: str = arguments["answer"]
-        size = len(answer.encode(errors="replace"))
-        if size > _MAX_ANSWER_BYTES:
-            return refusal(f"the answer has {size} bytes, at most {_MAX_ANSWER_BYTES} are allowed")
-        if "\0" in answer:
-            return refusal("the answer holds a NUL character")
-        return ToolResult("submitted", answer=answer)
+        problem = answer_problem(answer)
+        return ToolResult("submitted", answer=answer) if problem is None else refusal(problem)
+
+
+def answer_problem(answer: str) -> str | None:
+    """Return why a text cannot be an answer, or None if it can."""
+    size = len(answer.encode(errors="replace"))
+    if size > _MAX_ANSWER_BYTES:
+        return f"the answer has {size} bytes, at most {_MAX_ANSWER_BYTES} are allowed"
+    return "the answer holds a NUL character" if "\0" in answer else None
 
 
 _MAX_FILE_BYTES: Final = 8 << 20

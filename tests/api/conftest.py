@@ -31,7 +31,7 @@ from rollyard_testing.pace import patience
 __all__ = ["fresh_postgres", "migrated_postgres", "migrated_sqlite", "postgres"]
 
 OF_DIALECTS = re.compile(
-    "test_(claims|dynamic_sampling|leases|pools|prorl|registration|replicas|schema|uploads|view_rollouts|weights"
+    "test_(claims|dynamic_sampling|harness_quota|leases|pools|prorl|registration|replicas|schema|uploads|view_rollouts|weights"
     "|worker_deaths)"
 )
 """The files whose SQL depends on the dialect, such as locks, upserts, JSON and large objects."""

@@ -109,7 +109,7 @@ def path(rollout: str, piece: str) -> str:
 
 async def test_a_brief_has_all_but_tokens_and_messages(served: Any, ids: list[str]) -> None:
     found = (await served.viewer.get(path(ids[0], "brief"))).json()
-    assert found["segments"] == [{"prompt": 3, "response": 6}]
+    assert found["segments"] == [{"prompt": 3, "response": 6, "sampled": 4}]
     assert found["messages"] == 4
     assert (found["turns_total"], found["turns"][0]["tool_calls"][0]["name"]) == (2, "bash")
     assert "arguments" not in found["turns"][0]["tool_calls"][0]

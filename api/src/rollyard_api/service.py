@@ -69,11 +69,11 @@ class ViewObjects:
     Args:
         database: The database.
         disk: The threads in which folders of models are read.
-        fleet_seconds: The age up to which one read of the fleet serves all requests.
+        settings: Those of the control plane.
     """
 
-    def __init__(self, database: Database, disk: Bulkhead, fleet_seconds: float) -> None:
-        self.fleet = FleetReader(database, fleet_seconds)
+    def __init__(self, database: Database, disk: Bulkhead, settings: Settings) -> None:
+        self.fleet = FleetReader(database, settings.fleet_seconds, settings.max_harness_runs_per_namespace)
         self.feed = FleetFeed(self.fleet, database)
         self.folding = Folding(database)
         self.record_threads = Bulkhead("reading of records", threads=2, waiting=256, seconds=RECORD_SECONDS)
@@ -159,7 +159,7 @@ class ControlPlane:
         self.looks = Limit("looks at the database", each=LOOKS, total=64 * LOOKS)
         self.grants = Limit("requests for leases", each=GRANTS, total=64 * GRANTS)
         self.empty_answers = EmptyAnswers()
-        self.views = ViewObjects(database, self.disk, settings.fleet_seconds)
+        self.views = ViewObjects(database, self.disk, settings)
         self.searches = Limit("searches", each=2, total=4, seconds=settings.store_seconds)
         self.uploads = Uploads(database, settings.blob_limits)
         self.task_reader = TaskReader(settings.task_sources, settings.task_limits, self.uploads.pieces)

@@ -25,6 +25,7 @@ from rollyard_api.core.problems import Invalid, TimedOut, Unavailable
 NOUNS: Final = {
     "handlers": "handler",
     "agents": "agent",
+    "harnesses": "harness",
     "tools": "tool",
     "tool_parsers": "tool parser",
     "task_formats": "task format",

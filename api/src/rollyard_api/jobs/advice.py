@@ -74,6 +74,23 @@ def advice_on_wait(job: JobRow, waiting: int, seconds: float) -> list[dict[str, 
     return [{"reason": "RewardsAwaited", "message": message}]
 
 
+def advice_on_harness_quota(waiting: int, running: int, most: int) -> list[dict[str, str]]:
+    """Return the advice on rollouts of a harness that wait for the quota of their namespace.
+
+    Args:
+        waiting: The number of the job's rollouts that wait for Run.
+        running: The number of the namespace's rollouts of harnesses that are in Run.
+        most: The largest number of these.
+    """
+    if not waiting or running < most:
+        return []
+    message = (
+        f"rollouts that wait for Run: {waiting:,}; harnesses have {running:,} rollouts in Run in this "
+        f"namespace, of all jobs, and may have {most:,} (--max-harness-runs-per-namespace)"
+    )
+    return [{"reason": "HarnessQuota", "message": message}]
+
+
 class _Limit(NamedTuple):
     """A limit that truncates rollouts: its name and value, and what raises it."""
 

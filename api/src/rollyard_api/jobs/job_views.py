@@ -15,9 +15,10 @@ from sqlalchemy.engine import Connection
 
 from rollyard_api.core.codec import loads, revision_of, unpack
 from rollyard_api.core.conditions import timestamp
-from rollyard_api.jobs.advice import advice_on, advice_on_wait
+from rollyard_api.jobs.advice import advice_on, advice_on_harness_quota, advice_on_wait
 from rollyard_api.machine.states import RolloutState
 from rollyard_api.rollouts import unscored
+from rollyard_api.rollouts.harness_quota import HarnessUse
 from rollyard_api.storage import groups as group_rows
 from rollyard_api.storage import jobs as job_rows
 from rollyard_api.storage.jobs import DELETED
@@ -101,8 +102,18 @@ def _without_tasks(spec: bytes) -> dict[str, Any]:
     return document
 
 
-def document(conn: Connection, job: JobRow, *, bare: bool = False) -> dict[str, Any]:
-    """Return the whole RolloutJob as REST returns it, with live counts; `bare` leaves inline tasks out."""
+def document(
+    conn: Connection, job: JobRow, *, bare: bool = False, harness_use: HarnessUse | None = None
+) -> dict[str, Any]:
+    """Return the whole RolloutJob as REST returns it, with live counts.
+
+    Args:
+        conn: The database.
+        job: The job.
+        bare: Whether inline tasks are left out.
+        harness_use: How much of the quota of `leasing.grant` is in use, so that the job says when it waits
+            for that. None leaves it out.
+    """
     meta = loads(job.metadata)
     annotations = dict(meta.get("annotations") or {})
     annotations.pop(OBJECT_UID, None)  # Only registration sets it; its value in a manifest is ignored.
@@ -117,6 +128,9 @@ def document(conn: Connection, job: JobRow, *, bare: bool = False) -> dict[str, 
     advice = advice_on(job)
     if job.unscored and (since := unscored.oldest(conn, job.id)) is not None:
         advice += advice_on_wait(job, current["eval"]["queued"], time.time() - since)
+    if job.limits.harness and harness_use is not None and job.finished_at is None:
+        running = harness_use.running.get(job.namespace, 0)
+        advice += advice_on_harness_quota(current["run"]["queued"], running, harness_use.most)
     status = {
         "phase": "Pending",
         "conditions": [],
@@ -180,6 +194,7 @@ def listed(
     bare: bool,
     finished: bool | None,
     max_bytes: int,
+    max_harness_runs: int,
 ) -> tuple[list[dict[str, Any]], int | None]:
     """Return the jobs created after the one with id `after`, and the id to continue after if there are more.
 
@@ -195,8 +210,10 @@ def listed(
     if not count:
         return [], None
     last = selected[count - 1].id
-    rows = conn.execute(sa.select(jobs).where(*chosen, jobs.c.id <= last).order_by(jobs.c.id))
-    documents = [document(conn, JobRow(*row), bare=bare) for row in rows]
+    query = sa.select(jobs).where(*chosen, jobs.c.id <= last).order_by(jobs.c.id)
+    rows = [JobRow(*row) for row in conn.execute(query)]
+    use = HarnessUse.of(conn, rows, max_harness_runs)
+    documents = [document(conn, row, bare=bare, harness_use=use) for row in rows]
     return documents, last if count < len(selected) else None
 
 

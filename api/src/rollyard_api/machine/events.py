@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Final, Literal
 
 from msgspec import Struct
-from rollyard_crds.lease import StageTimes
+from rollyard_crds.lease import GatewayStats, StageTimes
 from rollyard_crds.rolloutjob import StageName
 
 NO_BACKEND: Final = "NoBackend"
@@ -50,6 +50,8 @@ class RunCounts(Struct, frozen=True):
     """The sampled tokens that the trajectory keeps."""
     spent_tokens: int = 0
     """The tokens that the backend sampled, kept or discarded."""
+    gateway: GatewayStats | None = None
+    """What the gateway counted, for an agent of type `harness`."""
 
 
 class Leased(Struct, frozen=True):

@@ -54,6 +54,8 @@ class Limits(Struct, frozen=True):
     """The `spec.reward.service` as JSON, or None."""
     sampling: SamplingRules | None = None
     """The rules of dynamic sampling, or None if the job does not use it."""
+    harness: bool = False
+    """Whether the agent is a harness, whose rollouts use the gateway in Run."""
 
     @classmethod
     def of(cls, spec: RolloutJobSpec) -> Limits:
@@ -77,6 +79,7 @@ class Limits(Struct, frozen=True):
                 metric=sampling.metric,
                 min_std=sampling.min_std,
             ),
+            harness=spec.agent.harness is not None,
         )
 
 

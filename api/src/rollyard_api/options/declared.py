@@ -218,8 +218,8 @@ class PlaneOptions(DeclaredOptions):
     plugins: Annotated[
         tuple[Annotated[Path, AfterValidator(_absolute)], ...],
         Option(
-            "A Python file whose handlers, tools, agents, tool-call parsers and reward functions jobs may "
-            "name, or a folder of such files; a job keeps the text of its submission; repeatable",
+            "A Python file whose handlers, tools, agents, harnesses, tool-call parsers and reward functions "
+            "jobs may name, or a folder of such files; a job keeps the text of its submission; repeatable",
             JOBS,
             flag="--plugin",
             metavar="FILE",
@@ -271,6 +271,11 @@ class PlaneOptions(DeclaredOptions):
     max_queued: Annotated[Count, Option("Unfinished rollouts", BOUNDS)] = 4_000_000
     """The largest number of unfinished rollouts in all. Further ones are answered with 429."""
     max_queued_per_namespace: Annotated[Count, Option("Those of one namespace", BOUNDS)] = 1_000_000
+    max_harness_runs_per_namespace: Annotated[
+        Count, Option("Rollouts of harnesses of one namespace that are in Run at once", BOUNDS)
+    ] = 4096
+    """The largest number of rollouts of harnesses of one namespace that are in Run at once, each of which
+    keeps a session of the gateway of its worker. Further ones wait in the queue."""
     max_unread: Annotated[Count, Option("Ended rollouts of a stream that nobody has read", BOUNDS)] = 100_000
     """The largest number of ended rollouts of a stream that nobody has read. A stream with more of them takes
     no further tasks and targets."""

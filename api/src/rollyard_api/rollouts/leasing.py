@@ -27,6 +27,7 @@ from rollyard_api.machine.events import Blamed, Event, Leased, Moved
 from rollyard_api.machine.rollout import Rejection, Rollout, Transition, decide
 from rollyard_api.machine.states import RolloutState
 from rollyard_api.rollouts import transitions
+from rollyard_api.rollouts.harness_quota import HarnessRoom, HarnessRuns
 from rollyard_api.storage import groups as group_rows
 from rollyard_api.storage import jobs as job_rows
 from rollyard_api.storage import rollouts as rollout_rows
@@ -107,7 +108,12 @@ class Granted(NamedTuple):
 
 
 def grant(
-    tx: Transaction, ask: LeaseRequest, only: int | None, lease_seconds: float, max_bytes: int
+    tx: Transaction,
+    ask: LeaseRequest,
+    only: int | None,
+    lease_seconds: float,
+    max_bytes: int,
+    max_harness_runs: int,
 ) -> Granted:
     """Lease up to MAX_BATCH rollouts within the worker's capacity.
 
@@ -119,6 +125,7 @@ def grant(
         lease_seconds: The time for which the leases hold, in seconds.
         max_bytes: The bytes of the tasks and trajectories in the leases, unless there is only one lease. The
             remaining rollouts stay in their queues.
+        max_harness_runs: The largest number of rollouts of harnesses of a namespace that are in Run at once.
     """
     room = max_bytes
     live = {
@@ -132,8 +139,11 @@ def grant(
         return Granted([])
     pools = {(row.namespace, row.pool) for row in live.values() if row.pool is not None}
     routed = bool(pools) and ask.capacity.get("run", 0) > 0
+    harness_room: HarnessRoom | None = None
     if routed:
-        lock(tx, pools)
+        harnesses = HarnessRuns(tx.conn, {row.namespace for row in live.values() if row.limits.harness})
+        lock(tx, pools | harnesses.pools)
+        harness_room = HarnessRoom(harnesses.count(tx.conn), max_harness_runs)
     # One job alone needs no share, and without a Run no backend is chosen.
     active = tx.conn.execute(ACTIVE).all() if routed or len(live) > 1 else []
     loads: defaultdict[int, int] = defaultdict(int)
@@ -157,7 +167,7 @@ def grant(
             if not (row.holding and stage == "init")
         ]
         fetch = partial(_waiting, tx, RolloutState.queued(stage), ask.node)
-        admit = partial(_admit, live, routers)
+        admit = partial(_admit, live, routers, harness_room)
         taken = allocate(shares, places, fetch, admit)
         for candidate in taken:
             loads[candidate.rollout.job_id] += 1
@@ -174,9 +184,20 @@ def grant(
     return Granted(leases, pool_places)
 
 
-def _admit(live: dict[int, LeasableJob], routers: Routers | None, job_id: int) -> bool:
+def _admit(
+    live: dict[int, LeasableJob], routers: Routers | None, harness_room: HarnessRoom | None, job_id: int
+) -> bool:
+    """Return whether a job may have one more rollout in the stage, and if so, keep the room for it.
+
+    There are routers only for Run.
+    """
     job = live[job_id]
-    return routers is None or job.pool is None or routers.admit((job.namespace, job.pool))
+    if routers is None or job.pool is None:
+        return True
+    key = (job.namespace, job.pool)
+    if harness_room is None or not job.limits.harness:
+        return routers.admit(key)
+    return harness_room.has(job.namespace) and routers.admit(key) and harness_room.take(job.namespace)
 
 
 def _waiting(tx: Transaction, state: RolloutState, node: str, job_id: int, limit: int) -> Sequence[Waiting]:

@@ -28,6 +28,7 @@ from rollyard_api.machine.events import (
 from rollyard_api.machine.rollout import Rejection, decide
 from rollyard_api.machine.signs import doubtful_kind
 from rollyard_api.rollouts import staleness, transitions
+from rollyard_api.rollouts.conversations import record_problems
 from rollyard_api.storage import rollouts as rollout_rows
 from rollyard_api.storage.database import Transaction
 from rollyard_api.trajectories import packed
@@ -78,28 +79,13 @@ def _problems(result: StageResult, carry: bytes, name: str) -> Iterator[str]:
     elif result.trajectory is None:
         yield f"{name}.trajectory: is required in stage run and must be an object"
     else:
-        lengths = [len(segment.response_ids) for segment in result.segments]
-        yield from _turn_problems(result.trajectory, lengths, f"{name}.trajectory")
+        yield from record_problems(result.trajectory, result.segments, f"{name}.trajectory")
     if result.stage != "eval":
         for field in ("reward", "reward_reason", "reward_output"):
             if getattr(result, field) not in (None, ""):
                 yield f"{name}.{field}: only the Eval stage gives one"
     elif result.reward is None:
         yield f"{name}.reward: must be a finite number in stage eval (got None)"
-
-
-def _turn_problems(trajectory: RunRecord, lengths: Sequence[int], name: str) -> Iterator[str]:
-    """Yield the first turn that does not lie in its segment, of which `lengths` has the responses' tokens."""
-    for index, turn in enumerate(trajectory.turns):
-        segment, start, end = turn.segment, turn.start, turn.end
-        if turn.finish_reason == "replayed" and (segment, start, end) == (0, 0, 0):
-            continue  # No model sampled this turn, and it has no tokens.
-        if not 0 <= segment < len(lengths):
-            yield f"{name}.turns[{index}].segment: there is no segment {segment}"
-            return
-        if not 0 <= start <= end <= lengths[segment]:
-            yield f"{name}.turns[{index}]: [{start}, {end}) does not lie in segment {segment}"
-            return
 
 
 def _event(result: StageResult, document: dict[str, Any], carry: bytes) -> events.Report:
@@ -141,7 +127,7 @@ def _counts(result: StageResult, trajectory: RunRecord, sizes: Sequence[SegmentS
     """
     calls = [
         (call.name, (call.error or "").startswith(MALFORMED_CALL))
-        for turn in trajectory.turns
+        for turn in trajectory.every_turn
         if turn.finish_reason != "replayed"
         for call in turn.tool_calls
     ]
@@ -149,8 +135,8 @@ def _counts(result: StageResult, trajectory: RunRecord, sizes: Sequence[SegmentS
     sampled = sum(size.sampled_tokens for size in sizes)
     sampling = trajectory.sampling
     return RunCounts(
-        turns=len(trajectory.turns),
-        tool_calls=sum(len(turn.tool_calls) for turn in trajectory.turns),
+        turns=sum(1 for _ in trajectory.every_turn),
+        tool_calls=sum(len(turn.tool_calls) for turn in trajectory.every_turn),
         cut=trajectory.truncated_reason[:MAX_REASON],
         open_thought=bool(trajectory.turns) and _ends_in_a_thought(trajectory.turns[-1]),
         logprobs="" if sampling is None else doubtful_kind(sampling.logprobs_mode),
@@ -159,6 +145,7 @@ def _counts(result: StageResult, trajectory: RunRecord, sizes: Sequence[SegmentS
         template_breaks=trajectory.template_breaks,
         sampled_tokens=sampled,
         spent_tokens=(result.stats.sampled_tokens or sampled) + result.stats.discarded_tokens,
+        gateway=result.stats.gateway,
     )
 
 

@@ -13,6 +13,7 @@ from typing import Any, Final
 
 import msgspec
 from rollyard_crds.fields.dynamic_sampling import TARGET_MET
+from rollyard_crds.lease import GATEWAY_PROTOCOLS, GatewayStats
 from rollyard_crds.rolloutjob import STAGES
 
 from rollyard_api.backends import circuits
@@ -235,6 +236,8 @@ class _Batch:
         if counts.template_breaks:
             tx.count("template_breaks", value=counts.template_breaks)
         tx.count("sampled_tokens", value=counts.sampled_tokens)
+        if counts.gateway is not None:
+            _count_gateway(tx, counts.gateway)
         if rollout.backend is not None:
             self.answering.add((rollout.job_id, rollout.backend))
             if not rollout.was_moved:
@@ -316,6 +319,16 @@ class _Batch:
         if any(ending.transition.reward is None for ending in endings):
             # Such a rollout may have had a place on a backend. One that was evaluated no longer had one.
             tx.wake(QUEUE)
+
+
+def _count_gateway(tx: Transaction, stats: GatewayStats) -> None:
+    for protocol, calls in stats.calls.items():
+        # A worker names the protocols, and each new label would stay in the metrics.
+        tx.count("gateway_calls", protocol if protocol in GATEWAY_PROTOCOLS else "other", value=calls)
+    for kind, number in stats.conversations.items():
+        tx.count("gateway_conversations", kind, value=number)
+    for name in ("refused", "repeats", "segments", "unmatched", "tokenized"):
+        tx.count(f"gateway_{name}", value=getattr(stats, name))
 
 
 def _add_timings(timings: dict[str, Any], rollout: Rollout, transition: Transition, now: float) -> None:

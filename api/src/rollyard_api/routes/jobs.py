@@ -29,6 +29,7 @@ from rollyard_api.core.wakeups import UNFINISHED
 from rollyard_api.jobs import blobs, job_views, jobs, manifests, registration, tasks
 from rollyard_api.jobs.manifests import NewJob
 from rollyard_api.jobs.tasks import TaskRow
+from rollyard_api.rollouts.harness_quota import HarnessUse
 from rollyard_api.routes.common import (
     Call,
     DefaultNamespace,
@@ -137,8 +138,12 @@ def registered(
     return manifest.model_copy(update={"metadata": registration.of_object(meta)})
 
 
-def _read(conn: Connection, namespace: str, name: str, *, bare: bool = False) -> dict[str, Any]:
-    return job_views.document(conn, job_rows.find(conn, namespace, name), bare=bare)
+def _read(
+    conn: Connection, namespace: str, name: str, *, bare: bool = False, max_harness_runs: int | None = None
+) -> dict[str, Any]:
+    job = job_rows.find(conn, namespace, name)
+    use = None if max_harness_runs is None else HarnessUse.of(conn, [job], max_harness_runs)
+    return job_views.document(conn, job, bare=bare, harness_use=use)
 
 
 async def _tasks(
@@ -286,6 +291,7 @@ async def list_jobs(
             bare=omit == "tasks" or call.caller.role == "viewer",
             finished=finished,
             max_bytes=call.plane.settings.page_bytes,
+            max_harness_runs=call.plane.settings.max_harness_runs_per_namespace,
         )
     )
     kind = {"apiVersion": "rollyard.dev/v1alpha1", "kind": "RolloutJobList"}
@@ -298,7 +304,9 @@ async def get_job(job: Named) -> Response:
 
     Viewers do not see inline tasks, which hold answers and hidden tests: `spec.tasks` then has `stream`.
     """
-    return answer(await job.read(partial(_read, bare=job.caller.role == "viewer")))
+    most = job.plane.settings.max_harness_runs_per_namespace
+    read = partial(_read, bare=job.caller.role == "viewer", max_harness_runs=most)
+    return answer(await job.read(read))
 
 
 @router.delete("/{name}", status_code=202)

@@ -108,7 +108,15 @@ async def _granted(
 def _grant(
     plane: ControlPlane, ask: LeaseRequest, job_id: int | None, tx: Transaction
 ) -> tuple[Granted, bool]:
-    granted = leasing.grant(tx, ask, job_id, plane.settings.lease_seconds, plane.settings.page_bytes)
+    settings = plane.settings
+    granted = leasing.grant(
+        tx,
+        ask,
+        job_id,
+        settings.lease_seconds,
+        settings.page_bytes,
+        settings.max_harness_runs_per_namespace,
+    )
     if granted.leases:
         # Their sandboxes may wait for this node before the worker's next heartbeat.
         heartbeats.heard(tx, ask.node, job_id)

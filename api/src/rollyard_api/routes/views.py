@@ -377,6 +377,8 @@ async def _compact_record(call: NamedCall, rollout: str) -> tuple[JobRow, Compac
 async def brief(call: Named, rollout: str) -> Response:
     """Return an ended rollout's record without tokens, messages and arguments of calls.
 
+    `messages` is the number of messages, of the record as of each of its `branches`.
+
     `spans` are [state, begin, end] in seconds since the epoch, and `neighbours` the ids of samples and
     failed rollouts before and after it.
     """
@@ -391,13 +393,15 @@ async def get_messages(
     start: _Number = 0,
     limit: Annotated[int, Query(ge=1, le=pieces.MAX_MESSAGES)] = 50,
     most: Annotated[int, Query(ge=1, le=pieces.MAX_CHARACTERS)] = 20_000,
+    conversation: _Number | None = None,
 ) -> Response:
     """Return messages of an ended rollout by range, each cut to `most` characters.
 
-    An answer may hold fewer messages than `limit`, since it is bounded in characters too.
+    They are those of the rollout's own conversation, or of the branch whose number is `conversation`. An
+    answer may hold fewer messages than `limit`, since it is bounded in characters too.
     """
     _, record = await _compact_record(call, rollout)
-    return answer(pieces.messages(record, start, limit, most))
+    return answer(pieces.messages(pieces.conversation_of(record, conversation), start, limit, most))
 
 
 @router.get(f"{_ROLLOUT_PATH}/messages/{{number}}")
@@ -407,12 +411,13 @@ async def get_message_text(
     number: int,
     offset: _Number = 0,
     limit: Annotated[int, Query(ge=1, le=pieces.MAX_CHARACTERS)] = 20_000,
+    conversation: _Number | None = None,
 ) -> Response:
     """Return a part of the text of one message: {text, offset, characters}."""
     if number < 0:
         raise Malformed.of("number: must be 0 or more")
     _, record = await _compact_record(call, rollout)
-    return answer(pieces.message_text(record, number, offset, limit))
+    return answer(pieces.message_text(pieces.conversation_of(record, conversation), number, offset, limit))
 
 
 @router.get(f"{_ROLLOUT_PATH}/tokens")

@@ -312,6 +312,7 @@ class LeasableJob:
     priority: int
     pool: str | None
     holding: bool
+    limits: Limits
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,15 +30,28 @@ _TYPES: dict[Any, pa.DataType] = {
 }
 
 
-def _columns(model: type[BaseModel], lists: Mapping[str, pa.DataType]) -> list[tuple[str, pa.DataType]]:
-    """Return the columns of a model, all of which except these lists are numbers, truth values or texts."""
+def _columns(model: type[BaseModel], others: Mapping[str, pa.DataType]) -> list[tuple[str, pa.DataType]]:
+    """Return the columns of a model, all of which except these are numbers, truth values or texts."""
     fields = model.model_fields.items()
-    return [(name, lists.get(name) or _TYPES.get(field.annotation, pa.string())) for name, field in fields]
+    return [(name, others.get(name) or _TYPES.get(field.annotation, pa.string())) for name, field in fields]
 
 
-_LISTS: Final = {"segments": pa.list_(_SEGMENT), "attempts": pa.list_(pa.struct(_columns(Attempt, {})))}
-SCHEMA: Final = pa.schema(_columns(Trajectory, _LISTS))
-_JSON: Final = ("reward_components", "messages", "turns", "sampling", "timings", "metadata")
+_OTHERS: Final = {
+    "segments": pa.list_(_SEGMENT),
+    "attempts": pa.list_(pa.struct(_columns(Attempt, {}))),
+    "continues": pa.int32(),
+}
+SCHEMA: Final = pa.schema(_columns(Trajectory, _OTHERS))
+_JSON: Final = (
+    "reward_components",
+    "messages",
+    "turns",
+    "sampling",
+    "timings",
+    "metadata",
+    "branches",
+    "harness",
+)
 """The columns without a fixed shape, which hold JSON text."""
 _DEFAULTS: dict[str, Any] = {
     name: field.get_default(call_default_factory=True)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
+from itertools import chain
 from typing import Any, Final
 
 from rollyard_api.core.codec import dumps
@@ -33,8 +34,12 @@ def hash_of(word: str) -> bytes:
 
 
 def texts_of(record: Mapping[str, Any]) -> Iterator[str]:
-    """Return the texts of a record's conversation: those of its messages, and the arguments of its calls."""
-    for message in record.get("messages") or ():
+    """Return the texts of a record's conversations: those of its messages, and the arguments of its calls.
+
+    Those of the rollout's own conversation come first.
+    """
+    branches = (branch.get("messages") or () for branch in record.get("branches") or ())
+    for message in chain(record.get("messages") or (), *branches):
         thought = message.get("reasoning_content")
         if isinstance(thought, str):
             yield thought

@@ -12,7 +12,9 @@ from rollyard_crds.rolloutjob import STAGES, StageName
 from sqlalchemy.engine import Connection
 
 from rollyard_api.core.codec import loads
+from rollyard_api.jobs.advice import advice_on_harness_quota
 from rollyard_api.machine.states import UNFINISHED, RolloutState
+from rollyard_api.rollouts.harness_quota import HarnessUse
 from rollyard_api.storage.schema import jobs, rollouts
 from rollyard_api.storage.view_tables import ended_rollouts, job_statistics
 from rollyard_api.views import keyset
@@ -25,7 +27,7 @@ STUCK_SECONDS: Final = 300.0
 
 COLUMNS: Final = (
     *jobs.c["id", "uid", "namespace", "name", "status", "pool", "suspended", "closed", "cancel_reason"],
-    *jobs.c["created_at", "started_at", "deadline_at", "finished_at", "outage_began"],
+    *jobs.c["created_at", "started_at", "deadline_at", "finished_at", "outage_began", "limits"],
     *jobs.c["total", "ended", "succeeded", "failed", "cancelled", "reward_sum"],
 )
 _UNFINISHED: Final = sa.select(jobs.c.id).where(jobs.c.finished_at.is_(None), jobs.c.deleted_at.is_(None))
@@ -46,7 +48,7 @@ _LAST_ENDS: Final = sa.select(ended_rollouts.c.job_id, ended_rollouts.c.ended_at
 
 
 def slim(
-    conn: Connection, rows: Sequence[Any], heard: Collection[int], now: float
+    conn: Connection, rows: Sequence[Any], heard: Collection[int], now: float, max_harness_runs: int
 ) -> dict[int, dict[str, Any]]:
     """Return the slim rows of jobs by their numbers.
 
@@ -55,20 +57,28 @@ def slim(
         rows: Rows of COLUMNS.
         heard: The jobs of which a worker was heard from lately. 0 stands for all jobs.
         now: The time, in seconds since the epoch.
+        max_harness_runs: The largest number of rollouts of harnesses of a namespace that are in Run at once.
     """
     states: defaultdict[int, dict[RolloutState, int]] = defaultdict(dict)
     for row in conn.execute(_COUNTS):
         states[row.job_id][row.state] = row.n
     # When the last folded rollout of each job ended.
     ends = {row.job_id: row.ended_at for row in conn.execute(_LAST_ENDS)}
+    waiting = [row for row in rows if states[row.id].get(RolloutState.QUEUED_RUN)]
+    use = HarnessUse.of(conn, waiting, max_harness_runs)
     return {
-        row.id: _slim(row, states[row.id], ends.get(row.id), row.id in heard or 0 in heard, now)
+        row.id: _slim(row, states[row.id], ends.get(row.id), row.id in heard or 0 in heard, now, use)
         for row in rows
     }
 
 
 def _slim(
-    row: Any, states: Mapping[RolloutState, int], last_end: float | None, heard: bool, now: float
+    row: Any,
+    states: Mapping[RolloutState, int],
+    last_end: float | None,
+    heard: bool,
+    now: float,
+    harness_use: HarnessUse,
 ) -> dict[str, Any]:
     status = loads(row.status)
     stages = {
@@ -102,7 +112,7 @@ def _slim(
         "stages": stages,
         "reward_mean": row.reward_sum / row.succeeded if row.succeeded else None,
         "late": late(row, last_end, now),
-        "waits_for": waits_for(row, status, stages, active, heard, unscored),
+        "waits_for": waits_for(row, status, stages, active, heard, unscored, harness_use),
     }
 
 
@@ -149,10 +159,12 @@ def waits_for(
     active: int,
     heard: bool,
     unscored: int = 0,
+    harness_use: HarnessUse | None = None,
 ) -> dict[str, str] | None:
     """Return {reason, message} of what keeps an unfinished job from working, or None if it works.
 
-    Of the rollouts in the queue of Eval, `unscored` wait for the trainer's rewards.
+    Of the rollouts in the queue of Eval, `unscored` wait for the trainer's rewards. `harness_use` says how
+    much of the namespace's quota for rollouts of harnesses is in use.
     """
     if row.finished_at is not None or row.cancel_reason is not None:
         return None
@@ -176,6 +188,10 @@ def waits_for(
             return None
         message = status.get("message") or "the stream is open, and nothing was pushed that is left"
         return {"reason": "NoTasks", "message": message}
+    if row.limits.harness and harness_use is not None:
+        in_run = harness_use.running.get(row.namespace, 0)
+        if advice := advice_on_harness_quota(stages["run"]["queued"], in_run, harness_use.most):
+            return advice[0]
     running = conditions.get("Running")
     if running is not None and running.get("status") != "True" and running.get("reason"):
         return {"reason": running["reason"], "message": running.get("message") or ""}

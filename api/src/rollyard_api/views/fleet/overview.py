@@ -137,10 +137,12 @@ class FleetReader:
     Args:
         database: The database.
         seconds: The age up to which the last read is returned again.
+        max_harness_runs: The largest number of rollouts of harnesses of a namespace that are in Run at once.
     """
 
-    def __init__(self, database: Database, seconds: float) -> None:
+    def __init__(self, database: Database, seconds: float, max_harness_runs: int) -> None:
         self._database = database
+        self._max_harness_runs = max_harness_runs
         self._seconds = seconds
         self._lock = asyncio.Lock()
         self._last: FleetSnapshot | None = None
@@ -161,13 +163,15 @@ class FleetReader:
                 return self._last
             began = time.monotonic()
             known = {} if self._last is None else self._last.jobs
-            self._last = await self._database.read(partial(_look, known=known))
+            self._last = await self._database.read(
+                partial(_look, known=known, max_harness_runs=self._max_harness_runs)
+            )
             self._read = began
             self.reads += 1
             return self._last
 
 
-def _look(conn: Connection, known: Mapping[int, dict[str, Any]]) -> FleetSnapshot:
+def _look(conn: Connection, known: Mapping[int, dict[str, Any]], max_harness_runs: int) -> FleetSnapshot:
     """Return the fleet. Slim rows of the last read that no longer change are kept."""
     now = time.time()
     alive = jobs.c.deleted_at.is_(None)
@@ -179,7 +183,8 @@ def _look(conn: Connection, known: Mapping[int, dict[str, Any]]) -> FleetSnapsho
     for batch in chunks(sorted(missing)):
         rows += conn.execute(sa.select(*job_rows.COLUMNS).where(jobs.c.id.in_(batch)))
     fleet = workers.view(conn, now)
-    listed = dict(sorted((final | job_rows.slim(conn, rows, fleet.jobs, now)).items()))
+    slim = job_rows.slim(conn, rows, fleet.jobs, now, max_harness_runs)
+    listed = dict(sorted((final | slim).items()))
     phases = Counter(job["phase"] for job in listed.values())
     document = {
         "time": now,

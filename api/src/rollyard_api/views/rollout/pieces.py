@@ -18,12 +18,12 @@ from rollyard_api.storage.rows import JobRow
 from rollyard_api.storage.schema import rollouts
 from rollyard_api.storage.view_tables import ended_rollouts
 from rollyard_api.trajectories import traces
-from rollyard_api.views.rollout.records import CompactRecord, row_of
+from rollyard_api.views.rollout.records import CompactRecord, RecordedConversation, row_of
 
 T = TypeVar("T")
 
 MAX_TURNS: Final = 2000
-"""The number of turns that are shown."""
+"""The number of turns that are shown, of all conversations together."""
 _ROW: Final = sa.select(*rollouts.c["end_seq", "group_no", "sample", "since", "timings"])
 
 
@@ -39,29 +39,59 @@ def brief(conn: Connection, job: JobRow, record: CompactRecord) -> dict[str, Any
     """
     head = dict(record.head)
     row = row_of(conn, job, head["id"], _ROW)
-    turns = head.pop("turns", [])
-    head["turns"] = [
-        turn
-        | {
-            "tool_calls": [
-                {name: value for name, value in call.items() if name != "arguments"}
-                for call in turn.get("tool_calls") or ()
-            ]
-        }
-        for turn in turns[:MAX_TURNS]
-    ]
+    room = MAX_TURNS
+    parts = []
+    for conversation in record.conversations.values():
+        turns = [_without_arguments(turn) for turn in conversation.turns[:room]]
+        room -= len(turns)
+        parts.append(
+            {
+                **conversation.head,
+                "turns": turns,
+                "turns_total": len(conversation.turns),
+                "messages": len(conversation.messages),
+            }
+        )
+    own, *branches = parts
+    if branches:
+        head["branches"] = branches
     return {
         **head,
-        "turns_total": len(turns),
+        **own,
         "segments": [
-            {"prompt": len(segment.prompt_ids), "response": len(segment.response_ids)}
+            {
+                "prompt": len(segment.prompt_ids),
+                "response": len(segment.response_ids),
+                "sampled": segment.sizes.sampled_tokens,
+            }
             for segment in record.segments
         ],
-        "messages": len(record.messages),
         "spans": traces.spans(loads(row.timings), row.since),
         "neighbours": _neighbours(conn, job.id, row),
         "trace_id": trace_id(head["id"]),
     }
+
+
+def _without_arguments(turn: Mapping[str, Any]) -> dict[str, Any]:
+    calls = [
+        {name: value for name, value in call.items() if name != "arguments"}
+        for call in turn.get("tool_calls") or ()
+    ]
+    return {**turn, "tool_calls": calls}
+
+
+def conversation_of(record: CompactRecord, number: int | None) -> RecordedConversation:
+    """Return the conversation of a record with this number, or the rollout's own one for None.
+
+    Raises:
+        NotFound: The record has no such conversation.
+    """
+    if number is None:
+        return record.own
+    conversation = record.conversations.get(number)
+    if conversation is None:
+        raise NotFound(f"the record has no conversation with number {number}", reason="PieceNotFound")
+    return conversation
 
 
 def _neighbours(conn: Connection, job_id: int, row: Any) -> dict[str, str | None]:
@@ -105,12 +135,12 @@ def text_of(message: Mapping[str, Any]) -> str:
     return dumps(content).decode()
 
 
-def messages(record: CompactRecord, start: int, limit: int, most: int) -> dict[str, Any]:
+def messages(conversation: RecordedConversation, start: int, limit: int, most: int) -> dict[str, Any]:
     """Return {start, total, items} with at most `limit` messages of at most `most` characters each."""
     items: list[dict[str, Any]] = []
     room = MAX_ANSWER
-    for number in range(start, min(start + limit, len(record.messages))):
-        item = _item(record, number, most)
+    for number in range(start, min(start + limit, len(conversation.messages))):
+        item = _item(conversation, number, most)
         room -= (
             len(item["content"])
             + len(item["reasoning_content"])
@@ -119,13 +149,13 @@ def messages(record: CompactRecord, start: int, limit: int, most: int) -> dict[s
         if items and room < 0:
             break
         items.append(item)
-    return {"start": start, "total": len(record.messages), "items": items}
+    return {"start": start, "total": len(conversation.messages), "items": items}
 
 
-def _item(record: CompactRecord, number: int, most: int) -> dict[str, Any]:
-    message = record.messages[number]
+def _item(conversation: RecordedConversation, number: int, most: int) -> dict[str, Any]:
+    message = conversation.messages[number]
     text = text_of(message)
-    turn = record.turn_of.get(number)
+    turn = conversation.turn_of.get(number)
     return {
         "no": number,
         "role": message.get("role", ""),
@@ -134,19 +164,19 @@ def _item(record: CompactRecord, number: int, most: int) -> dict[str, Any]:
         "characters": len(text),
         "cut": len(text) > most,
         "reasoning_content": str(message.get("reasoning_content") or "")[:most],
-        "tool_calls": _calls(record, message, turn, most),
+        "tool_calls": _calls(conversation, message, turn, most),
         "tool_call_id": message.get("tool_call_id"),
         "turn": turn,
     }
 
 
 def _calls(
-    record: CompactRecord, message: Mapping[str, Any], turn: int | None, most: int
+    conversation: RecordedConversation, message: Mapping[str, Any], turn: int | None, most: int
 ) -> list[dict[str, Any]]:
     """Return the calls of the turn that produced a message, or those that the message itself has."""
     parsed: list[tuple[str, Any, Mapping[str, Any]]] = []
     if turn is not None:
-        calls = record.head["turns"][turn].get("tool_calls") or ()
+        calls = conversation.turns[turn].get("tool_calls") or ()
         parsed = [(call.get("name", ""), call.get("arguments"), call) for call in calls]
     else:
         for call in message.get("tool_calls") or ():
@@ -166,13 +196,13 @@ def _calls(
     ]
 
 
-def message_text(record: CompactRecord, number: int, offset: int, limit: int) -> dict[str, Any]:
+def message_text(conversation: RecordedConversation, number: int, offset: int, limit: int) -> dict[str, Any]:
     """Return {text, offset, characters} of a part of one message's text.
 
     Raises:
-        NotFound: The record has no such message.
+        NotFound: The conversation has no such message.
     """
-    text = text_of(_one_of(record.messages, number, "message"))
+    text = text_of(_one_of(conversation.messages, number, "message"))
     return {"text": text[offset : offset + limit], "offset": offset, "characters": len(text)}
 
 

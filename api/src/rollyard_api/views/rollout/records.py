@@ -30,28 +30,51 @@ _RUN_BYTES: Final = 256
 
 
 @dataclass(frozen=True, slots=True)
+class RecordedConversation:
+    """A conversation of a rollout: its own one, or a branch."""
+
+    head: dict[str, Any]
+    """A branch without its messages and turns. It is empty for the own conversation."""
+    messages: list[dict[str, Any]]
+    turns: list[dict[str, Any]]
+    turn_of: dict[int, int]
+    """The number of the turn that produced a message, by the message's number."""
+
+
+@dataclass(frozen=True, slots=True)
 class CompactRecord:
     """An ended rollout's record."""
 
     head: dict[str, Any]
-    """The record without its segments and messages."""
-    messages: list[dict[str, Any]]
+    """The record without its segments and conversations."""
+    conversations: dict[int, RecordedConversation]
+    """The conversations by their numbers, the own one first."""
     segments: list[PackedSegment]
-    turn_of: dict[int, int]
-    """The number of the turn that produced a message, by the message's number."""
     size: int
     """The bytes that it takes, by an estimate."""
+
+    @property
+    def own(self) -> RecordedConversation:
+        """The rollout's own conversation."""
+        return next(iter(self.conversations.values()))
 
 
 def compact(data: Piece) -> CompactRecord:
     """Return a record that is given in the form of `packed`. This call belongs in a thread."""
     head = msgpack.unpackb(data)
     segments = [PackedSegment.unchecked(segment) for segment in head.pop("segments")]
-    messages = head.pop("messages", [])
-    turn_numbers = turns_said([message.get("role", "") for message in messages], len(head.get("turns") or ()))
+    conversations = {head.get("conversation", 0): _conversation({}, head)}
+    conversations |= {branch["number"]: _conversation(branch, branch) for branch in head.pop("branches", ())}
     runs = sum(len(segment.policy_versions.runs) for segment in segments)
     # Anything but tokens takes as much memory as here, give or take the objects around short texts.
-    return CompactRecord(head, messages, segments, turn_numbers, 2 * len(data) + _RUN_BYTES * runs + 4096)
+    return CompactRecord(head, conversations, segments, 2 * len(data) + _RUN_BYTES * runs + 4096)
+
+
+def _conversation(head: dict[str, Any], document: dict[str, Any]) -> RecordedConversation:
+    """Return the conversation of a document, from which its messages and turns are taken."""
+    messages, turns = document.pop("messages", []), document.pop("turns", [])
+    numbers = turns_said([message.get("role", "") for message in messages], len(turns))
+    return RecordedConversation(head, messages, turns, numbers)
 
 
 def row_of(conn: Connection, job: JobRow, rollout: str, query: sa.Select[Any]) -> Any:

@@ -32,11 +32,13 @@ from rollyard_client.errors import RollyardError
 from rollyard_client.paging import Cursor, Following
 from rollyard_client.requests.results import Group, Page, listed_cursors
 from rollyard_client.training import library
-from rollyard_client.training.batch import MODELS, BatchRequest, WeightHistory, gather
+from rollyard_client.training.batch import MODELS, ArrayBatch, BatchRequest, WeightHistory, gather
+from rollyard_client.training.packed import GroupArrays, SegmentArrays, TrajectoryArrays
 from rollyard_crds.rolloutjob import RolloutJob, RolloutJobStatus
 from rollyard_crds.trajectory import Trajectory
 from rollyard_crds.weights import WeightUpdate
 from rollyard_testing.api.control_plane import a_control_plane
+from rollyard_testing.crds.conversations import harness_record
 from rollyard_testing.crds.segments import reported
 from rollyard_testing.manifests import job_manifest, pool_manifest
 from rollyard_testing.pace import patience
@@ -464,6 +466,30 @@ def test_segments_of_one_trajectory_are_rows_with_one_sample_and_reward() -> Non
     assert made.prompt_lengths.tolist() == [1, 3, 2, 1, 1]
     assert made.input_ids.tolist()[:3] == [[7, 8, 9, 9], [7, 7, 7, 8], [7, 7, 8, 9]]
     assert made.attention_mask.sum(axis=1).tolist() == [2, 4, 3, 2, 2]
+
+
+def test_segments_without_a_token_to_train_on_have_no_row() -> None:
+    np = pytest.importorskip("numpy")
+    lists = ("prompt_ids", "response_ids", "loss_mask", "logprobs")
+    trajectory = Trajectory.model_validate(harness_record(reward=0.5))
+    untrained = trajectory.model_copy(update={"segments": [trajectory.segments[2], trajectory.segments[3]]})
+    arrays = [
+        TrajectoryArrays(
+            {"reward": one.reward},
+            [
+                SegmentArrays(*(np.asarray(getattr(segment, name)) for name in lists), [("v1", 1)])
+                for segment in one.segments
+            ],
+        )
+        for one in (trajectory, untrained)
+    ]
+    models = Batch([Group("t", "t", True, True, "", [trajectory, untrained])], "", "", True)
+    raw = ArrayBatch([GroupArrays("t", "t", True, True, "", arrays)], "", "", True)
+    for made in (models.arrays(), raw.arrays()):
+        assert made.samples.tolist() == [0, 0, 0, 1]
+        assert made.rewards.tolist() == [0.5] * 4
+        assert made.loss_mask.sum(axis=1).tolist() == [5, 4, 3, 0]
+        assert made.input_ids[:, 0].tolist() == [1] * 4
 
 
 @pytest.mark.parametrize("call", ["batch", "array_batch"])

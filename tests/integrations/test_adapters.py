@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -12,6 +13,7 @@ from rollyard.integrations import arrow, nemo, prime_rl, skyrl, slime, trl, verl
 from rollyard.integrations.errors import TrainerMismatch
 from rollyard.integrations.sequences import is_scored, sequences
 from rollyard_crds.trajectory import SamplingRecord, Segment, Trajectory, Turn
+from rollyard_testing.crds.conversations import TRAINED, harness_record
 from rollyard_testing.integrations.rollouts import PAD, Sampled, batches, sampled, trained
 
 
@@ -239,6 +241,70 @@ def test_arrow_and_back_is_the_same_rollout(batch: list[Trajectory]) -> None:
         (name, _arrow_name(kind)) for name, kind in arrow.COLUMNS
     ]
     assert list(arrow.read(table)) == batch
+
+
+def _harness_rollouts(*changes: dict[str, Any]) -> list[Trajectory]:
+    """Return a group of rollouts of a harness, with the rewards 0, 1, 2, …"""
+    return [
+        Trajectory.model_validate(
+            harness_record(id=f"job.g.{sample}", sample_index=sample, group_id="g", **change)
+            | {"reward": float(sample), "sampling": {"temperature": 0.5, "top_p": 1.0, "seed": 0}}
+        )
+        for sample, change in enumerate(changes)
+    ]
+
+
+@pytest.mark.parametrize("read", ANY_ROWS)
+def test_untrained_conversations_of_a_harness_are_not_trained_on(
+    read: Callable[[list[Trajectory]], Sampled],
+) -> None:
+    batch = _harness_rollouts({}, {})
+    found = read(batch)
+    assert found == sampled(batch)
+    ids = sorted(token for (_, _, token, *_), n in found.items() for _ in range(n))
+    assert ids == sorted([10, 11, 12, 13, 14, 20, 21, 22, 23, 50, 51, 52] * 2), (
+        "no title, no call of the policy"
+    )
+
+
+def test_all_trained_conversations_of_a_harness_have_one_reward_which_counts_once() -> None:
+    batch = _harness_rollouts({}, {}, {"segments": harness_record()["segments"]})
+    rows = sequences(batch, pad_token_id=PAD)
+    assert [(row.trajectory.sample_index, row.index, row.reward) for row in rows] == [
+        (sample, segment, float(sample)) for sample in range(3) for segment in TRAINED
+    ]
+    for row in prime_rl.sample_fields(batch, env_name="shell"):
+        assert row["advantage"] == row["reward"] - 1.0, "the mean is that of rollouts, and not of rows"
+    (group,) = slime.sample_fields(batch, pad_token_id=PAD)
+    assert [row["rollout_id"] for row in group] == [0] * 3 + [1] * 3 + [2] * 3
+    output = skyrl.generator_output(batch, pad_token_id=PAD, step_wise=True, trajectory_ids=[0, 1, 2])
+    assert output["rewards"] == [0.0] * 5 + [1.0] + [0.0, 0.0, 2.0], "SkyRL gives it to the rows before"
+    assert output["rollout_metrics"]["rollyard/turns"] == 18.0
+    for row in verl.output_fields(batch, pad_token_id=PAD):
+        assert row["reward_score"] == float(row["extra_fields"]["rollout_id"][-1])
+    answers = nemo.run_answers(batch[1])
+    assert [(answer["reward"], answer["mask_sample"]) for answer in answers] == [(1.0, False)] * 3
+
+
+def test_trl_keeps_one_segment_of_a_harness_of_its_own_conversation() -> None:
+    batch = _harness_rollouts({})
+    with pytest.raises(TrainerMismatch, match="has 3 segments"):
+        trl.rollout_output(batch, pad_token_id=PAD)
+    (last,) = trl.rollout_output(batch, pad_token_id=PAD, several="last")["completion_ids"]
+    assert last == [50, 51, 52]
+    # A sub-agent that began later does not replace it.
+    turns = [{"segment": 0, "start": 0, "end": 3, "finish_reason": "stop"}]
+    batch = _harness_rollouts({"turns": turns, "branches": [], "continues": None})
+    output = trl.rollout_output(batch, pad_token_id=PAD, several="last")
+    assert (output["completion_ids"], output["tokens_left_out"]) == ([[10, 11, 12, 9, 13, 14]], [7])
+
+
+def test_arrow_keeps_all_of_a_harness_rollout() -> None:
+    batch = _harness_rollouts({}, {})
+    table = arrow.table(batch)
+    assert list(arrow.read(table)) == batch
+    masks = [any(mask) for mask in table["loss_mask"].to_pylist()]
+    assert [place % 5 for place, trains in enumerate(masks) if trains] == TRAINED * 2
 
 
 def _arrow_name(kind: str) -> str:

@@ -68,7 +68,7 @@ def schema() -> pyarrow.Schema:
 
 
 def rows(trajectory: Trajectory) -> list[dict[str, Any]]:
-    """Return the rows of a rollout, one for each segment.
+    """Return the rows of a rollout, one for each segment. One that is not trained on has a mask of 0.
 
     A rollout without segments has one row with `segment` 0, `segments` 0 and empty lists. The first row's
     `record` is the JSON of all other fields, and the others' is null.

@@ -109,7 +109,7 @@ def _metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
         "rollyard/unscored": float(len(trajectories) - len(scored)),
         "rollyard/truncated": float(sum(trajectory.truncated for trajectory in scored)),
         "rollyard/sampled_tokens": float(sum(trajectory.sampled_tokens for trajectory in trajectories)),
-        "rollyard/turns": float(sum(len(trajectory.turns) for trajectory in trajectories)),
+        "rollyard/turns": float(sum(1 for trajectory in trajectories for _ in trajectory.every_turn)),
     }
 
 

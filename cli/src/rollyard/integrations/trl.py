@@ -55,7 +55,7 @@ def rollout_output(
         pad_token_id: The token of rows that hold no token of their rollout.
         several: What happens to a rollout of several segments, because TRL takes one row for each prompt.
             `longest` and `last` keep one segment, and `tokens_left_out` counts the sampled tokens of the
-            others.
+            others. `last` keeps the last one of the rollout's own conversation.
 
     Raises:
         TrainerMismatch: A rollout has several segments (`SegmentsRefused`), and `several` is `refuse`.
@@ -187,7 +187,8 @@ def _chosen(rows: Sequence[TrainingSequence], several: Several) -> TrainingSeque
         )
     if several == "longest":
         return max(rows, key=lambda row: sum(row.segment.loss_mask))
-    return rows[-1]
+    own = {turn.segment for turn in rows[-1].trajectory.turns}
+    return next((row for row in reversed(rows) if row.index in own), rows[-1])
 
 
 @dataclass

@@ -21,7 +21,9 @@ class Arrays:
     """The segments of a batch as arrays, padded on the right to the length of the longest row.
 
     Most trajectories have one segment. Those with several have several rows, which have the same `sample`
-    and the same reward. R is the number of rows, and L the length of the longest one.
+    and the same reward. A segment without a token to train on has no row, unless none of its trajectory has
+    one: the first then has a row, so that the trajectory's reward counts. R is the number of rows, and L the
+    length of the longest one.
     """
 
     input_ids: Any
@@ -54,7 +56,7 @@ def numpy_arrays(groups: Sequence[Group | GroupArrays], pad_id: int) -> Arrays:
         for sample, (number, trajectory) in enumerate(
             (number, trajectory) for number, group in enumerate(groups) for trajectory in group.trajectories
         )
-        for segment in trajectory.segments
+        for segment in _trained(trajectory.segments)
     ]
     count = len(rows)
     length = max((len(s.prompt_ids) + len(s.response_ids) for s, *_ in rows), default=0)
@@ -80,6 +82,11 @@ def numpy_arrays(groups: Sequence[Group | GroupArrays], pad_id: int) -> Arrays:
         samples=np.array([sample for *_, sample, _ in rows], np.int64),
         groups=np.array([number for *_, number in rows], np.int64),
     )
+
+
+def _trained(segments: Sequence[Any]) -> Sequence[Any]:
+    """Return the segments that have a token to train on, or if there is none, the first one."""
+    return [segment for segment in segments if 1 in segment.loss_mask] or segments[:1]
 
 
 def torch_tensors(groups: Sequence[Group | GroupArrays], pad_id: int, device: Any) -> Arrays:

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import yaml
 from rich.console import Console
+from rollyard import terminal
 from rollyard.errors import CliError, InvalidInput, LookupFailed, UsageProblem
 from rollyard.main import main
 from rollyard.render import progress
@@ -29,6 +30,7 @@ from rollyard_api.trajectories.parquet import encode
 from rollyard_crds import BackendPool, BackendPoolStatus, BackendStatus, RolloutCounts, RolloutJob
 from rollyard_crds.trajectory import Trajectory
 from rollyard_crds.weights import WeightUpdate
+from rollyard_testing.crds.conversations import harness_record
 from rollyard_testing.manifests import job_manifest
 
 
@@ -109,6 +111,46 @@ def test_the_length_of_a_thought_is_shown() -> None:
     assert "thought" not in shown(record(turns=[turn]))
 
 
+@pytest.mark.parametrize("decode", [None, lambda ids: " ".join(map(str, ids))])
+def test_each_conversation_of_a_harness_is_shown_the_own_one_first(decode: Any) -> None:
+    trajectory = Trajectory.model_validate(harness_record())
+    text = shown(trajectory, decode=decode)
+    titles = [line for line in text.splitlines() if line.startswith("━━")]
+    assert titles == [
+        "━━ conversation 4: own conversation, rewrites conversation 0",
+        "━━ conversation 0: another version of the main conversation, trained on",
+        "━━ conversation 1: sub-agent, trained on, began in conversation 0",
+        "━━ conversation 2: calls of the policy itself, not trained on",
+        "━━ conversation 3: title, not trained on, left conversation 0 after 2 messages",
+    ]
+    own, earlier, helper, policy, _title = text.split("━━ conversation ")[1:]
+    assert "turn 1: 3 tokens, logprob mean -0.250" in own
+    assert ("«50 51 52»" if decode else "«It is fixed.»") in own
+    assert "turn 2: 2 tokens, logprob mean -0.250" in earlier
+    assert ("«13 14»" if decode else "«I ask a helper.»") in earlier
+    assert 'bash {"command": "ls"}  0.500 s' in earlier
+    assert ("«20 21 22 23»" if decode else "«It subtracts.»") in helper
+    assert "turn 1: 2 tokens, not trained on, ended by stop" in policy
+    assert ("«30 31»" if decode else "«You passed.»") in policy
+    assert "Say that I passed." in policy
+
+
+def test_how_a_harness_ended_is_shown_and_its_output_looks_like_no_line_of_ours() -> None:
+    harness = {"name": "command", "exit_code": None, "seconds": 2.5, "output": "a\n━━ conversation 9\n"}
+    text = shown(Trajectory.model_validate(harness_record(harness=harness)))
+    assert (
+        "harness command: killed, or not started after 2.500 s\nit printed:\n  │ a\n  │ ━━ conversation 9"
+        in text
+    )
+    assert "the end of its log" not in text
+    ended = shown(Trajectory.model_validate(harness_record()))
+    assert "harness mini-swe-agent: exit status 0 after 12.500 s" in ended
+    assert "the end of its log:\n  │ started" in ended
+    out = terminal.console(file=io.StringIO(), width=200)
+    TrajectoryView(out).show(Trajectory.model_validate(harness_record()))
+    assert "  │ \\x1b[31mstep 1\\x1b[0m\n" in out.file.getvalue()  # type: ignore[attr-defined]
+
+
 def test_what_read_the_tool_calls_is_shown() -> None:
     assert "\ntool calls read by renderers/0.1.12:hy3\n" in shown(record(tool_parser="renderers/0.1.12:hy3"))
     assert "tool calls read by" not in shown(record())
@@ -181,6 +223,19 @@ def test_the_description_of_a_spec_leaves_out_what_equals_the_default() -> None:
     assert yaml.safe_load(text) == shown
 
 
+def test_the_description_of_a_spec_has_the_sizes_of_a_harness_files() -> None:
+    agent = {
+        "type": "harness",
+        "harness": "command",
+        "command": "sh run.sh",
+        "files": {"run.sh": "date\n" * 300},
+    }
+    spec = {"tasks": {"stream": True}, "handler": "shell", "backendRef": {"name": "p"}, "agent": agent}
+    job = RolloutJob.model_validate(job_manifest("job", spec))
+    _, _, text = printed(lambda out: describe_job(out, job, Counter(), Counter())).partition("defaults:\n")
+    assert yaml.safe_load(text)["agent"] == {**agent, "files": {"run.sh": "1,500 characters"}}
+
+
 def test_a_job_is_described_with_the_rows_that_were_skipped() -> None:
     spec = {"handler": "math", "agent": {"type": "oracle"}, "tasks": {"url": "x", "onBadRow": "skip"}}
     rows = {"count": 3, "read": 12, "reasons": ["line 3: id: is missing", "line 7: \x1b[2Jnot valid JSON"]}
@@ -234,6 +289,17 @@ def test_files_give_back_what_was_written(kind: str, files: dict[str, Path]) -> 
         record(1, 0.0),
         failed(2, attempts=ATTEMPTS, attempts_dropped=1),
     ]
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_files_give_back_the_record_of_a_harness(kind: str, tmp_path: Path) -> None:
+    records = [Trajectory.model_validate(harness_record()), record(1)]
+    file = tmp_path / f"t.{kind}"
+    lines = [one.line() for one in records]
+    file.write_bytes(b"\n".join(lines) + b"\n" if kind == "jsonl" else encode(lines))
+    assert list(read_file(file)) == records
+    assert summarize(records, 1.0).turns_mean == 4.0
+    assert summarize(records, 1.0).tokens_sampled == 12 + 5
 
 
 def test_finding_a_rollout(files: dict[str, Path]) -> None:
@@ -633,6 +699,24 @@ def test_why_names_each_reason_that_there_is() -> None:
     silent = {"reward": 0.0, "turns": [turn]}
     assert why(record(**silent, tool_parser="hermes")) == "reward 0: it never called a tool"
     assert why(record(**silent)) == "reward 0: not solved in 1 turn", "it had no tools"
+
+
+@pytest.mark.parametrize(
+    ("exit_code", "reason"),
+    [
+        (0, "not solved in 1 turn"),
+        (1, "the harness ended with exit status 1"),
+        (None, "the harness was killed"),
+    ],
+)
+def test_why_says_how_a_harness_ended_and_not_that_it_called_no_tool(
+    exit_code: int | None, reason: str
+) -> None:
+    turns = [{"segment": 0, "start": 0, "end": 3, "finish_reason": "stop"}]
+    harness = {"name": "command", "exit_code": exit_code}
+    assert (
+        why(record(reward=0.0, turns=turns, tool_parser="hermes", harness=harness)) == f"reward 0: {reason}"
+    )
 
 
 def test_the_most_telling_rollout_is_solved_and_then_has_turns() -> None:

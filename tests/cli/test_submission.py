@@ -10,13 +10,15 @@ from typing import Any, ClassVar, cast
 
 import pytest
 from rollyard.commands import resources
-from rollyard.errors import InvalidInput
+from rollyard.errors import InvalidInput, LookupFailed
+from rollyard.jobs.manifests import read_manifests
 from rollyard.jobs.running import submit_job
 from rollyard.main import main
 from rollyard_client import Client, Conflict, Invalid
 from rollyard_crds import RolloutJob
 from rollyard_crds.fields.plugins import UsedPlugin
-from rollyard_crds.rolloutjob import MAX_INLINE_TASKS
+from rollyard_crds.rolloutjob import MAX_AGENT_FILE, MAX_INLINE_TASKS
+from rollyard_testing.manifests import job_manifest
 
 
 class Elsewhere:
@@ -133,3 +135,24 @@ def test_a_job_that_is_submitted_again_says_what_it_does_not_take_over(
         (tmp_path / "job.json").write_text(json.dumps(manifest))
         assert main(["submit", "-f", str(tmp_path / "job.json")]) == status
         assert words in capsys.readouterr().err
+
+
+def test_the_texts_of_a_harness_come_from_files_beside_the_manifest(tmp_path: Path) -> None:
+    (tmp_path / "agent.py").write_text("print('ü')\r\n", newline="")
+    files = {"agent.py": "file:agent.py", "plain.txt": "a text"}
+    agent = {"type": "harness", "harness": "command", "command": "x", "files": files}
+    path = tmp_path / "job.yaml"
+    spec = {"tasks": {"stream": True}, "handler": "shell", "backendRef": {"name": "p"}, "agent": agent}
+    path.write_text(json.dumps(job_manifest("own", spec)))
+    (job,) = read_manifests(path)
+    assert isinstance(job, RolloutJob)
+    assert job.spec.agent.files == {"agent.py": "print('ü')\r\n", "plain.txt": "a text"}
+    (tmp_path / "agent.py").write_bytes(b"\xff")
+    with pytest.raises(InvalidInput, match=r"spec\.agent\.files\.agent\.py: .*agent\.py: not UTF-8 text"):
+        read_manifests(path)
+    (tmp_path / "agent.py").write_text("x" * (MAX_AGENT_FILE + 1))
+    with pytest.raises(InvalidInput, match=r"agent\.py: more than 262144 characters"):
+        read_manifests(path)
+    (tmp_path / "agent.py").unlink()
+    with pytest.raises(LookupFailed, match=r"spec\.agent\.files\.agent\.py: .*No such file"):
+        read_manifests(path)

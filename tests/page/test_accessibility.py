@@ -8,7 +8,7 @@ from typing import Any, Final
 import pytest
 from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Page, expect
-from rollyard_testing.browser.plane import ENDED, HALF, Plane
+from rollyard_testing.browser.plane import ENDED, HALF, HARNESS, Plane
 from rollyard_testing.browser.signin import Served
 
 _WCAG_AA: Final = ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa", "wcag22aa", "best-practice"]
@@ -53,6 +53,7 @@ VIEWS = (
     "eval",
     "raw",
     "waiting job",
+    "branches",
 )
 
 
@@ -74,6 +75,10 @@ def _address(served: Served, view: str, rollout: str) -> str:
             return served.job("nowhere")
         case "waiting job":
             return served.job(HALF)
+        case "branches":
+            with served.http() as http:
+                answer = http.get(f"/v1/rolloutjobs/{HARNESS}/rollouts", params={"slim": "true"})
+            return f"{served.rollout(HARNESS, answer.json()['items'][0]['id'])}?conversation=0&message=2"
         case "groups":
             return served.job(ENDED)
         case "no groups":

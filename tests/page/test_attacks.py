@@ -87,6 +87,17 @@ def test_a_text_in_every_place_of_a_rollout_changes_nothing(
         with invariant():
             assert attacks_seen(page) == [], tab
         _shows_all(page)
+    page.get_by_role("tab", name=re.compile("^Conversation")).click()
+    for name in ("Output", "Log"):
+        # A text that is empty has nothing to unfold.
+        for summary in page.locator("summary").filter(has_text=re.compile(f"^{name}")).all():
+            summary.click()
+    for place in range(4):
+        page.locator(".branches li > a:first-child").nth(place).click()
+        _settled(page)
+        with invariant():
+            assert attacks_seen(page) == [], f"conversation {place}"
+        _shows_all(page)
     window.harmless()
 
 

@@ -1,6 +1,6 @@
 /** Records leave out what has its default; here it is filled in, once, where an answer comes in. */
 
-import type { Brief, StageTiming, Timings } from "./types";
+import type { Brief, StageTiming, Timings, Turn } from "./types";
 
 const NO_TIME: StageTiming = { queued_seconds: 0, active_seconds: 0, attempts: 0 };
 
@@ -32,6 +32,8 @@ export function filledBrief(answer: Partial<Brief>): Brief {
     spans: [],
     segments: [],
     messages: 0,
+    conversation: 0,
+    continues: null,
     neighbours: {},
     trace_id: null,
     ...answer,
@@ -43,12 +45,29 @@ export function filledBrief(answer: Partial<Brief>): Brief {
       tool_seconds: timings.tool_seconds ?? 0,
       own_seconds: timings.own_seconds ?? 0,
     },
-    turns: (answer.turns ?? []).map((turn) => ({
-      ...turn,
-      finish_reason: turn.finish_reason ?? "stop",
-      tool_calls: turn.tool_calls ?? [],
-      model_seconds: turn.model_seconds ?? 0,
-      tool_seconds: turn.tool_seconds ?? 0,
+    turns: filledTurns(answer.turns),
+    branches: (answer.branches ?? []).map((branch) => ({
+      ...branch,
+      parent: branch.parent ?? null,
+      shared: branch.shared ?? 0,
+      messages: branch.messages ?? 0,
+      turns: filledTurns(branch.turns),
     })),
+    harness: answer.harness
+      ? { ...answer.harness, seconds: answer.harness.seconds ?? 0, output: answer.harness.output ?? "", log: answer.harness.log ?? "" }
+      : null,
   };
+}
+
+function filledTurns(turns: Partial<Turn>[] | undefined): Turn[] {
+  return (turns ?? []).map((turn) => ({
+    segment: 0,
+    start: 0,
+    end: 0,
+    finish_reason: "stop",
+    tool_calls: [],
+    model_seconds: 0,
+    tool_seconds: 0,
+    ...turn,
+  }));
 }

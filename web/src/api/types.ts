@@ -265,6 +265,28 @@ export interface Turn {
   tool_seconds: number;
 }
 
+/** A conversation of a rollout beside its own one, without its messages. */
+export interface Branch {
+  number: number;
+  kind: string;
+  trained: boolean;
+  parent: number | null;
+  /** How many messages of the parent precede its own messages. */
+  shared: number;
+  messages: number;
+  turns: Turn[];
+  turns_total?: number;
+}
+
+/** How a harness ended. The policy may have written any of its texts. */
+export interface HarnessEnd {
+  name: string;
+  exit_code: number | null;
+  seconds: number;
+  output: string;
+  log: string;
+}
+
 /** A trajectory without its tokens and messages. */
 export interface Brief {
   id: string;
@@ -297,8 +319,15 @@ export interface Brief {
   template_breaks: number;
   metadata: Record<string, unknown>;
   spans: Span[];
-  segments: { prompt: number; response: number }[];
+  /** The tokens of each segment's prompt and response, and those of the response that are in the loss mask. */
+  segments: { prompt: number; response: number; sampled: number }[];
   messages: number;
+  /** The number of the rollout's own conversation. */
+  conversation: number;
+  /** The number of the branch that the own conversation has rewritten. */
+  continues: number | null;
+  branches: Branch[];
+  harness: HarnessEnd | null;
   neighbours: Neighbours;
   trace_id: string | null;
 }

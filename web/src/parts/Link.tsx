@@ -10,12 +10,14 @@ export interface LinkProps {
   title?: string;
   label?: string;
   tabIndex?: number;
+  /** Whether it is the one of several that is shown. */
+  current?: boolean;
   data?: string;
 }
 
-export function Link({ href, children, label, data, ...rest }: LinkProps): JSX.Element {
+export function Link({ href, children, label, data, current, ...rest }: LinkProps): JSX.Element {
   return (
-    <a href={href} aria-label={label} data-key={data ?? "link"} {...rest}>
+    <a href={href} aria-label={label} aria-current={current || undefined} data-key={data ?? "link"} {...rest}>
       {children}
     </a>
   );

@@ -37,11 +37,18 @@ export interface LoadedChunk {
 
 export type Row = { kind: "tokens"; chunk: number; start: number; end: number } | { kind: "border"; text: string } | { kind: "awaited"; chunk: number };
 
+/** The tokens of a segment, and what is said of it. */
+export interface SegmentShape {
+  prompt: number;
+  response: number;
+  name?: string | null;
+}
+
 /** Cut segments into chunks. Prompt and response never share one, since a border stands between them. */
-export function chunksOf(segments: readonly { prompt: number; response: number }[]): Chunk[] {
+export function chunksOf(segments: readonly SegmentShape[]): Chunk[] {
   const chunks: Chunk[] = [];
-  segments.forEach(({ prompt, response }, segment) => {
-    const name = segments.length > 1 ? `Segment ${segment + 1} of ${segments.length}: ` : "";
+  segments.forEach(({ prompt, response, name: said }, segment) => {
+    const name = segments.length > 1 ? `Segment ${segment + 1} of ${segments.length}${said ? `, ${said}` : ""}: ` : "";
     const add = (from: number, to: number, border: string) => {
       for (let start = from; start < to; start += CHUNK) {
         chunks.push({ segment, start, end: Math.min(to, start + CHUNK), border: start === from ? border : null });

@@ -25,7 +25,8 @@ from rollyard_crds.fields import signals
 from rollyard_crds.fields.harbor import IGNORED_KEYS, UNKNOWN_KEYS
 from rollyard_crds.fields.skipped_rows import SkippedRows
 from rollyard_crds.reading.manifest import describe
-from rollyard_crds.rolloutjob import TaskSource
+from rollyard_crds.reading.plugin import noun
+from rollyard_crds.rolloutjob import MAX_AGENT_FILE, TaskSource
 from rollyard_tasks.file_rows import FileRow, header, is_text
 from rollyard_tasks.formats.harbor import NO_TASK_FOLDER, folder_rows, pack_folders
 from rollyard_tasks.formats.parquet_rows import MAGIC, PIECE_BYTES, converted
@@ -45,6 +46,7 @@ MAX_PROBLEMS: Final = 20
 SHOWN_TASKS: Final = 2
 """The largest number of mapped tasks that `rollyard validate` shows."""
 SHOWN_CHARACTERS: Final = 600
+_FILE: Final = "file:"
 NEEDS_PLUGIN: Final = "what a file of yours offers needs --plugin FILE"
 _RECOGNISED_BYTES: Final = 64 << 10
 """The size of the part of a file by which manifests are distinguished from tasks."""
@@ -119,14 +121,42 @@ def _is_task_list(path: Path, data: bytes) -> bool:
 
 
 def _absolute(manifest: Manifest, folder: Path) -> Manifest:
-    """Return the manifest with its task path as a URL. A path is relative to the manifest."""
+    """Return the manifest with its task path as a URL, and the texts of files that it names.
+
+    A path is relative to the manifest.
+    """
     if isinstance(manifest, RolloutJob):
         tasks = manifest.spec.tasks
         if tasks.url is not None and "://" not in tasks.url:
             tasks.url = (folder / tasks.url).resolve().as_uri()
         if tasks.specs is not None and "://" not in tasks.specs and not tasks.specs.startswith("blob:"):
             tasks.specs = (folder / tasks.specs).resolve().as_uri()
+        if manifest.spec.agent.files is not None:
+            texts = manifest.spec.agent.files.items()
+            manifest.spec.agent.files = {name: _text(name, text, folder) for name, text in texts}
     return manifest
+
+
+def _text(name: str, text: str, folder: Path) -> str:
+    """Return a text of `agent.files`, or that of the file beside the manifest which `file:PATH` names.
+
+    Raises:
+        LookupFailed: There is no such file.
+        InvalidInput: It is too large, or no UTF-8 text.
+    """
+    if not text.startswith(_FILE):
+        return text
+    path = folder / text.removeprefix(_FILE).strip()
+    try:
+        with path.open(encoding="utf-8", newline="") as file:
+            content = file.read(MAX_AGENT_FILE + 1)
+    except OSError as error:
+        raise LookupFailed(f"spec.agent.files.{name}: {path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise InvalidInput(f"spec.agent.files.{name}: {path}: not UTF-8 text ({error})") from error
+    if len(content) > MAX_AGENT_FILE:
+        raise InvalidInput(f"spec.agent.files.{name}: {path}: more than {MAX_AGENT_FILE} characters")
+    return content
 
 
 def local_path(url: str) -> Path | None:
@@ -280,7 +310,7 @@ def extension_problems(job: RolloutJob, extensions: Registry) -> list[str]:
     for field, group, name in job.spec.extensions():
         installed = extensions.names(f"rollyard.{group}")
         if name not in installed:
-            kind = group.removesuffix("s").replace("_", "-")
+            kind = noun(group).replace(" ", "-")
             names = ", ".join(installed) or "none"
             of_file = "" if extensions.has_plugins else f"; {NEEDS_PLUGIN}"
             problems.append(f"{field}: no {kind} {name!r} is installed; installed: {names}{of_file}")
@@ -296,7 +326,7 @@ def _loaded(extensions: Registry, group: str, name: str) -> Any:
     try:
         return extensions.load(f"rollyard.{group}", name)
     except Exception as error:  # Whatever a package or a plugin raises.
-        kind = group.removesuffix("s").replace("_", " ")
+        kind = noun(group)
         raise InvalidInput(f"the {kind} {name!r} cannot be loaded: {_raised(error)}") from error
 
 

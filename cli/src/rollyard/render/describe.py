@@ -54,6 +54,9 @@ def _spec(console: Console, spec: Model) -> None:
     inline = shown.get("tasks", {}).get("inline")
     if inline:
         shown["tasks"]["inline"] = f"{len(inline)} task{'s' * (len(inline) > 1)}"
+    files = shown.get("agent", {}).get("files")
+    if files:
+        shown["agent"]["files"] = {name: f"{len(text):,} characters" for name, text in files.items()}
     console.print("\nSpec, without defaults:")
     text = yaml.safe_dump(shown, sort_keys=False, allow_unicode=True)
     console.print(Text("".join(f"  {line}" for line in text.splitlines(keepends=True))), soft_wrap=True)

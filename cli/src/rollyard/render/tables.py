@@ -302,7 +302,7 @@ def trajectories_table(trajectories: Iterable[Trajectory]) -> Table:
             trajectory.task_id,
             trajectory.status,
             "" if trajectory.reward is None else f"{trajectory.reward:g}",
-            str(len(trajectory.turns)),
+            str(sum(1 for _ in trajectory.every_turn)),
             str(trajectory.sampled_tokens),
             why(trajectory),
         )

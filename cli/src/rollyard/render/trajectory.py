@@ -14,7 +14,7 @@ from typing import Any, Final
 from rich.console import Console
 from rich.text import Text
 from rollyard_crds.task import Message
-from rollyard_crds.trajectory import Attempt, Segment, Trajectory, Turn
+from rollyard_crds.trajectory import Attempt, Branch, HarnessRecord, Segment, Trajectory, Turn
 from rollyard_process.log_text import one_line, sentence
 from rollyard_process.telemetry.identity import trace_id
 
@@ -83,12 +83,19 @@ def why(trajectory: Trajectory) -> str:
     parts = [trajectory.reward_reason] if trajectory.reward_reason else []
     if trajectory.truncated:
         parts.append(f"truncated ({trajectory.truncated_reason})")
-    errors = [call.error for turn in trajectory.turns for call in turn.tool_calls if call.error]
+    errors = [call.error for turn in trajectory.every_turn for call in turn.tool_calls if call.error]
     if errors:
         parts.append(f"{len(errors)} tool calls failed, last: {one_line(errors[-1])}")
-    if trajectory.tool_parser and not any(turn.tool_calls for turn in trajectory.turns):
+    if trajectory.harness is not None:
+        # A harness may read calls from the text, so their absence in the record says nothing.
+        code = trajectory.harness.exit_code
+        if code is None:
+            parts.append("the harness was killed")
+        elif code != 0:
+            parts.append(f"the harness ended with exit status {code}")
+    elif trajectory.tool_parser and not any(turn.tool_calls for turn in trajectory.every_turn):
         parts.append("it never called a tool")
-    turns = len(trajectory.turns)
+    turns = sum(1 for _ in trajectory.every_turn)
     return "reward 0: " + ("; ".join(parts) or f"not solved in {turns} turn{'' if turns == 1 else 's'}")
 
 
@@ -144,6 +151,8 @@ def outcome(trajectory: Trajectory) -> Iterator[Text]:
         # The policy's program may have written it, and none of its lines may look like the lines here.
         for text in trajectory.reward_output.splitlines():
             yield Text(f"  │ {text}", style=DIM)
+    if trajectory.harness is not None:
+        yield from harness_end(trajectory.harness)
     yield from attempts(trajectory.attempts, trajectory.attempts_dropped)
     timings = trajectory.timings
     for name in ("init", "run", "eval"):
@@ -158,6 +167,28 @@ def outcome(trajectory: Trajectory) -> Iterator[Text]:
         f"own code {timings.own_seconds:.3f} s",
         style=DIM,
     )
+
+
+def harness_end(harness: HarnessRecord) -> Iterator[Text]:
+    """Yield lines that say how a harness ended, and what it printed."""
+    code = harness.exit_code
+    end = "killed, or not started" if code is None else f"exit status {code}"
+    style = DIM if code == 0 else "yellow"
+    yield Text(f"harness {one_line(harness.name)}: {end} after {harness.seconds:.3f} s", style=style)
+    for title, text in (("it printed", harness.output), ("the end of its log", harness.log[-PROMPT_LIMIT:])):
+        if text:
+            yield Text(f"{title}:", style=DIM)
+            # As for what an evaluation printed, none of its lines may look like the lines here.
+            for line in _shortened(text).splitlines():
+                yield Text(f"  │ {line}", style=DIM)
+
+
+_KINDS: Final = {
+    "main": "another version of the main conversation",
+    "subagent": "sub-agent",
+    "policy": "calls of the policy itself",
+}
+"""The words for kinds of branches whose name does not say enough."""
 
 
 class TrajectoryView:
@@ -175,7 +206,24 @@ class TrajectoryView:
         self.turns(trajectory)
 
     def turns(self, trajectory: Trajectory) -> None:
-        """Print what the rollout begins with, and its turns."""
+        """Print what the rollout begins with, its turns, and its further conversations in the same way."""
+        if trajectory.branches:
+            rewrites = f", rewrites conversation {trajectory.continues}"
+            self._conversation_title(
+                f"{trajectory.conversation}: own conversation"
+                f"{'' if trajectory.continues is None else rewrites}"
+            )
+        self._conversation(trajectory)
+        for branch in trajectory.branches:
+            self._console.print()
+            self._conversation_title(f"{branch.number}: {_described(branch)}")
+            parts = {"messages": branch.messages, "turns": branch.turns, "branches": []}
+            self._conversation(trajectory.model_copy(update=parts))
+
+    def _conversation_title(self, title: str) -> None:
+        self._console.print(Text(f"━━ conversation {title}", style="bold"), soft_wrap=True)
+
+    def _conversation(self, trajectory: Trajectory) -> None:
         self._start(trajectory)
         if self._decode is not None and trajectory.segments:
             self._tokens(trajectory, self._decode)
@@ -207,8 +255,12 @@ class TrajectoryView:
 
     def _turn_title(self, trajectory: Trajectory, number: int, turn: Turn) -> None:
         segment = trajectory.segments[turn.segment] if trajectory.segments else None
-        values = segment.logprobs[turn.start : turn.end] if segment is not None else []
-        title = f"turn {number}: {LogprobStats.of(values)}, ended by {turn.finish_reason}"
+        tokens = slice(turn.start, turn.end)
+        values = segment.logprobs[tokens] if segment is not None else []
+        # A conversation that is not trained on has the ids of its tokens, and no log-probabilities.
+        known = segment is None or any(segment.loss_mask[tokens])
+        stats = str(LogprobStats.of(values)) if known else f"{len(values)} tokens, not trained on"
+        title = f"turn {number}: {stats}, ended by {turn.finish_reason}"
         # Most rollouts are sampled from one version, so the versions are shown only if there are several.
         if segment is not None and len(_versions(trajectory, trajectory.turns)) > 1:
             title += f", policy version {' then '.join(_versions(trajectory, [turn]))}"
@@ -263,6 +315,18 @@ class TrajectoryView:
             if message.content or not turn.tool_calls:
                 self._console.print(self._sampled(message.content), soft_wrap=True)
             self._calls(turn)
+
+
+def _described(branch: Branch) -> str:
+    """Return what a branch is, whether it is trained on, and where it left its parent."""
+    kind = _KINDS.get(branch.kind, branch.kind)
+    trained = "trained on" if branch.trained else "not trained on"
+    if branch.parent is None:
+        return f"{kind}, {trained}"
+    if not branch.shared:
+        return f"{kind}, {trained}, began in conversation {branch.parent}"
+    noun = "message" if branch.shared == 1 else "messages"
+    return f"{kind}, {trained}, left conversation {branch.parent} after {branch.shared} {noun}"
 
 
 def _versions(trajectory: Trajectory, turns: Iterable[Turn]) -> list[str]:

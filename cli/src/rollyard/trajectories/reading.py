@@ -17,7 +17,18 @@ from rollyard.jobs.manifests import text_file
 
 RESCORED: Final = '"rescored":'
 """The text in each line of a file that `rollyard rescore` wrote."""
-JSON_COLUMNS: Final = frozenset({"reward_components", "messages", "turns", "sampling", "timings", "metadata"})
+JSON_COLUMNS: Final = frozenset(
+    {
+        "reward_components",
+        "messages",
+        "turns",
+        "sampling",
+        "timings",
+        "metadata",
+        "branches",
+        "harness",
+    }
+)
 
 
 def read_file(path: Path) -> Iterator[Trajectory]:

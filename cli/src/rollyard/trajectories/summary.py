@@ -82,7 +82,7 @@ def summarize(trajectories: Iterable[Trajectory], wall_seconds: float) -> Summar
         if trajectory.reward is not None:
             rewards[trajectory.group_id].append(trajectory.reward)
         tokens += trajectory.sampled_tokens
-        turns += len(trajectory.turns)
+        turns += sum(1 for _ in trajectory.every_turn)
         truncated += trajectory.truncated
         for stage in STAGES:
             timing = getattr(trajectory.timings, stage)

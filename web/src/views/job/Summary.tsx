@@ -196,7 +196,7 @@ function Times({ statistics }: SummaryProps): JSX.Element {
         </>
       ) : null}
       <p class="figures">
-        <b>{brief(statistics.tokens)}</b> tokens were sampled in <b>{count(statistics.upto)}</b> rollouts that have ended.
+        <b>{brief(statistics.tokens)}</b> tokens to train on were sampled in <b>{count(statistics.upto)}</b> rollouts that have ended.
       </p>
     </section>
   );

@@ -10,7 +10,7 @@ import { Badge, stateName, toneOf } from "../../parts/status";
 import { useResource } from "../../state/resource";
 import { useNow, useServices } from "../../state/services";
 import { argumentsText } from "../../text/arguments";
-import { count, duration } from "../../text/format";
+import { count, counted, duration } from "../../text/format";
 import { shortened, visible, visibleLine } from "../../text/visible";
 import { roleClass } from "../group/SampleColumn";
 
@@ -66,7 +66,7 @@ export function LiveRollout({ namespace, name, id, onEnded }: LiveRolloutProps):
             <header>
               <span class="role">{visibleLine(shortened(turn.role, 40))}</span>
               <span class="muted">
-                {turn.tokens === null ? "" : `${count(turn.tokens)} tokens`} {turn.seconds === null ? "" : duration(turn.seconds)}
+                {turn.tokens ? `${counted(turn.tokens, "token")}, model ${duration(turn.seconds)}` : ""}
                 {turn.running ? ", being sampled" : ""}
               </span>
             </header>

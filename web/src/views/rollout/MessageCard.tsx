@@ -23,17 +23,26 @@ export interface MessageCardProps {
   no: number;
   message: Message;
   turn: Turn | undefined;
+  /** Who has given a message of the assistant that no turn has sampled. */
+  giver: string;
+  /** Whether it is the message to which the address leads. */
+  chosen: boolean;
   more: (offset: number, limit: number) => Promise<MessageText>;
 }
 
-export function MessageCard({ no, message, turn, more }: MessageCardProps): JSX.Element {
+/** The id of a message's element. */
+export function messageId(no: number): string {
+  return `message-${no}`;
+}
+
+export function MessageCard({ no, message, turn, giver, chosen, more }: MessageCardProps): JSX.Element {
   const role = visibleLine(shortened(message.role, 40));
   return (
-    <article class={`message role-${roleClass(message.role)}`} aria-label={`Message ${no + 1}, ${role}`}>
+    <article id={messageId(no)} class={`message role-${roleClass(message.role)}${chosen ? " chosen" : ""}`} aria-label={`Message ${no + 1}, ${role}`}>
       <header>
         <span class="role">{role}</span>
         {message.turn === null ? null : <span class="muted">turn {message.turn + 1}</span>}
-        {message.turn === null && message.role === "assistant" ? <span class="muted">given by the task</span> : null}
+        {message.turn === null && message.role === "assistant" ? <span class="muted">given by the {giver}</span> : null}
         {turn ? (
           <span class="muted">
             {counted(turn.end - turn.start, "token")}, model {duration(turn.model_seconds)}

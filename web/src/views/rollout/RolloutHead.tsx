@@ -7,8 +7,10 @@ import { Badge } from "../../parts/status";
 import { useServices } from "../../state/services";
 import { count, duration, reward } from "../../text/format";
 import { visible, visibleLine } from "../../text/visible";
+import { talksOf } from "./talks";
 import { Fact } from "../job/JobHead";
 import { shadeOfReward } from "../job/GroupRow";
+import { exitOf } from "./HarnessPanel";
 
 export interface RolloutHeadProps {
   brief: Brief;
@@ -20,7 +22,9 @@ export interface RolloutHeadProps {
 export function RolloutHead({ brief, namespace, name, onOpen }: RolloutHeadProps): JSX.Element {
   const { router } = useServices();
   const { timings, neighbours } = brief;
-  const sampled = brief.turns.reduce((sum, turn) => sum + (turn.end - turn.start), 0);
+  const talks = talksOf(brief);
+  const sampled = talks.flatMap((talk) => talk.turns).reduce((sum, turn) => sum + (turn.end - turn.start), 0);
+  const trained = brief.segments.reduce((sum, segment) => sum + segment.sampled, 0);
   const seconds = timings.init.active_seconds + timings.run.active_seconds + timings.eval.active_seconds;
   const versions = Object.entries(brief.metadata).find(([key]) => key === "policy_version");
   return (
@@ -42,13 +46,14 @@ export function RolloutHead({ brief, namespace, name, onOpen }: RolloutHeadProps
         </div>
       </div>
       {brief.reason || brief.message ? (
-        <p class="notice bad">
+        <p class="notice bad lines">
           <b>{visibleLine(brief.reason)}</b> {visible(brief.message)}
         </p>
       ) : null}
       <dl class="facts">
-        <Fact name="Turns" value={count(brief.turns_total ?? brief.turns.length)} />
-        <Fact name="Sampled tokens" value={count(sampled)} />
+        <Fact name="Turns" value={count(talks.reduce((sum, talk) => sum + talk.turnsTotal, 0))} />
+        {talks.length > 1 ? <Fact name="Conversations" value={count(talks.length)} /> : null}
+        <Fact name="Sampled tokens" value={trained === sampled ? count(sampled) : `${count(sampled)}, ${count(trained)} to train on`} />
         <Fact name="Segments" value={count(brief.segments.length)} />
         <Fact name="Time at work" value={duration(seconds)} />
         <Fact name="Model" value={duration(timings.model_seconds)} />
@@ -57,6 +62,7 @@ export function RolloutHead({ brief, namespace, name, onOpen }: RolloutHeadProps
         {versions ? <Fact name="Policy version" value={String(versions[1])} /> : null}
         <Fact name="Backend" value={brief.backend || "–"} />
         {brief.tool_parser ? <Fact name="Tool parser" value={brief.tool_parser} /> : null}
+        {brief.harness ? <Fact name="Harness" value={`${brief.harness.name}, ${exitOf(brief.harness)}`} /> : null}
         <Fact name="Id" value={brief.id} />
         {brief.trace_id ? <Fact name="Trace" value={brief.trace_id} /> : null}
       </dl>

@@ -13,7 +13,7 @@ import { useReopened, useResource } from "../../state/resource";
 import { useLive, useLocation, useServices } from "../../state/services";
 import { count } from "../../text/format";
 import { visibleLine } from "../../text/visible";
-import { Conversation } from "./Conversation";
+import { Conversations } from "./Conversation";
 import { EvalTab } from "./EvalTab";
 import { LiveRollout } from "./LiveRollout";
 import { RawTab } from "./RawTab";
@@ -42,7 +42,7 @@ export function RolloutView({ namespace, name, id }: { namespace: string; name: 
 
   const data = brief.data;
   const neighbours = data?.neighbours;
-  const select = (value: string) => router.change({ tab: value === "conversation" ? null : value, segment: null, token: null });
+  const select = (value: string) => router.change({ tab: value === "conversation" ? null : value, segment: null, token: null, conversation: null, message: null });
   const open = (other: string | null | undefined) => {
     // The tab stays, so that one can look at the tokens of one sample after another.
     if (other) router.go(router.href({ view: "rollout", namespace, name, id: other }, { tab: tab === "conversation" ? null : tab }));
@@ -67,7 +67,7 @@ export function RolloutView({ namespace, name, id }: { namespace: string; name: 
       <Tabs
         label="Parts of the rollout"
         tabs={[
-          { id: "conversation", name: "Conversation", extra: count(data.messages) },
+          { id: "conversation", name: "Conversation", extra: count(data.branches.reduce((sum, branch) => sum + branch.messages, data.messages)) },
           { id: "tokens", name: "Tokens", extra: count(tokens) },
           { id: "timeline", name: "Timeline", ...(data.attempts.length ? { extra: count(data.attempts.length) } : {}) },
           { id: "eval", name: "Eval" },
@@ -76,7 +76,7 @@ export function RolloutView({ namespace, name, id }: { namespace: string; name: 
         selected={tab}
         onSelect={select}
       >
-        {tab === "conversation" ? <Conversation key={id} brief={data} namespace={namespace} name={name} /> : null}
+        {tab === "conversation" ? <Conversations key={id} brief={data} namespace={namespace} name={name} /> : null}
         {tab === "tokens" ? <TokensTab key={id} brief={data} namespace={namespace} name={name} /> : null}
         {tab === "timeline" ? <TimelineTab brief={data} /> : null}
         {tab === "eval" ? <EvalTab brief={data} /> : null}

@@ -5,8 +5,10 @@ import type { Attempt, Brief, Span, Turn } from "../../api/types";
 import { STAGES } from "../../api/types";
 import { count, duration, moment } from "../../text/format";
 import { visible, visibleLine } from "../../text/visible";
+import { talkName, talksOf } from "./talks";
 
 export function TimelineTab({ brief }: { brief: Brief }): JSX.Element {
+  const talks = talksOf(brief);
   return (
     <div class="timeline">
       <section class="panel" aria-labelledby="spans-title">
@@ -43,12 +45,14 @@ export function TimelineTab({ brief }: { brief: Brief }): JSX.Element {
         <h2 id="attempts-title">Attempts that did not end well</h2>
         {brief.attempts.length === 0 ? <p class="muted">There are none: each stage succeeded at its first try.</p> : <Attempts brief={brief} />}
       </section>
-      {brief.turns.length > 0 ? (
-        <section class="panel" aria-labelledby="turns-title">
-          <h2 id="turns-title">Turns</h2>
-          <Turns turns={brief.turns} />
-        </section>
-      ) : null}
+      {talks
+        .filter((talk) => talk.turns.length > 0)
+        .map((talk) => (
+          <section key={talk.number} class="panel" aria-labelledby={`turns-title-${talk.number}`}>
+            <h2 id={`turns-title-${talk.number}`}>{talks.length > 1 ? `Turns of conversation ${visibleLine(talkName(talk))}` : "Turns"}</h2>
+            <Turns turns={talk.turns} total={talk.turnsTotal} />
+          </section>
+        ))}
     </div>
   );
 }
@@ -119,10 +123,11 @@ function Attempts({ brief }: { brief: Brief }): JSX.Element {
   );
 }
 
-/** Turns that are listed; the record has the others. */
+/** Turns of a conversation that are listed; the record has the others. */
 const MOST_TURNS = 300;
 
-function Turns({ turns }: { turns: Turn[] }): JSX.Element {
+function Turns({ turns, total }: { turns: Turn[]; total: number }): JSX.Element {
+  const shown = turns.slice(0, MOST_TURNS);
   const most = Math.max(1e-9, ...turns.map((turn) => turn.model_seconds + turn.tool_seconds));
   return (
     <>
@@ -144,7 +149,7 @@ function Turns({ turns }: { turns: Turn[] }): JSX.Element {
           </tr>
         </thead>
         <tbody>
-          {turns.slice(0, MOST_TURNS).map((turn, index) => (
+          {shown.map((turn, index) => (
             <tr key={index}>
               <th scope="row">{count(index + 1)}</th>
               <td>
@@ -161,7 +166,7 @@ function Turns({ turns }: { turns: Turn[] }): JSX.Element {
           ))}
         </tbody>
       </table>
-      {turns.length > MOST_TURNS ? <p class="muted">{count(turns.length - MOST_TURNS)} further turns are in the raw record.</p> : null}
+      {total > shown.length ? <p class="muted">{count(total - shown.length)} further turns are in the raw record.</p> : null}
     </>
   );
 }

@@ -9,6 +9,7 @@ import { Choice } from "../../parts/fields";
 import { wordOf, wholeOf } from "../../state/place";
 import { asCallError } from "../../state/resource";
 import { useLocation, useServices } from "../../state/services";
+import { segmentNames } from "./talks";
 import { SHADE_ENDS, shadeName } from "../../tokens/logprobs";
 import { visible } from "../../text/visible";
 import { WindowedList } from "../../window/WindowedList";
@@ -44,10 +45,11 @@ export function TokensTab({ brief, namespace, name }: { brief: Brief; namespace:
   const selected = useMemo(() => (position === null ? null : { segment: segment ?? 0, position }), [segment, position]);
 
   const redraw = useCallback(() => draw((before) => before + 1), []);
+  const names = segmentNames(brief);
   const store = useMemo(
     () =>
       new TokenStore(
-        brief.segments,
+        brief.segments.map((segment, index) => ({ ...segment, name: names[index] ?? null })),
         100,
         (chunk, signal) =>
           calls.get<Tokens>(path, { namespace, segment: chunk.segment, start: chunk.start, limit: chunk.end - chunk.start, texts: true }, signal),
@@ -200,7 +202,7 @@ function TokenLegend({ colouring }: { colouring: Colouring }): JSX.Element {
         </li>
       ) : null}
       <li>
-        <span class="t">plain: not sampled, mask 0</span>
+        <span class="t">plain: not sampled, or not trained on; mask 0</span>
       </li>
     </ul>
   );

@@ -1,7 +1,7 @@
 /** The tokens of one trajectory as far as they were read, and their rows at the present width. */
 
 import type { Tokens } from "../../api/types";
-import { type Chunk, type LoadedChunk, TokenRows, chunksOf, lastVersion, loaded, rowsOf } from "../../tokens/layout";
+import { type Chunk, type LoadedChunk, type SegmentShape, TokenRows, chunksOf, lastVersion, loaded, rowsOf } from "../../tokens/layout";
 
 /** Chunks that are kept; with 4,096 tokens each, these are about 260,000 tokens. */
 const MOST_CHUNKS = 64;
@@ -20,7 +20,7 @@ export class TokenStore {
   #columns: number;
 
   constructor(
-    segments: readonly { prompt: number; response: number }[],
+    segments: readonly SegmentShape[],
     columns: number,
     private readonly read: ReadTokens,
     /** Called when a chunk has come: with its first row, and how many more rows there are than were expected. */

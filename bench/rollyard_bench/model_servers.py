@@ -29,10 +29,14 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from rollyard_bench.processes import BENCH, port_of, program
+from rollyard_bench.processes import BENCH, ROOT, port_of, program
 
 MODEL = "fixed-latency"
 MAX_MODEL_LEN = 32_768
+POLICY = ROOT / "examples" / "tiny-policy" / "hf"
+"""The folder with the tokenizer and the chat template of the streaming model."""
+LONG_MODEL_LEN = 65_536
+"""The context of the streaming model."""
 START, END = "<|im_start|>", "<|im_end|>"
 MEAN_TOKENS = 23.0
 SPREAD = 0.27
@@ -281,10 +285,74 @@ class WeightedModel(LatencyModel):
         return answer
 
 
+class StreamingModel(LatencyModel):
+    """An ASGI application with vLLM's `/inference/v1/generate`, as a stream or not.
+
+    Each answer is a sentence and a tool call that depends on the seed. Its first token comes after `first`
+    seconds, and all others after `rest` more. `GET /firsts` returns when the first token of each seed was
+    sent, by the monotonic clock, which all processes of a machine share.
+    """
+
+    def __init__(self, first: float, rest: float) -> None:
+        super().__init__(latency=first + rest, turns=0)
+        self._first = first
+        self._rest = rest
+        self._tokenizer = Tokenizer.from_file(str(POLICY / "tokenizer.json"))
+        self._firsts: dict[str, float] = {}
+
+    def static(self, path: str) -> dict[str, Any] | None:
+        """Return the answer to a request without a body that matters."""
+        if path == "/inference/v1/abort_requests":
+            return {}
+        if path == "/v1/models":
+            model = {"id": MODEL, "object": "model", "owned_by": "bench", "max_model_len": LONG_MODEL_LEN}
+            return {"object": "list", "data": [model | {"logprobs_mode": "processed_logprobs"}]}
+        return {"seconds": self._firsts} if path == "/firsts" else super().static(path)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request."""
+        if scope["path"] != "/inference/v1/generate":
+            await super().__call__(scope, receive, send)
+            return
+        arrived = time.perf_counter()
+        body = orjson.loads(await Request(scope, receive).body() or b"{}")
+        if not body.get("token_ids"):
+            await Response(b"{}", 400, media_type="application/json")(scope, receive, send)
+            return
+        params = body["sampling_params"]
+        ids = self._ids(params.get("seed") or 0)[: params.get("max_tokens")]
+        headers = [(b"content-type", b"text/event-stream")]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await asyncio.sleep(max(0.0, arrived + self._first - time.perf_counter()))
+        self._firsts[str(params.get("seed"))] = time.monotonic()
+        for start, end in ((0, 1), (1, len(ids))) if body.get("stream") else ((0, len(ids)),):
+            if start:
+                await asyncio.sleep(self._rest)
+            event = orjson.dumps(self._event(len(body["token_ids"]), ids, start, end))
+            data = b"data: %b\n\n" % event if body.get("stream") else event
+            await send({"type": "http.response.body", "body": data, "more_body": True})
+        await send({"type": "http.response.body", "body": b"data: [DONE]\n\n" if body.get("stream") else b""})
+
+    def _ids(self, seed: int) -> list[int]:
+        said = f"I look at the next file, number {seed % 1000}, because the answer may be in it.\n"
+        text = said + _call("bash", {"command": f"cat data/part-{seed % 1000}.txt | head -n 40"})
+        return list(self._tokenizer.encode(text + END).ids)
+
+    def _event(self, prompt: int, ids: list[int], start: int, end: int) -> dict[str, Any]:
+        last = end == len(ids)
+        content = [{"token_id": token, "logprob": -0.5, "rank": 1} for token in ids[start:end]]
+        choice = {"index": 0, "token_ids": ids[start:end], "logprobs": {"content": content}}
+        choice["finish_reason"] = "stop" if last else None
+        choice["weight_versions"] = [{"version": "1", "start": 0, "end": end}] if last else None
+        usage = {"prompt_tokens": prompt, "completion_tokens": end, "total_tokens": prompt + end}
+        return {"request_id": "generate-tokens-bench", "choices": [choice], "usage": usage}
+
+
 MODELS: dict[str, Callable[..., LatencyModel]] = {
     "latency": LatencyModel,
     "paced": PacedModel,
     "weighted": WeightedModel,
+    "streaming": StreamingModel,
 }
 
 

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from rollyard_client import Client, RollyardError
 from rollyard_crds import BackendPool, RolloutJob
+from rollyard_testing.harnesses import asked_once, bash_harness
 from rollyard_testing.hub import TOKEN, HubModel, hub_server
 from rollyard_testing.invariants import invariant
 from rollyard_testing.pace import patience
@@ -114,8 +115,11 @@ def test_a_backend_is_a_job_and_comes_back(slurm: Any, bridge: Bridge) -> None:
         until(ready, 30, "the same backend")
         assert why in condition(client.pool("default"), "Degraded", "message"), "a new bridge knows it"
         assert list(bridge.jobs("backend")) == [again]
-        client.submit(job("served", backendRef={"name": "default"}))
-    bridge.ended("served")
+        client.submit(job("served", 1, 1, backendRef={"name": "default"}, agent=bash_harness()))
+        bridge.ended("served")
+        # Its sandbox is Apptainer's, and its only way to the backend is the gateway of the Run worker.
+        (one,) = client.trajectories("served")
+        asked_once(one.model_dump(mode="json"))
     assert bridge.stop() == 0
     assert bridge.jobs() == {}
     queued = subprocess.run(

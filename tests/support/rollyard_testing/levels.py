@@ -33,6 +33,7 @@ PARTS: Final = {
     "podman": "starts real Podman sandboxes; runs as root",
     "vllm": "needs the two real vLLM servers, or one of its own",
     "trainers": "needs the environment of a trainer, such as TRL",
+    "harnesses": "runs harnesses as their registries have them; needs `scripts/harness-env`",
     "page": "drives the page in a real Chromium",
     "faults": "kills processes at seeded random times",
     "packaging": "builds distributions and installs them",

@@ -20,11 +20,12 @@ from typing import Final
 import httpx
 
 from rollyard_testing.browser.signin import Served
+from rollyard_testing.crds.conversations import harness_record
 from rollyard_testing.pace import patience
 from rollyard_testing.page.attacks import hostile_job
 from rollyard_testing.page.conversations import TINY_POLICY
 from rollyard_testing.page.ordinary import VERSIONS, Ordinary, ordinary_job
-from rollyard_testing.page.store import opened
+from rollyard_testing.page.store import Result, opened, plain_tasks, recorded
 
 READY_SECONDS: Final = patience(120.0)
 END_SECONDS: Final = patience(30.0)
@@ -36,6 +37,8 @@ HALF: Final = "half"
 """The name of the job of which half of the rollouts wait."""
 HOSTILE: Final = "hostile"
 """The name of the job whose rollouts attack whoever looks at them."""
+HARNESS: Final = "harness"
+"""The name of the job with a rollout of `harness_record`, whose conversations have branches."""
 GROUPS: Final = 40
 
 
@@ -142,12 +145,16 @@ async def _fill(state: Path) -> Filled:
         ended = await ordinary_job(store, ENDED, GROUPS, now, pool="default", long=True)
         half = await ordinary_job(store, HALF, GROUPS, now, pool="default", ended=0.5, seed=1)
         await hostile_job(store, HOSTILE, now, pool="default")
+        result = Result(ended_at=now - 30, recorded=recorded(harness_record()), tokens=12)
+        await store.job(
+            HARNESS, plain_tasks(1), 1, lambda no, sample: result, [(0, 0)], began=now - 600, pool="default"
+        )
     return Filled(state, ended, half)
 
 
 @contextmanager
 def filled() -> Iterator[Filled]:
-    """Fill a state folder with the jobs ENDED, HALF and HOSTILE, and remove it with the block."""
+    """Fill a state folder with the jobs ENDED, HALF, HOSTILE and HARNESS, and remove it with the block."""
     folder = Path(tempfile.mkdtemp(prefix="ry-page-"))
     try:
         # A thread of its own may have a loop, even where Playwright's runs in this one.

@@ -97,6 +97,19 @@ def _everywhere(text: str, conversations: Conversations) -> dict[str, Any]:
     ]
     made["metadata"] = {"__proto__": {"attacked": text}, "eval": text, text[:64]: [text]}
     made["truncated"], made["truncated_reason"] = True, text[:64]
+    made |= {"conversation": 1, "continues": 0}
+    made["branches"] = [
+        {
+            "number": number,
+            "kind": kind,
+            "trained": False,
+            "parent": number - 1 if number > 2 else None,
+            "messages": made["messages"],
+            "turns": [made["turns"][0] | {"asked": {text[:64]: text}}],
+        }
+        for number, kind in ((0, "main"), (2, text[:64]), (3, "__proto__"))
+    ]
+    made["harness"] = {"name": text[:128], "exit_code": None, "output": text, "log": text}
     return made
 
 

@@ -10,6 +10,8 @@ One line of the record is one exchange, written when it ends:
 `request` and `response` are the bodies as text. `end` is `complete` where the client got the
 whole answer, `client gone` where it left before, `server gone` where the server closed or
 refused the connection; the proxy then closes the client's connection likewise, without an answer.
+
+While a test holds requests back (`Recorder.holding`), the proxy keeps those that sample a turn.
 """
 
 from __future__ import annotations
@@ -61,6 +63,8 @@ class _Proxy:
     def __init__(self, target: str, record: Path) -> None:
         self._target = target
         self._record = record.open("a", buffering=1, encoding="utf-8", errors="surrogateescape")
+        self._gate, self._reached = _gate_of(record)
+        self._passed = 0
         self._numbers = itertools.count(1)
         self._client: aiohttp.ClientSession | None = None
 
@@ -81,6 +85,8 @@ class _Proxy:
         status, end = 0, "server gone"
         answer: web.StreamResponse | None = None
         try:
+            if _samples(request.path, sent):
+                await self._wait_at_gate()
             assert self._client is not None
             headers = {k: v for k, v in request.headers.items() if k.lower() not in _NOT_FORWARDED}
             async with self._client.request(
@@ -114,6 +120,31 @@ class _Proxy:
                 "status": status, "response": bytes(got).decode(errors="surrogateescape"), "end": end,
             }  # fmt: skip
             self._record.write(json.dumps(exchange) + "\n")
+
+    async def _wait_at_gate(self) -> None:
+        """Wait while the test lets no more turns pass."""
+        while self._gate.exists():
+            if self._passed < int(self._gate.read_text()):
+                self._passed += 1
+                return
+            self._reached.touch()
+            await asyncio.sleep(0.02)
+        self._passed = 0
+
+
+def _gate_of(record: Path) -> tuple[Path, Path]:
+    """Return the file that closes a proxy's gate, and the one that says that a request waits there."""
+    return record.with_suffix(".gate"), record.with_suffix(".reached")
+
+
+def _samples(path: str, sent: bytes) -> bool:
+    """Return whether a request samples a turn. Those for one token are probes of the server."""
+    if not path.startswith("/inference/v1/generate"):
+        return False
+    try:
+        return int(json.loads(sent)["sampling_params"]["max_tokens"]) > 1
+    except (ValueError, LookupError, TypeError):
+        return False
 
 
 def _closed(request: web.Request, answer: web.StreamResponse | None) -> web.StreamResponse:
@@ -149,6 +180,23 @@ class Recorder:
         """Return all exchanges that have ended so far, in the order of the requests."""
         lines = self._record.read_text(encoding="utf-8").splitlines()
         return sorted((Exchange(**json.loads(line)) for line in lines), key=lambda one: one.number)
+
+    @contextmanager
+    def holding(self, turns: int) -> Iterator[Path]:
+        """Let so many further turns be sampled, and hold the requests of others back until the block ends.
+
+        Yields:
+            A path at which a file appears when a request waits.
+        """
+        gate, reached = _gate_of(self._record)
+        reached.unlink(missing_ok=True)
+        new = gate.with_suffix(".new")
+        new.write_text(str(turns))
+        os.replace(new, gate)  # The proxy never reads half of it.
+        try:
+            yield reached
+        finally:
+            gate.unlink()
 
 
 @contextmanager

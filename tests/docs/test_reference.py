@@ -46,6 +46,7 @@ def documented(site: Path) -> set[str]:
         "rollyard_crds",
         "rollyard_pipeline.handlers",
         "rollyard_pipeline.agents",
+        "rollyard_pipeline.harnesses",
         "rollyard_pipeline.tools",
         "rollyard_pipeline.tool_parsers",
         "rollyard_pipeline.rewards",

@@ -386,6 +386,7 @@ def test_the_control_plane_gets_each_option_from_the_value_of_the_same_meaning()
         "--no-backend-seconds": "$api.noBackendSeconds",
         "--max-queued": "$api.maxQueued",
         "--max-queued-per-namespace": "$api.maxQueuedPerNamespace",
+        "--max-harness-runs-per-namespace": "$api.maxHarnessRunsPerNamespace",
         "--max-unstored": "$api.maxUnstored",
         "--log-level": "$api.logLevel",
         "--log-format": ".Values.logFormat",

@@ -11,7 +11,7 @@ from rollyard_crds.trajectory import Branch, ConversationKind
 
 from rollyard_pipeline.chat.format import ChatFormat, ChatMessage
 from rollyard_pipeline.errors import TemplateError
-from rollyard_pipeline.gateway.calls import ModelReply
+from rollyard_pipeline.gateway.calls import ModelReply, tool_names
 from rollyard_pipeline.gateway.errors import CallError
 from rollyard_pipeline.gateway.history import HistoryNode
 from rollyard_pipeline.tool_parsers.base import ParsedCall
@@ -53,7 +53,7 @@ class HarnessConversation:
     @property
     def tools(self) -> frozenset[str]:
         """The names of the offered tools."""
-        return frozenset(str(tool.get("function", {}).get("name", "")) for tool in self.chat.tools or ())
+        return tool_names(self.chat.tools)
 
     @property
     def reply(self) -> ModelReply | None:

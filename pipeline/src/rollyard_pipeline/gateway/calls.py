@@ -6,7 +6,7 @@ answer. All that lies between them knows no protocol.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal
 
@@ -143,3 +143,8 @@ class Delta:
     thought: str = ""
     text: str = ""
     call: ReplyCall | None = None
+
+
+def tool_names(tools: Iterable[Mapping[str, Any]] | None) -> frozenset[str]:
+    """Return the names of tools that are offered in the form of `ModelCall.tools`, or none for None."""
+    return frozenset(str(tool.get("function", {}).get("name", "")) for tool in tools or ())

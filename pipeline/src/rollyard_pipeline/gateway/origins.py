@@ -14,7 +14,7 @@ import orjson
 from rollyard_crds.trajectory import ConversationKind
 
 from rollyard_pipeline.gateway.branches import HarnessConversation
-from rollyard_pipeline.gateway.calls import HistoryMessage, Marks, ModelCall, ReplyCall
+from rollyard_pipeline.gateway.calls import HistoryMessage, Marks, ModelCall, ReplyCall, tool_names
 
 _ASKS_FOR_SUMMARY: Final = (
     "CRITICAL: Respond with TEXT ONLY",  # Claude Code
@@ -143,8 +143,7 @@ def _begins_with_reply(call: ModelCall, other: HarnessConversation) -> bool:
     text = other.reply.text.strip() if other.reply is not None and not other.reply.calls else ""
     if len(text) < _LEAST_SUMMARY or not other.tools:
         return False
-    tools = {str(tool.get("function", {}).get("name", "")) for tool in call.tools}
-    return tools == other.tools and any(
+    return tool_names(call.tools) == other.tools and any(
         text in message.text for message in call.messages if message.role in ("system", "user")
     )
 
